@@ -1,0 +1,3 @@
+from kvstow.cli import main
+
+main()
