@@ -1,0 +1,49 @@
+"""Hypothesis profiles, and a closing line that says which tests were left out."""
+
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+OPT_IN_MARKERS = ("gpu", "slow", "vllm")
+
+settings.register_profile("dev", deadline=None, max_examples=50)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=200,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "thorough",
+    deadline=None,
+    max_examples=5_000,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
+)
+
+left_out = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[left_out] = Counter()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        markers = [name for name in OPT_IN_MARKERS if item.get_closest_marker(name)]
+        item.config.stash[left_out][" and ".join(markers) or "by -k or -m"] += 1
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for reason, count in sorted(config.stash[left_out].items()):
+        hint = f" (run them with: scripts/test -m {reason})" if reason in OPT_IN_MARKERS else ""
+        terminalreporter.write_line(f"not run, {reason}: {count}{hint}")

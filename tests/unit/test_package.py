@@ -1,0 +1,30 @@
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+
+import kvstow
+
+
+def test_the_version_is_the_installed_one():
+    assert importlib.metadata.version("kvstow") == kvstow.__version__
+
+
+def test_the_package_says_that_it_is_typed():
+    assert importlib.resources.files("kvstow").joinpath("py.typed").is_file()
+
+
+def test_the_console_script_is_the_function_main_of_the_command_line():
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="kvstow")
+    assert [script.value for script in scripts] == ["kvstow.cli:main"]
+
+
+def test_importing_kvstow_imports_nothing_else():
+    program = (
+        "import sys; before = set(sys.modules); import kvstow;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["kvstow"]
