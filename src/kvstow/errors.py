@@ -1,0 +1,100 @@
+"""Everything kvstow raises on purpose.
+
+    KvstowError
+    ├── SpecError            a field, layer or model that cannot exist
+    │   └── ModelError       a config.json with missing or contradictory facts
+    ├── PlanError            constraints that no layout can meet
+    ├── LayoutError          a layout that breaks a law (carries every violation)
+    ├── ManifestError        a manifest document that cannot be read
+    ├── RouteError           two layouts that no route can join
+    ├── OutOfBlocks          a hold or an admission that does not fit
+    ├── BlockError           ids that are not held, not known, held twice
+    ├── TraceError           a request trace that cannot be replayed
+    ├── MemoryLayoutError    foreign memory that contradicts its declared layout
+    ├── CopyError            a copy that failed, with its blocks
+    ├── TransferError        bytes that were not moved, or moved and not accepted
+    ├── StoreError           an offload tier that refused, lost or dropped rows
+    └── BackendMissing       an optional part that is not installed
+
+A message says where, what, both numbers, and after an empty line `hint:` what to do.
+"""
+
+
+class KvstowError(Exception):
+    """Root of the tree."""
+
+
+class SpecError(KvstowError):
+    """A field, layer or retention that cannot exist."""
+
+
+class ModelError(SpecError):
+    """A model configuration with missing or contradictory facts."""
+
+
+class PlanError(KvstowError):
+    """Constraints or budgets that no layout can meet."""
+
+
+class LayoutError(KvstowError):
+    """A layout that breaks a law."""
+
+    def __init__(self, violations: tuple[str, ...]) -> None:
+        self.violations = violations
+        super().__init__("\n".join(violations))
+
+
+class ManifestError(KvstowError):
+    """A manifest document that cannot be read: `kind` says which rule it broke."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(f"{kind}: {message}")
+
+
+class RouteError(KvstowError):
+    """Two layouts that no route can join; `differences` lists all of them."""
+
+    def __init__(self, differences: tuple[str, ...]) -> None:
+        self.differences = differences
+        super().__init__("\n".join(differences))
+
+
+class OutOfBlocks(KvstowError):
+    """A hold or admission that does not fit; nothing was changed."""
+
+    def __init__(self, message: str, *, needed: int, free: int) -> None:
+        self.needed = needed
+        self.free = free
+        super().__init__(message)
+
+
+class BlockError(KvstowError):
+    """Ids that are not held, out of range, or named twice."""
+
+
+class TraceError(KvstowError):
+    """A request trace that cannot be replayed."""
+
+
+class MemoryLayoutError(KvstowError):
+    """Foreign memory that contradicts the layout declared for it."""
+
+
+class CopyError(KvstowError):
+    """A copy that failed; names its blocks."""
+
+
+class TransferError(KvstowError):
+    """Bytes that were not moved, or were moved and not accepted."""
+
+
+class StoreError(KvstowError):
+    """An offload tier that refused, lost or dropped rows."""
+
+
+class BackendMissing(KvstowError):
+    """An optional part that is not installed; names the extra."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed\n\nhint: pip install 'kvstow[{extra}]'")

@@ -1,0 +1,294 @@
+"""Layout: where every byte of every block lies. Numbers only, no addresses, no memory.
+
+    address of (layer l, block b, head h, state n) in bytes from the arena's base
+        = offset[l] + b · block_stride[l] + h · head_stride[l] + n · token_stride[l]
+
+Packed, separate, cross-layer, shared columns are different numbers in this one law:
+
+    BLHNC  ┃ row 0: L0 L1 L2 ┃ row 1: L0 L1 L2 ┃        one run per block
+    LBHNC  ┃ L0: 0 1 2 … ┃ L1: 0 1 2 … ┃                one run per block and layer
+
+Groups take turns owning slabs: block `b` of group `g` lies in slab
+`b // rows_per_slab[g]`, and slab 0 is nobody's: block 0 of every group is the null row.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from kvstow.errors import LayoutError, SpecError
+from kvstow.plan.group import Group
+from kvstow.plan.laws import (
+    Footprint,
+    Strip,
+    overlapping,
+    sharing_sets,
+    sharing_violations,
+)
+from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import Axis, Run, View, joined
+
+Order = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+NULL_SLABS = 1
+"""Slabs that no group ever owns; block 0 of every group lies in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The four numbers of one layer in the address law."""
+
+    offset: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A group, placed: `placements[i]` belongs to `group.layers[i]`."""
+
+    group: Group
+    rows_per_slab: int
+    placements: tuple[Placement, ...]
+
+    def footprint(self, num_slabs: int) -> Footprint:
+        """The strips that the group's blocks are made of.
+
+        When all pages move with one stride and fit inside it, the block is a row: one
+        strip, padding between its pages included. Otherwise each contiguous piece is one.
+        """
+        count = num_slabs * self.rows_per_slab
+        pieces = [
+            (run, place.block_stride)
+            for layer, place in zip(self.group.layers, self.placements, strict=True)
+            for run in page_runs(layer, place)
+        ]
+        strides = {stride for _, stride in pieces}
+        start = min(run.offset for run, _ in pieces)
+        nbytes = max(run.end for run, _ in pieces) - start
+        if len(strides) == 1 and (nbytes <= min(strides) or count == 1):
+            strips = (Strip(start, nbytes, min(strides), count),)
+        else:
+            strips = tuple(
+                Strip(run.offset, run.nbytes, stride, count)
+                for stride in sorted(strides)
+                for run in joined(run for run, s in pieces if s == stride)
+            )
+        return Footprint(self.group.name, strips, self.rows_per_slab)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Groups placed in one arena of `nbytes`. A layout that breaks a law cannot be built.
+
+    `tp` and `pp` are `(rank, size)`; what a rank holds is in the specs themselves.
+    """
+
+    model: str
+    order: Order
+    groups: tuple[Rows, ...]
+    num_slabs: int
+    nbytes: int
+    base_align: int = 1
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        violations = self.violations()
+        if violations:
+            raise LayoutError(violations)
+
+    # ── where things are ──────────────────────────────────────────────────────────
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[int, LayerSpec, Placement]]:
+        """Every layer by name: its group's index, its spec, its place."""
+        return {
+            layer.name: (g, layer, place)
+            for g, rows in enumerate(self.groups)
+            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+        }
+
+    def _found(self, layer: str) -> tuple[int, LayerSpec, Placement]:
+        try:
+            return self.layers[layer]
+        except KeyError:
+            raise SpecError(f"no layer {layer!r} in the layout of {self.model!r}") from None
+
+    def group_index(self, name: str) -> int:
+        """The index of the group of that name."""
+        for g, rows in enumerate(self.groups):
+            if rows.group.name == name:
+                return g
+        raise SpecError(f"no group {name!r} among {[r.group.name for r in self.groups]}")
+
+    def num_blocks(self, group: int) -> int:
+        """Block ids of a group, those in the null slab included."""
+        return self.num_slabs * self.groups[group].rows_per_slab
+
+    def view(self, layer: str) -> View:
+        """All pages of a layer: axes block, head, token, content.
+
+        The content axis counts elements when the layer's fields have one element type,
+        bytes otherwise.
+        """
+        group, spec, place = self._found(layer)
+        units = {field.dtype.unit for field in spec.fields}
+        unit = units.pop() if len(units) == 1 else 1
+        cells = cell_axes(spec, place, self.num_blocks(group))
+        content = Axis("content", spec.cell_bytes // unit, unit)
+        return View(offset=place.offset, axes=(*cells, content), unit=unit)
+
+    def field(self, layer: str, name: str) -> View:
+        """One field of a layer: axes block, head, token, then the field's own.
+
+        4-bit elements are counted in bytes, two elements each, on the last axis.
+        """
+        group, spec, place = self._found(layer)
+        field = spec.field(name)
+        axes: list[Axis] = []
+        stride = field.dtype.unit
+        for extent in reversed(field.axes):
+            size = extent.size if axes else extent.size // field.dtype.per_unit
+            axes.insert(0, Axis(extent.name, size, stride))
+            stride *= size
+        return View(
+            offset=place.offset + spec.field_offsets[name],
+            axes=(*cell_axes(spec, place, self.num_blocks(group)), *axes),
+            unit=field.dtype.unit,
+        )
+
+    # ── what belongs together ─────────────────────────────────────────────────────
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, ...]:
+        """Per group, the strips its blocks are made of."""
+        return tuple(rows.footprint(self.num_slabs) for rows in self.groups)
+
+    @cached_property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of groups that pass slabs around; a group alone keeps all of its own."""
+        return sharing_sets(self.footprints)
+
+    def runs(self, group: int, block: int) -> tuple[Run, ...]:
+        """The bytes of one block, as the fewest runs: one where blocks are rows."""
+        return tuple(
+            Run(strip.offset + block * strip.stride, strip.nbytes)
+            for strip in self.footprints[group].strips
+        )
+
+    def row_bytes(self, group: int) -> int:
+        """Bytes of one block, padding between its pages included."""
+        return sum(strip.nbytes for strip in self.footprints[group].strips)
+
+    def row_stride(self, group: int) -> int:
+        """Bytes from one block to the next, over all strips."""
+        return sum(strip.stride for strip in self.footprints[group].strips)
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.nbytes // self.num_slabs
+
+    # ── the laws ──────────────────────────────────────────────────────────────────
+
+    def violations(self) -> tuple[str, ...]:
+        """Every broken law, in words; empty for a layout that may be used."""
+        found = [*self._broken_counts()]
+        if not found:
+            found += self._broken_pages()
+        if not found:
+            found += self._broken_bounds()
+            found += sharing_violations(self.footprints, self.num_slabs)
+        return tuple(found)
+
+    def _broken_counts(self) -> list[str]:
+        found: list[str] = []
+        if self.order not in ORDERS:
+            found.append(f"order: {self.order!r} is none of {', '.join(ORDERS)}")
+        names = [layer.name for rows in self.groups for layer in rows.group.layers]
+        if not names or len(set(names)) < len(names):
+            found.append(f"coverage: {len(names)} layers, {len(set(names))} different names")
+        if len({rows.group.name for rows in self.groups}) < len(self.groups):
+            found.append("coverage: two groups have one name")
+        for (rank, size), what in ((self.tp, "tp"), (self.pp, "pp")):
+            if not 0 <= rank < size:
+                found.append(f"coverage: {what} rank {rank} of {size}")
+        for rows in self.groups:
+            if len(rows.placements) != len(rows.group.layers):
+                found.append(f"coverage: group {rows.group.name!r}: {len(rows.group.layers)} "
+                             f"layers, {len(rows.placements)} placements")  # fmt: skip
+            if rows.rows_per_slab < 1:
+                found.append(f"slab: group {rows.group.name!r}: {rows.rows_per_slab} rows per slab")
+        if self.num_slabs < 1 or self.base_align < 1:
+            found.append(f"slab: {self.num_slabs} slabs, base aligned to {self.base_align}")
+        return found
+
+    def _broken_pages(self) -> list[str]:
+        found: list[str] = []
+        for rows in self.groups:
+            pieces: list[Run] = []
+            for layer, place in zip(rows.group.layers, rows.placements, strict=True):
+                found += page_violations(layer, place, self.order, self.base_align)
+                if not found:
+                    pieces += page_runs(layer, place)
+            found += [
+                f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
+                f"{b.offset} (+{b.nbytes}) overlap in block 0"
+                for a, b in overlapping(pieces)
+            ]
+        return found
+
+    def _broken_bounds(self) -> list[str]:
+        return [
+            f"bounds: group {footprint.name!r}: bytes [{strip.hull.offset}, {strip.hull.end}) "
+            f"are not inside the arena of {self.nbytes}"
+            for footprint in self.footprints
+            for strip in footprint.strips
+            if strip.hull.offset < 0 or strip.hull.end > self.nbytes
+        ]
+
+
+def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis, Axis, Axis]:
+    """Block, head and token axes of a placed layer."""
+    return (
+        Axis("block", num_blocks, place.block_stride),
+        Axis("head", spec.heads.size, place.head_stride),
+        Axis("token", spec.states, place.token_stride),
+    )
+
+
+def page_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
+    """The bytes of the page in block 0. A page in one piece includes its final padding."""
+    _, head, token = cell_axes(spec, place, 1)
+    runs = View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
+    if len(runs) == 1:
+        return (Run(place.offset, spec.page_bytes),)
+    return runs
+
+
+def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align: int) -> list[str]:
+    """What is wrong with one page: alignment, nesting, axes not in the stated order."""
+    found: list[str] = []
+    for what, value in (("offset", place.offset), ("block stride", place.block_stride),
+                        ("head stride", place.head_stride),
+                        ("token stride", place.token_stride)):  # fmt: skip
+        page_step = spec.align if what in ("offset", "block stride") else 1
+        if value < 0 or value % spec.unit or value % page_step:
+            found.append(f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of "
+                         f"{max(spec.unit, page_step)}")  # fmt: skip
+    if base_align % spec.unit:
+        found.append(f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements "
+                     f"to {spec.unit}")  # fmt: skip
+    sizes = {"H": (spec.heads.size, place.head_stride), "N": (spec.states, place.token_stride)}
+    inner = spec.cell_bytes
+    for letter in [letter for letter in reversed(order) if letter in sizes]:
+        size, stride = sizes[letter]
+        if size > 1 and stride < inner:
+            found.append(f"order: layer {spec.name!r}: {letter} stride {stride} is below the "
+                         f"{inner} bytes inside it")  # fmt: skip
+        inner = max(inner, size * stride if size > 1 else inner)
+    if place.block_stride < 1:
+        found.append(f"order: layer {spec.name!r}: block stride {place.block_stride}")
+    return found

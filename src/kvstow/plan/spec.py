@@ -1,0 +1,249 @@
+"""What a model keeps: fields in cells, cells in pages, and for how long.
+
+    page of one layer in one block       heads × states cells, in the order's H/N order
+    ┌────────┬────────┬────────┬──
+    │ cell   │ cell   │ cell   │ …       cell = one head's bytes of one state
+    └────────┴────────┴────────┴──
+     ╎      ╎
+    ┌─────┬─────┬───┬───┐
+    │  k  │  v  │ks │vs │               fields, each C-contiguous over its own axes
+    └─────┴─────┴───┴───┘
+
+A *state* is what one token leaves behind, or several tokens together (compressed
+caches), or a whole sequence (recurrent layers: one head, one state, and the fields
+carry their own axes).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from kvstow.errors import SpecError
+from kvstow.plan.view import align_up
+
+
+class DType(StrEnum):
+    """Element types; the value is the name torch uses, or ours where torch has none."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT4_E2M1 = "float4_e2m1"
+    INT32 = "int32"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    INT4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        return _BITS[self]
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the smallest addressable piece: 1 for 4-bit types, two elements each."""
+        return max(1, self.bits // 8)
+
+    @property
+    def per_unit(self) -> int:
+        """Elements in one addressable piece."""
+        return self.unit * 8 // self.bits
+
+
+_BITS = {
+    DType.FLOAT64: 64, DType.FLOAT32: 32, DType.FLOAT16: 16, DType.BFLOAT16: 16,
+    DType.FLOAT8_E4M3: 8, DType.FLOAT8_E5M2: 8, DType.FLOAT4_E2M1: 4,
+    DType.INT32: 32, DType.INT8: 8, DType.UINT8: 8, DType.INT4: 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The part of one of the whole model's axes that a rank holds.
+
+    `pieces` are half-open intervals of the whole axis, in the order in which they lie
+    in memory: `((4, 8),)` of 8 heads on the second of two ranks; three pieces for a
+    convolution whose x, B and C channels are split each on their own. A replicated
+    axis is simply held whole, or held alike, by several ranks.
+    """
+
+    name: str
+    total: int
+    pieces: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def whole(name: str, size: int) -> "Extent":
+        return Extent(name, size, ((0, size),))
+
+    def __post_init__(self) -> None:
+        ends = sorted(self.pieces)
+        inside = all(0 <= lo < hi <= self.total for lo, hi in ends)
+        apart = all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        if not self.pieces or not inside or not apart:
+            raise SpecError(
+                f"axis {self.name!r}: pieces {self.pieces} are not disjoint, non-empty "
+                f"parts of [0, {self.total})"
+            )
+
+    @property
+    def size(self) -> int:
+        return sum(hi - lo for lo, hi in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named array inside every cell, C-contiguous over `axes`, outermost first."""
+
+    name: str
+    dtype: DType
+    axes: tuple[Extent, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise SpecError(f"field {self.name!r} has no axes")
+        if self.axes[-1].size % self.dtype.per_unit:
+            raise SpecError(
+                f"field {self.name!r}: {self.axes[-1].size} elements of {self.dtype} do not "
+                f"fill whole bytes\n\nhint: make {self.axes[-1].name!r} even"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every token, as long as the request lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last `tokens` tokens."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of the current chunk of `tokens`: position `p` sees `[p - p % tokens, p]`."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """The first `sink_tokens` tokens for good, and the last `tokens`."""
+
+    sink_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A summary of the whole sequence: one running row, and `checkpoints` kept behind it.
+
+    Such a group's block is one summary; its `block_tokens` says how many tokens lie
+    between two checkpoints that a later request may start from.
+    """
+
+    checkpoints: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """The encoder's `tokens` positions, written once (cross-attention)."""
+
+    tokens: int
+
+
+Retention = Full | Window | Chunk | Sink | State | Encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One cache-owning module: what a page of it holds, and for how long.
+
+    `states` cells per head per block, each standing for `block_tokens / states` tokens
+    (one cell for a whole summary where retention is `State`). `align` is the kernel's
+    demand: pages start at multiples of it and are padded to one.
+    """
+
+    name: str
+    retention: Retention
+    block_tokens: int
+    states: int
+    heads: Extent
+    fields: tuple[Field, ...]
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if not names or len(set(names)) < len(names):
+            raise SpecError(f"layer {self.name!r}: field names {names} must be some, and unique")
+        for what, value in (("block_tokens", self.block_tokens), ("states", self.states),
+                            ("align", self.align)):  # fmt: skip
+            if type(value) is not int or value < 1:
+                raise SpecError(f"layer {self.name!r}: {what} is {value!r}, not a whole number > 0")
+        if isinstance(self.retention, State):
+            if self.states != 1:
+                raise SpecError(f"layer {self.name!r}: a summary is one state, not {self.states}")
+        elif self.block_tokens % self.states:
+            raise SpecError(
+                f"layer {self.name!r}: {self.block_tokens} tokens per block do not make "
+                f"{self.states} equal states"
+            )
+
+    def field(self, name: str) -> Field:
+        """The field of that name."""
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise SpecError(f"layer {self.name!r} has no field {name!r}; it has "
+                        f"{[field.name for field in self.fields]}")  # fmt: skip
+
+    @property
+    def tokens_per_state(self) -> int:
+        return self.block_tokens // self.states
+
+    @property
+    def field_offsets(self) -> dict[str, int]:
+        """Where each field starts inside a cell: in order, each on its natural alignment."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for field in self.fields:
+            offsets[field.name] = align_up(end, field.dtype.unit)
+            end = offsets[field.name] + field.nbytes
+        return offsets
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the largest element: every cell starts at a multiple of it."""
+        return max(field.dtype.unit for field in self.fields)
+
+    @property
+    def cell_bytes(self) -> int:
+        last = self.fields[-1]
+        return align_up(self.field_offsets[last.name] + last.nbytes, self.unit)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one page before alignment: heads × states × cell."""
+        return self.heads.size * self.states * self.cell_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, padded as the kernel demands."""
+        return align_up(self.payload_bytes, self.align)
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors a per-layer engine allocates for it: K and V apart."""
+        return 2 if {"k", "v"} <= {field.name for field in self.fields} else 1
