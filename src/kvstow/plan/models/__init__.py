@@ -1,0 +1,54 @@
+"""What a model keeps: from its configuration to the layer specs of one rank."""
+
+from dataclasses import dataclass
+
+from kvstow.plan.models.catalogue import catalogue
+from kvstow.plan.models.config import Config
+from kvstow.plan.models.families import stack
+from kvstow.plan.models.load import Source, load_model
+from kvstow.plan.models.serving import Serving
+from kvstow.plan.models.shard import Shard
+from kvstow.plan.models.stage import stage
+from kvstow.plan.spec import LayerSpec
+
+__all__ = ["Config", "Model", "catalogue", "load_model", "model_layers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The layers that one rank holds, in the model's order, and what was assumed on the way."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    notes: tuple[str, ...]
+
+
+def model_layers(
+    source: Source,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    pp: int = 1,
+    pp_rank: int = 0,
+    block_tokens: int | None = None,
+    kv_dtype: str | None = None,
+    checkpoint_tokens: int = 512,
+) -> Model:
+    """The layer specs of one (tp, pp) rank of a model.
+
+    `kv_dtype` None or `auto` is the model's own element type. `checkpoint_tokens` is the
+    distance between two recurrent states that are kept.
+    """
+    config = load_model(source)
+    serving = Serving(
+        shard=Shard(tp, tp_rank),
+        block_tokens=block_tokens,
+        kv_dtype=kv_dtype,
+        checkpoint_tokens=checkpoint_tokens,
+    )
+    whole = stack(config, serving)
+    mine = stage(len(whole.layers), pp=pp, pp_rank=pp_rank)
+    layers = tuple(layer for i in mine for layer in whole.layers[i])
+    if not layers:
+        raise config.error(f"stage {pp_rank} of {pp} holds no layer that keeps anything")
+    return Model(name=config.name, layers=layers, notes=whole.notes)

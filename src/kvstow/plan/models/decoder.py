@@ -1,0 +1,178 @@
+"""Ordinary decoders: attention in every layer, over everything, a window, or a chunk.
+
+Which layers see what is read from `layer_types` where the configuration has it, and
+otherwise from the older keys of each family.
+"""
+
+from dataclasses import dataclass
+
+from kvstow.plan.models.config import Config
+from kvstow.plan.models.kinds import attention
+from kvstow.plan.models.serving import Serving, Stack
+from kvstow.plan.models.shard import Part, split
+from kvstow.plan.spec import Chunk, Full, LayerSpec, Retention, Window
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """An attention's heads, of the whole model."""
+
+    query: int
+    kv: int
+    key_dim: int
+    value_dim: int
+
+
+def heads_of(config: Config) -> Heads:
+    """The heads of a model, checked against each other."""
+    query = config.count(*_QUERY_HEADS)
+    kv = _kv_heads(config, query)
+    if kv > query or query % kv:
+        raise config.error(f"{query} attention heads cannot share {kv} kv heads evenly")
+    key_dim = _head_dim(config, query)
+    return Heads(
+        query=query,
+        kv=kv,
+        key_dim=key_dim,
+        value_dim=config.count("v_head_dim", default=key_dim),
+    )
+
+
+def _kv_heads(config: Config, query: int) -> int:
+    multi_query = config.flag("multi_query", default=False)
+    if config.model_type == "falcon" and not config.flag("new_decoder_architecture", default=False):
+        return 1 if multi_query else query
+    return config.count(*_KV_HEADS, default=1 if multi_query else query)
+
+
+def _head_dim(config: Config, query: int) -> int:
+    if config.present(*_HEAD_DIM):
+        return config.count(*_HEAD_DIM)
+    hidden = config.count(*_HIDDEN)
+    if hidden % query:
+        raise config.error(
+            f"hidden_size {hidden} is not divisible by {query} attention heads, "
+            "and there is no head_dim",
+            "add 'head_dim' to the configuration",
+        )
+    return hidden // query
+
+
+def self_attention(
+    name: str,
+    config: Config,
+    serving: Serving,
+    *,
+    retention: Retention,
+    heads: Heads | None = None,
+) -> LayerSpec:
+    """One attention layer of the model, this rank's part of it."""
+    heads = heads_of(config) if heads is None else heads
+    serving.shard.divided("attention heads", heads.query)
+    return attention(
+        name,
+        retention=retention,
+        block_tokens=serving.tokens,
+        heads=split("head", (Part("kv heads", heads.kv, replicable=True),), serving.shard),
+        key_dim=heads.key_dim,
+        value_dim=heads.value_dim,
+        precision=serving.precision(config),
+    )
+
+
+def decoder(config: Config, serving: Serving) -> Stack:
+    """Attention in every layer."""
+    layers = tuple(
+        (self_attention(f"model.layers.{i}.self_attn", config, serving, retention=retention),)
+        for i, retention in enumerate(retentions(config))
+    )
+    return Stack(layers)
+
+
+def layer_types(config: Config, num_layers: int) -> list[str] | None:
+    """The configuration's own list of layer types, if it has one."""
+    key = config.present("layer_types", "layers_block_type")
+    if key is None:
+        return None
+    types = config.texts(key)
+    if len(types) != num_layers:
+        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {num_layers}")
+    return types
+
+
+def retentions(config: Config) -> list[Retention]:
+    """What each layer of an ordinary decoder sees."""
+    num_layers = config.count(*LAYERS)
+    types = layer_types(config, num_layers)
+    if types is not None:
+        return [_retention(config, kind) for kind in types]
+    match config.model_type:
+        case "gemma2" | "gpt_oss":
+            local = [i % 2 == 0 for i in range(num_layers)]
+        case "gemma3_text" | "gemma3":
+            local = _every(config, num_layers, default=6)
+        case "cohere2":
+            local = _every(config, num_layers, default=4)
+        case "llama4_text" | "llama4":
+            return _chunked(config, num_layers)
+        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe":
+            first = config.count("max_window_layers", default=num_layers)
+            used = config.flag("use_sliding_window", default=False)
+            local = [used and i >= first for i in range(num_layers)]
+        case _:
+            local = [config.flag("use_sliding_window", default=True)] * num_layers
+            if _pattern_key(config) is not None:
+                local = _every(config, num_layers, default=1)
+    window = _window(config)
+    return [window if is_local else Full() for is_local in local]
+
+
+def _retention(config: Config, kind: str) -> Retention:
+    match kind:
+        case "full_attention" | "attention" | "global_attention":
+            return Full()
+        case "sliding_attention" | "sliding_window_attention":
+            return Window(config.count("sliding_window"))
+        case "chunked_attention":
+            return Chunk(config.count("attention_chunk_size"))
+        case _:
+            raise config.error(
+                f"layer_types has {kind!r}, which model_type {config.model_type!r} is not known for"
+            )
+
+
+def _window(config: Config) -> Retention:
+    return Window(config.count("sliding_window")) if "sliding_window" in config else Full()
+
+
+def _pattern_key(config: Config) -> str | None:
+    return config.present("sliding_window_pattern", "_sliding_window_pattern")
+
+
+def _every(config: Config, num_layers: int, *, default: int) -> list[bool]:
+    key = _pattern_key(config)
+    period = default if key is None else config.count(key)
+    return [(i + 1) % period != 0 for i in range(num_layers)]
+
+
+def _chunked(config: Config, num_layers: int) -> list[Retention]:
+    """Llama 4: layers with rotary positions see their chunk, the others everything."""
+    if "attention_chunk_size" not in config:
+        return [Full()] * num_layers
+    chunk = Chunk(config.count("attention_chunk_size"))
+    if config.facts.get("no_rope_layers"):
+        rotary = config.counts("no_rope_layers")
+        if len(rotary) != num_layers:
+            raise config.error(
+                f"no_rope_layers has {len(rotary)} entries, num_hidden_layers is {num_layers}"
+            )
+    else:
+        period = config.count("no_rope_layer_interval", default=4)
+        rotary = [(i + 1) % period for i in range(num_layers)]
+    return [chunk if has_rope else Full() for has_rope in rotary]

@@ -1,0 +1,62 @@
+"""Where a model's facts come from: a catalogue name, a `config.json`, a directory, a dict."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from kvstow.errors import ModelError
+from kvstow.plan.models.catalogue import entry
+from kvstow.plan.models.config import Config
+
+Source = str | Path | Mapping[str, object] | Config
+
+_TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
+def load_model(source: Source) -> Config:
+    """The facts of a model, its text part merged to the top.
+
+    A string is a path if something exists there or it looks like one, and a catalogue
+    name otherwise.
+    """
+    match source:
+        case Config():
+            return source
+        case Path():
+            return _from_file(source)
+        case str():
+            if _looks_like_path(source):
+                return _from_file(Path(source))
+            name, facts = entry(source)
+            return Config(name=name, facts=facts)
+        case _:
+            return _from_facts("config", source)
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.endswith(".json") or source.startswith((".", "/", "~")) or Path(source).exists()
+
+
+def _from_file(path: Path) -> Config:
+    path = path.expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        facts: object = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: not JSON: {error}") from error
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    return _from_facts(name, facts)
+
+
+def _from_facts(name: str, facts: object) -> Config:
+    if not isinstance(facts, Mapping):
+        raise ModelError(f"{name}: a configuration is an object, not {type(facts).__name__}")
+    merged = dict(cast(Mapping[str, object], facts))
+    for key in _TEXT_PARTS:
+        if merged.get(key) is not None:
+            part = Config(name=name, facts=merged).inner(key).facts
+            merged |= {k: v for k, v in part.items() if v is not None}
+    return Config(name=name, facts=merged)

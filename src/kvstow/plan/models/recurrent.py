@@ -1,0 +1,123 @@
+"""The kinds of recurrent state: one page per sequence, whatever the tokens per block.
+
+    kind                 conv (channel × tap)      ssm
+    mamba1               channels                  channel × state
+    mamba2               x | B | C                 ssm_head × dim × state
+    gated delta net      q | k | v                 ssm_head × value × key
+    linear attention     none                      ssm_head × key × value
+    short convolution    channels                  none
+
+A convolution of `kernel` taps remembers the `kernel - 1` inputs before the next one.
+Channels are in the whole model's coordinates: a rank of several holds a piece of x,
+a piece of B and a piece of C.
+"""
+
+from dataclasses import dataclass
+
+from kvstow.plan.models.kinds import ONE_HEAD
+from kvstow.plan.models.shard import Part, Shard, split
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What all recurrent layers of a model share: rank, element types, checkpoint distance."""
+
+    shard: Shard
+    conv_dtype: DType
+    state_dtype: DType
+    checkpoint_tokens: int
+
+
+def _layer(name: str, recurrence: Recurrence, *fields: Field) -> LayerSpec:
+    return LayerSpec(
+        name=name,
+        retention=State(),
+        block_tokens=recurrence.checkpoint_tokens,
+        states=1,
+        heads=ONE_HEAD,
+        fields=fields,
+    )
+
+
+def _conv(channels: Extent, kernel: int, dtype: DType) -> Field:
+    return Field("conv", dtype, (channels, Extent.whole("tap", kernel - 1)))
+
+
+def _heads_state(part: Part, rows: Extent, columns: Extent, recurrence: Recurrence) -> Field:
+    heads = split("ssm_head", (part,), recurrence.shard)
+    return Field("ssm", recurrence.state_dtype, (heads, rows, columns))
+
+
+def mamba1(
+    name: str, recurrence: Recurrence, *, channels: int, state: int, kernel: int
+) -> LayerSpec:
+    """Selective scan: every channel has its own state vector."""
+    held = split("channel", (Part("mamba channels", channels),), recurrence.shard)
+    ssm = Field("ssm", recurrence.state_dtype, (held, Extent.whole("state", state)))
+    return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype), ssm)
+
+
+def mamba2(
+    name: str,
+    recurrence: Recurrence,
+    *,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    kernel: int,
+) -> LayerSpec:
+    """State-space duality: a matrix per head; B and C are shared by groups of heads."""
+    x = Part("mamba heads", heads, head_dim)
+    group = Part("mamba groups", groups, state, replicable=True)
+    channels = split("channel", (x, group, group), recurrence.shard)
+    ssm = _heads_state(
+        Part("mamba heads", heads),
+        Extent.whole("dim", head_dim),
+        Extent.whole("state", state),
+        recurrence,
+    )
+    return _layer(name, recurrence, _conv(channels, kernel, recurrence.conv_dtype), ssm)
+
+
+def gated_delta_net(
+    name: str,
+    recurrence: Recurrence,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    kernel: int,
+) -> LayerSpec:
+    """Delta rule: a value × key matrix per value head, and a convolution over q, k, v."""
+    key = Part("linear key heads", key_heads, key_dim, replicable=True)
+    value = Part("linear value heads", value_heads, value_dim)
+    channels = split("channel", (key, key, value), recurrence.shard)
+    ssm = _heads_state(
+        Part("linear value heads", value_heads),
+        Extent.whole("value", value_dim),
+        Extent.whole("key", key_dim),
+        recurrence,
+    )
+    return _layer(name, recurrence, _conv(channels, kernel, recurrence.conv_dtype), ssm)
+
+
+def linear_attention(name: str, recurrence: Recurrence, *, heads: int, head_dim: int) -> LayerSpec:
+    """Lightning attention: a key × value matrix per head, no convolution."""
+    ssm = _heads_state(
+        Part("linear attention heads", heads),
+        Extent.whole("key", head_dim),
+        Extent.whole("value", head_dim),
+        recurrence,
+    )
+    return _layer(name, recurrence, ssm)
+
+
+def short_convolution(
+    name: str, recurrence: Recurrence, *, channels: int, kernel: int
+) -> LayerSpec:
+    """A gated convolution alone: its last inputs are all it remembers."""
+    held = split("channel", (Part("convolution channels", channels),), recurrence.shard)
+    return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype))

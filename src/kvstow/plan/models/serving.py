@@ -1,0 +1,84 @@
+"""How a model is served: its share of the ranks, tokens per block, cache element types."""
+
+from dataclasses import dataclass
+
+from kvstow.errors import ModelError
+from kvstow.plan.models.config import Config
+from kvstow.plan.models.precision import Plain, Precision, element, precision
+from kvstow.plan.models.recurrent import Recurrence
+from kvstow.plan.models.shard import Shard
+from kvstow.plan.spec import DType, LayerSpec
+
+DEFAULT_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What the operator chooses; `None` leaves the choice to the model."""
+
+    shard: Shard
+    block_tokens: int | None
+    kv_dtype: str | None
+    checkpoint_tokens: int
+
+    def __post_init__(self) -> None:
+        for what, value in (
+            ("block_tokens", self.block_tokens),
+            ("checkpoint_tokens", self.checkpoint_tokens),
+        ):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ModelError(f"{what} is {value!r}, not a whole number > 0")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per block of everything that grows with the sequence."""
+        return DEFAULT_BLOCK_TOKENS if self.block_tokens is None else self.block_tokens
+
+    @property
+    def keeps_own_dtype(self) -> bool:
+        return self.kv_dtype is None or self.kv_dtype.lower() == "auto"
+
+    def precision(self, config: Config) -> Precision:
+        """How keys, values and latents are stored."""
+        if self.kv_dtype is None or self.keeps_own_dtype:
+            return Plain(own_dtype(config))
+        return precision(self.kv_dtype)
+
+    def recurrence(self, config: Config) -> Recurrence:
+        """How recurrent states are stored: in the model's dtype, whatever the kv dtype is.
+
+        A model that wants its states wider says so in `mamba_ssm_cache_dtype` or
+        `mamba_ssm_dtype`.
+        """
+        own = own_dtype(config)
+        key = config.present("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+        return Recurrence(
+            shard=self.shard,
+            conv_dtype=own,
+            state_dtype=own if key is None else _dtype(config, key, own),
+            checkpoint_tokens=self.checkpoint_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What each decoder layer keeps, first layer first; a layer may keep nothing."""
+
+    layers: tuple[tuple[LayerSpec, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def own_dtype(config: Config) -> DType:
+    """The model's own element type; bfloat16 where the configuration names none."""
+    key = config.present("dtype", "torch_dtype")
+    return DType.BFLOAT16 if key is None else _dtype(config, key, DType.BFLOAT16)
+
+
+def _dtype(config: Config, key: str, auto: DType) -> DType:
+    name = config.text(key, "")
+    if name == "auto":
+        return auto
+    dtype = element(name)
+    if dtype is None:
+        raise config.error(f"{key} is {name!r}, not an element type", "for example 'bfloat16'")
+    return dtype
