@@ -10,6 +10,7 @@
     ├── OutOfBlocks          a hold or an admission that does not fit
     ├── BlockError           ids that are not held, not known, held twice
     ├── TraceError           a request trace that cannot be replayed
+    ├── ArenaError           memory that the system does not give, or that is gone
     ├── MemoryLayoutError    foreign memory that contradicts its declared layout
     ├── CopyError            a copy that failed, with its blocks
     ├── TransferError        bytes that were not moved, or moved and not accepted
@@ -75,6 +76,10 @@ class BlockError(KvstowError):
 
 class TraceError(KvstowError):
     """A request trace that cannot be replayed."""
+
+
+class ArenaError(KvstowError):
+    """Memory that the system does not give, or that is closed."""
 
 
 class MemoryLayoutError(KvstowError):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from kvstow.errors import SpecError
 from kvstow.plan.spec import Chunk, Encoder, Full, LayerSpec, Retention, Sink, State, Window
@@ -76,7 +77,7 @@ def split(group: Group, parts: int) -> tuple[Group, ...]:
     ends = [i * size + min(i, rest) for i in range(parts + 1)]
     return tuple(
         Group(name=f"{group.name}/{i}", layers=group.layers[lo:hi])
-        for i, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False))
+        for i, (lo, hi) in enumerate(pairwise(ends))
     )
 
 

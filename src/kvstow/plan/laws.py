@@ -7,6 +7,7 @@ question about two arithmetic progressions, and Euclid answers it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvstow.plan.view import Run
 
@@ -107,9 +108,7 @@ def sharing_sets(footprints: Sequence[Footprint]) -> tuple[tuple[int, ...], ...]
         if owner[g] != owner[h] and collision(a, b):
             low, high = sorted((owner[g], owner[h]))
             owner = [low if o == high else o for o in owner]
-    return tuple(
-        tuple(g for g, o in enumerate(owner) if o == root) for root in sorted(set(owner))
-    )
+    return tuple(tuple(g for g, o in enumerate(owner) if o == root) for root in sorted(set(owner)))
 
 
 def sharing_violations(footprints: Sequence[Footprint], num_slabs: int) -> Iterator[str]:
@@ -158,6 +157,4 @@ def _foreign_collision(
 def overlapping(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
     """Neighbours, by offset, that share bytes."""
     ordered = sorted(runs)
-    return ((a, b) for a, b in zip(ordered, ordered[1:], strict=False) if a.end > b.offset)
-
-
+    return ((a, b) for a, b in pairwise(ordered) if a.end > b.offset)

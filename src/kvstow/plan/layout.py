@@ -35,6 +35,10 @@ NULL_SLABS = 1
 """Slabs that no group ever owns; block 0 of every group lies in one."""
 
 
+MAX_PIECES = 4096
+"""Pieces a page may be in: more heads than any model has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The four numbers of one layer in the address law."""
@@ -281,14 +285,18 @@ def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align:
     if base_align % spec.unit:
         found.append(f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements "
                      f"to {spec.unit}")  # fmt: skip
-    sizes = {"H": (spec.heads.size, place.head_stride), "N": (spec.states, place.token_stride)}
-    inner = spec.cell_bytes
-    for letter in [letter for letter in reversed(order) if letter in sizes]:
-        size, stride = sizes[letter]
-        if size > 1 and stride < inner:
-            found.append(f"order: layer {spec.name!r}: {letter} stride {stride} is below the "
-                         f"{inner} bytes inside it")  # fmt: skip
-        inner = max(inner, size * stride if size > 1 else inner)
+    head = ("head", spec.heads.size, place.head_stride)
+    token = ("token", spec.states, place.token_stride)
+    outer, inner = (head, token) if order.index("H") < order.index("N") else (token, head)
+    cells = inner[1] * spec.cell_bytes
+    if inner[1] > 1 and inner[2] != spec.cell_bytes:
+        found.append(f"order: layer {spec.name!r}: {inner[0]} stride {inner[2]} is not the "
+                     f"{spec.cell_bytes} bytes of a cell, innermost in {order}")  # fmt: skip
+    if outer[1] > 1 and outer[2] < cells:
+        found.append(f"order: layer {spec.name!r}: {outer[0]} stride {outer[2]} is below the "
+                     f"{cells} bytes inside it")  # fmt: skip
+    if outer[1] > MAX_PIECES and outer[2] != cells:
+        found.append(f"order: layer {spec.name!r}: {outer[1]} pieces, at most {MAX_PIECES}")
     if place.block_stride < 1:
         found.append(f"order: layer {spec.name!r}: block stride {place.block_stride}")
     return found

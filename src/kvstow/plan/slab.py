@@ -63,9 +63,11 @@ def slab_geometry(
 def _candidates(rows: Ints, limit: int) -> Ints:
     """Row counts worth trying: what fits into a slab that some group fills exactly, and
     one row fewer of any of the groups, for the sake of smaller common multiples."""
-    targets = np.unique(np.concatenate(
-        [np.arange(r, limit + 1, r * max(1, limit // r // MAX_CANDIDATES)) for r in rows]
-    ))  # fmt: skip
+    exact: list[Ints] = [
+        np.arange(r, limit + 1, r * max(1, limit // r // MAX_CANDIDATES), dtype=np.int64)
+        for r in rows.tolist()
+    ]
+    targets = np.unique(np.concatenate(exact))
     fitting = targets[targets >= rows.max(), None] // rows
     fewer = np.array(list(product((0, 1), repeat=len(rows) if len(rows) <= 6 else 0)), np.int64)
     counts = (fitting[:, None, :] - fewer).reshape(-1, len(rows))

@@ -16,6 +16,7 @@ carry their own axes).
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import prod
 
 from kvstow.errors import SpecError
@@ -80,7 +81,7 @@ class Extent:
     def __post_init__(self) -> None:
         ends = sorted(self.pieces)
         inside = all(0 <= lo < hi <= self.total for lo, hi in ends)
-        apart = all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        apart = all(a[1] <= b[0] for a, b in pairwise(ends))
         if not self.pieces or not inside or not apart:
             raise SpecError(
                 f"axis {self.name!r}: pieces {self.pieces} are not disjoint, non-empty "

@@ -125,6 +125,9 @@ class View:
             if len(runs) == 1 and runs[0].nbytes == axis.stride:
                 runs = [Run(runs[0].offset, axis.stride * axis.size)]
             else:
-                runs = [Run(r.offset + i * axis.stride, r.nbytes)
-                        for i in range(axis.size) for r in runs]
+                runs = [
+                    Run(r.offset + i * axis.stride, r.nbytes)
+                    for i in range(axis.size)
+                    for r in runs
+                ]
         return joined(runs)

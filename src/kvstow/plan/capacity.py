@@ -1,0 +1,90 @@
+"""What requests cost in a layout, exactly: rows, bytes, slabs, concurrency.
+
+A request needs a fixed part (windows, states, encoder rows: bounded for any length) and
+a part that grows with its tokens. Slabs are handed out whole, so `k` requests fit when
+their rows, rounded up to slabs group by group, do.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from kvstow.plan.group import bounded_rows, rows_needed_by_all
+from kvstow.plan.layout import NULL_SLABS, Layout
+
+PREFILL_TOKENS = 2048
+"""Tokens computed in one step while a prompt is read: one request at a time does so."""
+
+
+def request_rows(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> tuple[int, ...]:
+    """Rows per group of a request of `num_tokens`, at its fullest moment."""
+    groups = [rows.group for rows in layout.groups]
+    return rows_needed_by_all(groups, num_tokens, in_flight=in_flight)
+
+
+def request_bytes(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> int:
+    """Bytes of those rows, padding included."""
+    rows = request_rows(layout, num_tokens, in_flight=in_flight)
+    return sum(n * layout.row_stride(g) for g, n in enumerate(rows))
+
+
+def fixed_bytes(layout: Layout, *, in_flight: int = 1) -> int:
+    """The part that does not grow: the most that windows, states and encoder rows take."""
+    return sum(
+        (bounded_rows(rows.group, in_flight=in_flight) or 0) * layout.row_stride(g)
+        for g, rows in enumerate(layout.groups)
+    )
+
+
+def bytes_per_token(layout: Layout) -> Fraction:
+    """The part that grows, per token."""
+    return sum(
+        (
+            Fraction(layout.row_stride(g), rows.group.block_tokens)
+            for g, rows in enumerate(layout.groups)
+            if bounded_rows(rows.group, in_flight=1) is None
+        ),
+        Fraction(0),
+    )
+
+
+def fits(
+    layout: Layout, num_requests: int, num_tokens: int, *, in_flight: int = PREFILL_TOKENS
+) -> bool:
+    """Whether so many requests fit at once, one of them in the middle of its prefill."""
+    steady = request_rows(layout, num_tokens)
+    busiest = request_rows(layout, num_tokens, in_flight=in_flight)
+    for sharing in layout.sharing:
+        slabs = 0
+        for g in sharing:
+            rows = (num_requests - 1) * steady[g] + busiest[g]
+            slabs += -(-rows // layout.groups[g].rows_per_slab)
+        if slabs > layout.num_slabs - NULL_SLABS:
+            return False
+    return True
+
+
+def max_requests(layout: Layout, num_tokens: int, *, in_flight: int = PREFILL_TOKENS) -> int:
+    """The most requests of `num_tokens` that fit at once."""
+    return _last(lambda k: fits(layout, k, num_tokens, in_flight=in_flight), _all_rows(layout))
+
+
+def max_tokens(layout: Layout, *, in_flight: int = PREFILL_TOKENS) -> int | None:
+    """The longest request that fits; None where length costs nothing (states, windows)."""
+    if not bytes_per_token(layout) and fits(layout, 1, 1 << 40, in_flight=in_flight):
+        return None
+    longest = max(rows.group.block_tokens for rows in layout.groups) * _all_rows(layout)
+    return _last(lambda n: fits(layout, 1, n, in_flight=in_flight), longest)
+
+
+def _all_rows(layout: Layout) -> int:
+    return sum(layout.num_blocks(g) for g in range(len(layout.groups)))
+
+
+def _last(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number in `[0, limit]` for which it holds; it holds for 0, and never
+    again once it does not."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
