@@ -51,4 +51,4 @@ def model_layers(
     layers = tuple(layer for i in mine for layer in whole.layers[i])
     if not layers:
         raise config.error(f"stage {pp_rank} of {pp} holds no layer that keeps anything")
-    return Model(name=config.name, layers=layers, notes=whole.notes)
+    return Model(name=config.name, layers=layers, notes=(*whole.notes, *serving.notes(config)))

@@ -12,7 +12,8 @@ from kvstow.plan.models.serving import Serving, Stack
 from kvstow.plan.models.shard import Part, split
 from kvstow.plan.spec import Chunk, Full, LayerSpec, Retention, Window
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_MOST_LAYERS = 10_000
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
@@ -27,6 +28,19 @@ class Heads:
     kv: int
     key_dim: int
     value_dim: int
+
+
+def num_layers(config: Config) -> int:
+    """How many decoder layers the model has."""
+    return checked_layers(config, *_LAYERS)
+
+
+def checked_layers(config: Config, *keys: str) -> int:
+    """The number of layers under the first of `keys` that has a value, within reason."""
+    total = config.count(*keys)
+    if total > _MOST_LAYERS:
+        raise config.error(f"{config.present(*keys)} is {total}, more than {_MOST_LAYERS}")
+    return total
 
 
 def heads_of(config: Config) -> Heads:
@@ -95,40 +109,43 @@ def decoder(config: Config, serving: Serving) -> Stack:
     return Stack(layers)
 
 
-def layer_types(config: Config, num_layers: int) -> list[str] | None:
+def layer_types(config: Config, total: int) -> list[str] | None:
     """The configuration's own list of layer types, if it has one."""
     key = config.present("layer_types", "layers_block_type")
     if key is None:
         return None
     types = config.texts(key)
-    if len(types) != num_layers:
-        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {num_layers}")
+    if len(types) != total:
+        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {total}")
     return types
 
 
 def retentions(config: Config) -> list[Retention]:
     """What each layer of an ordinary decoder sees."""
-    num_layers = config.count(*LAYERS)
-    types = layer_types(config, num_layers)
+    total = num_layers(config)
+    types = layer_types(config, total)
     if types is not None:
         return [_retention(config, kind) for kind in types]
+    used = config.flag("use_sliding_window", default=False)
     match config.model_type:
         case "gemma2" | "gpt_oss":
-            local = [i % 2 == 0 for i in range(num_layers)]
+            local = [i % 2 == 0 for i in range(total)]
         case "gemma3_text" | "gemma3":
-            local = _every(config, num_layers, default=6)
+            local = _every(config, total, default=6)
         case "cohere2":
-            local = _every(config, num_layers, default=4)
+            local = _every(config, total, default=4)
         case "llama4_text" | "llama4":
-            return _chunked(config, num_layers)
-        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe":
-            first = config.count("max_window_layers", default=num_layers)
-            used = config.flag("use_sliding_window", default=False)
-            local = [used and i >= first for i in range(num_layers)]
+            return _chunked(config, total)
+        case "qwen2" | "qwen3":
+            local = [used and i >= _window_layers(config) for i in range(total)]
+        case "qwen2_moe":
+            local = [used and i % 2 == 0 and i < _window_layers(config) for i in range(total)]
+        case "qwen3_moe":
+            local = [used] * total
         case _:
-            local = [config.flag("use_sliding_window", default=True)] * num_layers
+            local = [config.flag("use_sliding_window", default=True)] * total
             if _pattern_key(config) is not None:
-                local = _every(config, num_layers, default=1)
+                local = _every(config, total, default=1)
     window = _window(config)
     return [window if is_local else Full() for is_local in local]
 
@@ -147,6 +164,14 @@ def _retention(config: Config, kind: str) -> Retention:
             )
 
 
+def _window_layers(config: Config) -> int:
+    """Qwen's `max_window_layers`, which may be 0."""
+    limit = config.facts.get("max_window_layers", 28)
+    if type(limit) is not int or limit < 0:
+        raise config.error(f"max_window_layers is {limit!r}, not a whole number >= 0")
+    return limit
+
+
 def _window(config: Config) -> Retention:
     return Window(config.count("sliding_window")) if "sliding_window" in config else Full()
 
@@ -155,24 +180,24 @@ def _pattern_key(config: Config) -> str | None:
     return config.present("sliding_window_pattern", "_sliding_window_pattern")
 
 
-def _every(config: Config, num_layers: int, *, default: int) -> list[bool]:
+def _every(config: Config, total: int, *, default: int) -> list[bool]:
     key = _pattern_key(config)
     period = default if key is None else config.count(key)
-    return [(i + 1) % period != 0 for i in range(num_layers)]
+    return [(i + 1) % period != 0 for i in range(total)]
 
 
-def _chunked(config: Config, num_layers: int) -> list[Retention]:
+def _chunked(config: Config, total: int) -> list[Retention]:
     """Llama 4: layers with rotary positions see their chunk, the others everything."""
     if "attention_chunk_size" not in config:
-        return [Full()] * num_layers
+        return [Full()] * total
     chunk = Chunk(config.count("attention_chunk_size"))
     if config.facts.get("no_rope_layers"):
         rotary = config.counts("no_rope_layers")
-        if len(rotary) != num_layers:
+        if len(rotary) != total:
             raise config.error(
-                f"no_rope_layers has {len(rotary)} entries, num_hidden_layers is {num_layers}"
+                f"no_rope_layers has {len(rotary)} entries, num_hidden_layers is {total}"
             )
     else:
         period = config.count("no_rope_layer_interval", default=4)
-        rotary = [(i + 1) % period for i in range(num_layers)]
+        rotary = [(i + 1) % period for i in range(total)]
     return [chunk if has_rope else Full() for has_rope in rotary]

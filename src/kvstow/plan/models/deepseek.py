@@ -4,7 +4,7 @@ from math import lcm
 
 from kvstow.plan.models import compressed
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.decoder import LAYERS, layer_types
+from kvstow.plan.models.decoder import layer_types, num_layers
 from kvstow.plan.models.kinds import indexer, latent
 from kvstow.plan.models.precision import Plain, Precision, ScaledLatent
 from kvstow.plan.models.serving import Serving, Stack
@@ -32,7 +32,7 @@ def latent_layer(name: str, config: Config, serving: Serving, precision: Precisi
 def latent_decoder(config: Config, serving: Serving) -> Stack:
     """MLA in every layer."""
     precision = serving.precision(config)
-    names = (f"model.layers.{i}.self_attn" for i in range(config.count(*LAYERS)))
+    names = (f"model.layers.{i}.self_attn" for i in range(num_layers(config)))
     return Stack(tuple((latent_layer(name, config, serving, precision),) for name in names))
 
 
@@ -48,7 +48,7 @@ def indexed_decoder(config: Config, serving: Serving) -> Stack:
         notes = ("fp8 latents of sparse attention carry scales: stored as fp8_ds_mla",)
     key_dim = config.count("index_head_dim")
     layers: list[tuple[LayerSpec, ...]] = []
-    for i in range(config.count(*LAYERS)):
+    for i in range(num_layers(config)):
         name = f"model.layers.{i}.self_attn"
         index = indexer(f"{name}.indexer", block_tokens=serving.tokens, key_dim=key_dim)
         layers.append((latent_layer(name, config, serving, precision), index))
@@ -73,16 +73,16 @@ def _ratios(config: Config) -> list[int]:
 
     The released list may run on with entries for draft layers, which are not counted.
     """
-    num_layers = config.count(*LAYERS)
+    total = num_layers(config)
     if "compress_ratios" in config:
         ratios = [0 if ratio == 1 else ratio for ratio in config.counts("compress_ratios")]
-        if len(ratios) < num_layers:
+        if len(ratios) < total:
             raise config.error(
-                f"compress_ratios has {len(ratios)} entries, num_hidden_layers is {num_layers}"
+                f"compress_ratios has {len(ratios)} entries, num_hidden_layers is {total}"
             )
-        ratios = ratios[:num_layers]
+        ratios = ratios[:total]
     else:
-        types = layer_types(config, num_layers)
+        types = layer_types(config, total)
         if types is None:
             raise config.missing("compress_ratios", "layer_types")
         ratios = [_RATIO_OF_TYPE.get(kind, -1) for kind in types]

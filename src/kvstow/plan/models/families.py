@@ -1,24 +1,85 @@
 """`model_type` → what each decoder layer keeps."""
 
+from dataclasses import replace
+
+from kvstow.plan.models import deepseek, linear, mamba, seq2seq
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.decoder import decoder
-from kvstow.plan.models.deepseek import compressed_decoder, indexed_decoder, latent_decoder
-from kvstow.plan.models.hybrid import jamba, qwen3_next
 from kvstow.plan.models.serving import Serving, Stack
+
+# fmt: off
+_ORDINARY = frozenset((
+    "arcee", "baichuan", "bloom", "code_llama", "cohere", "cohere2", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
+    "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "llama",
+    "llama4", "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3",
+    "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm",
+    "starcoder2",
+))
+
+_NOT_ORDINARY = (
+    "attention_layers", "attn_config", "attn_type_list", "cla_share_factor", "compress_ratios",
+    "conv_L_cache", "cross_attention_layers", "global_head_dim", "hybrid_override_pattern",
+    "index_head_dim", "is_encoder_decoder", "linear_attn_config", "linear_num_value_heads",
+    "mamba_d_state", "mamba_expand", "num_kv_shared_layers", "per_layer_config",
+    "ssm_state_size", "state_size",
+)
+# fmt: on
 
 
 def stack(config: Config, serving: Serving) -> Stack:
     """The whole model's layers, this tensor-parallel rank's part of each."""
     match config.model_type:
         case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
-            return latent_decoder(config, serving)
+            return deepseek.latent_decoder(config, serving)
         case "deepseek_v32" | "glm_moe_dsa":
-            return indexed_decoder(config, serving)
+            return deepseek.indexed_decoder(config, serving)
         case "deepseek_v4":
-            return compressed_decoder(config, serving)
+            return deepseek.compressed_decoder(config, serving)
+        case "mamba" | "falcon_mamba":
+            return mamba.mamba(config, serving)
+        case "mamba2":
+            return mamba.mamba2(config, serving)
         case "jamba":
-            return jamba(config, serving)
-        case "qwen3_next":
-            return qwen3_next(config, serving)
-        case _:
+            return mamba.jamba(config, serving)
+        case "bamba" | "granitemoehybrid":
+            return mamba.bamba(config, serving)
+        case "falcon_h1":
+            return mamba.falcon_h1(config, serving)
+        case "nemotron_h":
+            return mamba.nemotron_h(config, serving)
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
+            return linear.qwen3_next(config, serving)
+        case "kimi_linear":
+            return linear.kimi_linear(config, serving)
+        case "minimax" | "minimax_text_01" | "minimax_m1":
+            return linear.minimax(config, serving)
+        case "lfm2" | "lfm2_moe":
+            return linear.lfm2(config, serving)
+        case "whisper" | "bart" | "mbart" | "m2m_100" | "marian" | "pegasus":
+            return seq2seq.whisper(config, serving)
+        case "t5" | "mt5" | "umt5":
+            return seq2seq.t5(config, serving)
+        case name if name in _ORDINARY:
             return decoder(config, serving)
+        case _:
+            return _unknown(config, serving)
+
+
+def _unknown(config: Config, serving: Serving) -> Stack:
+    """A model that is not known, read by its keys, if they are ordinary ones."""
+    called = f"unknown model_type {config.model_type!r}" if config.model_type else "no model_type"
+    odd = [key for key in _NOT_ORDINARY if config.facts.get(key)]
+    if odd:
+        raise config.error(
+            f"{called}, and {odd[0]} says that it is not an ordinary decoder",
+            "describe its layers as LayerSpecs",
+        )
+    if "kv_lora_rank" in config:
+        read, how = deepseek.latent_decoder(config, serving), "a decoder with latent attention"
+    else:
+        read, how = decoder(config, serving), "an ordinary decoder"
+    return replace(read, notes=(f"{called}: read as {how}", *read.notes))

@@ -11,6 +11,22 @@ from kvstow.plan.models.config import Config
 
 Source = str | Path | Mapping[str, object] | Config
 
+_CLASS_DEFAULTS: dict[str, dict[str, object]] = {
+    "falcon": {"multi_query": True},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+    },
+    "gpt_bigcode": {"multi_query": True},
+    "llama4_text": {"head_dim": 128, "attention_chunk_size": 8192},
+    "qwen3": {"head_dim": 128},
+}
+"""Facts that released configurations leave out because their class has them as defaults."""
+
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
@@ -31,11 +47,26 @@ def load_model(source: Source) -> Config:
             name, facts = entry(source)
             return Config(name=name, facts=facts)
         case _:
-            return _from_facts("config", source)
+            return _from_facts(_name(source), source)
+
+
+def _name(facts: object) -> str:
+    """What to call a model that came as a dict."""
+    if isinstance(facts, Mapping):
+        known = cast(Mapping[str, object], facts)
+        for key in ("_name_or_path", "model_type"):
+            if isinstance(value := known.get(key), str) and value:
+                return value
+    return "config"
 
 
 def _looks_like_path(source: str) -> bool:
-    return source.endswith(".json") or source.startswith((".", "/", "~")) or Path(source).exists()
+    if source.endswith(".json") or source.startswith((".", "/", "~")):
+        return True
+    try:
+        return Path(source).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _from_file(path: Path) -> Config:
@@ -59,4 +90,6 @@ def _from_facts(name: str, facts: object) -> Config:
         if merged.get(key) is not None:
             part = Config(name=name, facts=merged).inner(key).facts
             merged |= {k: v for k, v in part.items() if v is not None}
-    return Config(name=name, facts=merged)
+    kind = merged.get("model_type")
+    defaults = _CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
+    return Config(name=name, facts=defaults | merged)

@@ -10,6 +10,7 @@ from kvstow.plan.models.shard import Shard
 from kvstow.plan.spec import DType, LayerSpec
 
 DEFAULT_BLOCK_TOKENS = 16
+_DTYPE = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Serving:
     checkpoint_tokens: int
 
     def __post_init__(self) -> None:
+        if self.kv_dtype is not None and not isinstance(self.kv_dtype, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ModelError(f"kv_dtype is {self.kv_dtype!r}, not a name")
         for what, value in (
             ("block_tokens", self.block_tokens),
             ("checkpoint_tokens", self.checkpoint_tokens),
@@ -43,6 +46,12 @@ class Serving:
         if self.kv_dtype is None or self.keeps_own_dtype:
             return Plain(own_dtype(config))
         return precision(self.kv_dtype)
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        """What is assumed about element types."""
+        if self.keeps_own_dtype and not config.present(*_DTYPE):
+            return (f"no dtype in the configuration: planned as {own_dtype(config)}",)
+        return ()
 
     def recurrence(self, config: Config) -> Recurrence:
         """How recurrent states are stored: in the model's dtype, whatever the kv dtype is.
@@ -70,7 +79,7 @@ class Stack:
 
 def own_dtype(config: Config) -> DType:
     """The model's own element type; bfloat16 where the configuration names none."""
-    key = config.present("dtype", "torch_dtype")
+    key = config.present(*_DTYPE)
     return DType.BFLOAT16 if key is None else _dtype(config, key, DType.BFLOAT16)
 
 
