@@ -1,0 +1,4 @@
+"""Everything that touches bytes on one machine.
+
+Read in this order: `backing`, `arena`, `adopt`, `poison`, `copy`, `digest`, `kernels`.
+"""

@@ -1,0 +1,266 @@
+"""An arena: one allocation shaped by a layout, and views into it that never copy.
+
+Every view is `base + offset + Σ index · stride`, exactly the numbers of the layout, over the
+same storage: nothing is allocated, and a write through one view is seen through all.
+"""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstow.errors import ArenaError, BlockError
+from kvstow.memory.backing import (
+    attached_bytes,
+    device_bytes,
+    host_bytes,
+    huge_page_bytes,
+    remove_shared,
+    shared_bytes,
+)
+from kvstow.plan.layout import Layout
+from kvstow.plan.spec import DType
+from kvstow.plan.view import Run, View
+
+POISON = 0xFF
+"""Every floating-point type reads this byte, repeated, as not-a-number."""
+
+TORCH_TYPES: Mapping[DType, torch.dtype] = {
+    DType.FLOAT64: torch.float64,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DType.FLOAT8_E5M2: torch.float8_e5m2,
+    DType.FLOAT4_E2M1: torch.uint8,
+    DType.INT32: torch.int32,
+    DType.INT8: torch.int8,
+    DType.UINT8: torch.uint8,
+    DType.INT4: torch.uint8,
+}
+"""4-bit elements are bytes, two each."""
+
+RAW_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What stands for elements of several types, by their bytes."""
+
+NUMPY_LACKS = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+class Arena:
+    """One allocation of `layout.nbytes`, zeroed, its base aligned as planned.
+
+    On the host it may be `pinned` (for CUDA), `shared` under a name that other processes
+    attach to, and on huge pages where the system grants them.
+    """
+
+    layout: Layout
+    regions: tuple[Run, ...]
+    """Where memory really is, in bytes from the base; everything, unless it was adopted."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        device: str | torch.device = "cpu",
+        pinned: bool = False,
+        shared: str | None = None,
+        huge_pages: bool = False,
+    ) -> None:
+        where, align = torch.device(device), layout.base_align
+        if where.type != "cpu":
+            if pinned or huge_pages or shared is not None:
+                raise ArenaError(f"memory of {where} is not pinned, shared or on huge pages")
+            memory = device_bytes(layout.nbytes, where, align=align)
+        elif shared is None:
+            memory = host_bytes(layout.nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
+        else:
+            memory = shared_bytes(
+                shared, layout.nbytes, align=align, huge_pages=huge_pages, pinned=pinned
+            )
+        self._take(layout, memory, (Run(0, layout.nbytes),), shared)
+
+    @classmethod
+    def attach(cls, layout: Layout, name: str, *, pinned: bool = False) -> Self:
+        """The shared arena of that name, made by another process for the same layout."""
+        memory = attached_bytes(name, layout.nbytes, align=layout.base_align, pinned=pinned)
+        arena = cls.__new__(cls)
+        arena._take(layout, memory, (Run(0, layout.nbytes),), None)
+        return arena
+
+    @classmethod
+    def over(cls, layout: Layout, memory: torch.Tensor, *, regions: Sequence[Run] = ()) -> Self:
+        """An arena in bytes that are there already; the tensor keeps them alive.
+
+        The engine's own tensors come through `kvstow.memory.adopt`, which checks them.
+        """
+        if memory.dtype != torch.uint8 or memory.ndim != 1 or memory.stride(0) != 1:
+            raise ArenaError(f"memory is {memory.ndim}-dimensional {memory.dtype}, not plain bytes")
+        if memory.numel() != layout.nbytes:
+            raise ArenaError(f"memory has {memory.numel()} bytes, the layout {layout.nbytes}")
+        if memory.data_ptr() % layout.base_align:
+            raise ArenaError(
+                f"memory starts at {memory.data_ptr()}, not at a multiple of {layout.base_align}"
+            )
+        arena = cls.__new__(cls)
+        arena._take(layout, memory, tuple(regions) or (Run(0, layout.nbytes),), None)
+        return arena
+
+    def _take(
+        self, layout: Layout, memory: torch.Tensor, regions: tuple[Run, ...], shared: str | None
+    ) -> None:
+        self.layout = layout
+        self.regions = regions
+        self._bytes: torch.Tensor | None = memory
+        self._end = (
+            None if shared is None else weakref.finalize(self, remove_shared, shared, os.getpid())
+        )
+
+    # ── what it is ────────────────────────────────────────────────────────────────
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, as a flat tensor of bytes."""
+        if self._bytes is None:
+            raise ArenaError(f"the arena of {self.layout.model!r} is closed")
+        return self._bytes
+
+    @cached_property
+    def address(self) -> int:
+        return self.bytes.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.bytes.device
+
+    @property
+    def pinned(self) -> bool:
+        return self.device.type == "cpu" and torch.cuda.is_available() and self.bytes.is_pinned()
+
+    @property
+    def huge_page_bytes(self) -> int:
+        """Bytes of host memory that the system has put on huge pages by now."""
+        return huge_page_bytes(self.bytes)
+
+    # ── views ─────────────────────────────────────────────────────────────────────
+
+    def tensor(self, layer: str) -> torch.Tensor:
+        """All pages of a layer: `[block, head, token, content]`.
+
+        Of the fields' element type where they have one; of integers as wide otherwise.
+        """
+        return self.strided(self.layout.view(layer), self._page_type(layer))
+
+    def field(self, layer: str, name: str) -> torch.Tensor:
+        """One field of a layer: `[block, head, token, …the field's own axes]`."""
+        dtype = self.layout.layers[layer][1].field(name).dtype
+        return self.strided(self.layout.field(layer, name), TORCH_TYPES[dtype])
+
+    def subdivided(self, layer: str, tokens: int) -> torch.Tensor:
+        """`tensor(layer)` for a kernel whose blocks are shorter: `tokens` states each.
+
+        `[block · pieces, head, token, content]` where the strides allow it,
+        `[block, sub, head, token, content]` otherwise.
+        """
+        view = self.layout.view(layer).subdivided("token", tokens)
+        return self.strided(view, self._page_type(layer))
+
+    def strided(self, view: View, dtype: torch.dtype) -> torch.Tensor:
+        """Any view of this layout as a tensor over the arena's storage."""
+        whole = self.bytes[: self.nbytes // view.unit * view.unit].view(dtype)
+        strides = [stride // view.unit for stride in view.strides]
+        start = whole.storage_offset() + view.offset // view.unit
+        return whole.as_strided(view.shape, strides, start)
+
+    def numpy(self, layer: str, field: str | None = None) -> npt.NDArray[Any]:
+        """`tensor(layer)` or `field(layer, field)` as an array over the same host memory.
+
+        Types that NumPy lacks come as unsigned integers of as many bytes.
+        """
+        tensor = self.tensor(layer) if field is None else self.field(layer, field)
+        return tensor.view(NUMPY_LACKS.get(tensor.dtype, tensor.dtype)).numpy()
+
+    def _page_type(self, layer: str) -> torch.dtype:
+        fields = self.layout.layers[layer][1].fields
+        kinds = {TORCH_TYPES[field.dtype] for field in fields}
+        return kinds.pop() if len(kinds) == 1 else RAW_TYPES[self.layout.view(layer).unit]
+
+    # ── whole blocks ──────────────────────────────────────────────────────────────
+
+    def zero(self, group: int, ids: npt.ArrayLike) -> None:
+        """Zero the bytes of these blocks, and no others; on CUDA, in the current stream."""
+        self.fill(group, ids, 0)
+
+    def poison(self, group: int, ids: npt.ArrayLike) -> None:
+        """Fill the bytes of these blocks, and no others, with not-a-number."""
+        self.fill(group, ids, POISON)
+
+    def fill(self, group: int, ids: npt.ArrayLike, value: int) -> None:
+        """Set every byte of these blocks, padding between their pages included."""
+        blocks = self.checked(group, ids)
+        for strip in self.layout.footprints[group].strips:
+            if self.device.type == "cpu":
+                _fill_host(self.bytes.numpy(), strip.offset + blocks * strip.stride, strip.nbytes,
+                           value)  # fmt: skip
+                continue
+            rows = self.bytes.as_strided(
+                (strip.count, strip.nbytes),
+                (strip.stride, 1),
+                self.bytes.storage_offset() + strip.offset,
+            )
+            rows.index_fill_(0, torch.as_tensor(blocks, device=self.device), value)
+
+    def checked(self, group: int, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The ids as an array, once it is certain that the group has such blocks."""
+        if not 0 <= group < len(self.layout.groups):
+            raise BlockError(f"no group {group}: the layout has {len(self.layout.groups)}")
+        blocks = np.atleast_1d(np.asarray(ids, dtype=np.int64))
+        count = self.layout.num_blocks(group)
+        wrong = blocks[(blocks < 0) | (blocks >= count)]
+        if len(wrong):
+            name = self.layout.groups[group].group.name
+            raise BlockError(f"group {name!r}: blocks {wrong[:8].tolist()} are not in [0, {count})")
+        return blocks
+
+    # ── its end ───────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Let go of the memory; it is unmapped when the last view of it has gone.
+
+        A shared name disappears at once (and with its maker, at the latest); processes that
+        have attached keep the memory.
+        """
+        self._bytes = None
+        if self._end is not None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _fill_host(
+    memory: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], nbytes: int, value: int
+) -> None:
+    for start in starts.tolist():
+        memory[start : start + nbytes] = value
