@@ -20,6 +20,9 @@
 A message says where, what, both numbers, and after an empty line `hint:` what to do.
 """
 
+from collections.abc import Mapping
+from typing import Literal
+
 
 class KvstowError(Exception):
     """Root of the tree."""
@@ -90,8 +93,39 @@ class CopyError(KvstowError):
     """A copy that failed; names its blocks."""
 
 
+FaultKind = Literal[
+    "peer",  # the other process died, or its connection broke
+    "timeout",  # no end within the deadline
+    "refused",  # layouts that do not fit, a key that is not known
+    "ticket",  # forged, garbled or out of range
+    "used",  # a ticket whose readers have all come
+    "expired",  # a lease that ran out, or was taken back by the producer
+    "fence",  # a source row was given to somebody else before the last byte had arrived
+    "digest",  # the bytes that arrived are not the bytes that were offered
+    "aborted",  # somebody on this side gave up
+    "transport",  # anything else the engine below reported
+]
+
+
 class TransferError(KvstowError):
-    """Bytes that were not moved, or were moved and not accepted."""
+    """Bytes that were not moved, or were moved and not accepted.
+
+    `peer` is the agent on the other side, `blocks` the destination ids by group name:
+    none of them holds anything that may be used.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: FaultKind,
+        peer: str = "",
+        blocks: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.kind: FaultKind = kind
+        self.peer = peer
+        self.blocks = dict(blocks or {})
+        super().__init__(message)
 
 
 class StoreError(KvstowError):

@@ -1,0 +1,134 @@
+"""What happens, as numbers for Prometheus and as events for people.
+
+Nothing here is global: whoever wants to watch makes a `Telemetry` and hands it to the
+parts it wants to watch. Each part has its own set of metrics, made from that telemetry's
+registry, so two agents in one process never share a counter unless they share a telemetry.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+Fact = str | int | float | bool
+"""What an event may carry: plain values, never keys, never contents of rows."""
+
+DURATIONS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+RECENT_EVENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in one part, with the facts that matter."""
+
+    at: float
+    part: str
+    what: str
+    facts: Mapping[str, Fact]
+
+    def as_json(self) -> str:
+        """One line: `at`, `part`, `what`, then the facts."""
+        return json.dumps({"at": round(self.at, 6), "part": self.part, "what": self.what,
+                           **self.facts})  # fmt: skip
+
+
+class Events:
+    """The latest events, and whoever listens to them.
+
+    A listener runs in the thread that emits; one that raises is removed and reported as
+    an event, so that watching never breaks what is watched.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
+        self._listeners: tuple[Callable[[Event], None], ...] = ()
+
+    def emit(self, part: str, what: str, facts: Mapping[str, Fact] | None = None) -> None:
+        """Remember an event and tell the listeners."""
+        event = Event(self._clock(), part, what, dict(facts or {}))
+        with self._lock:
+            self._recent.append(event)
+            listeners = self._listeners
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception as error:
+                self.ignore(listener)
+                self.emit("observe", "listener-failed", {"error": repr(error)})
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Call `listener` with every event from now on."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def ignore(self, listener: Callable[[Event], None]) -> None:
+        """Stop calling `listener`."""
+        with self._lock:
+            self._listeners = tuple(known for known in self._listeners if known != listener)
+
+    def recent(self, part: str | None = None) -> tuple[Event, ...]:
+        """The latest events, oldest first, of one part or of all."""
+        with self._lock:
+            return tuple(event for event in self._recent if part in (None, event.part))
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """A registry of metrics and a stream of events, for one or several parts."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    events: Events = field(default_factory=Events)
+
+    def exposition(self) -> bytes:
+        """All metrics in the text format that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+class TransferMetrics:
+    """Numbers of one transfer agent."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.transfers = Counter(
+            "kvstow_transfers",
+            "Pulls that ended, by outcome (accepted, or the kind of fault)",
+            ["outcome"],
+            registry=registry,
+        )
+        self.bytes = Counter(
+            "kvstow_transfer_bytes", "Bytes moved", ["direction"], registry=registry
+        )
+        self.descriptors = Counter(
+            "kvstow_transfer_descriptors",
+            "Descriptors handed to the transport",
+            ["direction"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "kvstow_transfer_seconds",
+            "From pull to acceptance",
+            registry=registry,
+            buckets=DURATIONS,
+        )
+        self.messages = Counter(
+            "kvstow_transfer_messages",
+            "Side channel messages that were dropped, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.leases = Gauge("kvstow_transfer_leases", "Leases running", registry=registry)
+        self.lease_ends = Counter(
+            "kvstow_transfer_lease_ends", "Leases that ended, by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.quarantined = Gauge(
+            "kvstow_transfer_quarantined_rows",
+            "Rows of failed transfers that something may still write to",
+            registry=registry,
+        )
+        self.peers = Gauge("kvstow_transfer_peers", "Peers connected", registry=registry)
