@@ -4,20 +4,46 @@ One module per command. Commands import what they need inside their functions, s
 `kvstow plan` never waits for torch, and `kvstow --help` waits for nothing.
 """
 
+from typing import Annotated
+
 import typer
 
+from kvstow import __version__
+from kvstow.cli.check import check
+from kvstow.cli.compare import compare
 from kvstow.cli.output import Commands
+from kvstow.cli.plan import plan
 
 app = typer.Typer(
     name="kvstow",
     cls=Commands,
-    help="Plans, packs, pages, moves and keeps KV caches for LLM inference.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def kvstow(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="The version, and end."),
+    ] = False,
+) -> None:
+    """Plans, packs, pages, moves and keeps KV caches for LLM inference."""
+
+
+app.command("plan")(plan)
+app.command("compare")(compare)
+app.command("check")(check)
 
 
 def main() -> None:

@@ -7,12 +7,16 @@
 
 import errno
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from kvstow.errors import KvstowError
+
+WIDTH = 80
+HINT = "\n\nhint: "
 
 FAILED = 1
 MISUSED = 2
@@ -47,3 +51,34 @@ def note(message: str) -> None:
 def emit_json(document: object) -> None:
     """The document on stdout, two spaces per level."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def emit_text(*parts: str) -> None:
+    """Paragraphs on stdout, an empty line between them."""
+    typer.echo("\n\n".join(parts))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+    """Columns side by side: the first `num_left` start at the left, the others end at the
+    right. Never wider than 80 columns: what does not fit is folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i < num_left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    console = Console(width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def human(nbytes: int) -> str:
+    """`20 GiB`: four digits at most, so not exact."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.4g} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,137 @@
+"""The figures of a layout, as `kvstow plan --json` gives them."""
+
+from typing import Any
+
+from kvstow.cli.deployment import Served
+from kvstow.plan.capacity import (
+    bytes_per_token,
+    fixed_bytes,
+    max_requests,
+    max_tokens,
+    request_bytes,
+)
+from kvstow.plan.group import Group, title
+from kvstow.plan.layout import Layout, Rows
+from kvstow.plan.manifest import fingerprint
+
+LENGTHS = (1024, 8192, 32768, 131072)
+"""Tokens per request for which sizes and concurrency are given."""
+
+
+def plan_figures(served: Served, layout: Layout) -> dict[str, Any]:
+    """Every stable key of `kvstow plan --json`."""
+    asked = served.deployment
+    names = [rows.group.name for rows in layout.groups]
+    return {
+        "model": layout.model,
+        "tp": asked.tp,
+        "pp": asked.pp,
+        "rank": asked.rank,
+        "block_tokens": served.block_tokens,
+        "kv_dtype": served.kv_dtype,
+        "order": layout.order,
+        "groups": [_group(layout, g, rows) for g, rows in enumerate(layout.groups)],
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "padding_bytes_per_slab": dict(zip(names, padding_bytes(layout), strict=True)),
+        "regions": 1,
+        "transfer": {
+            "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
+            "bytes_per_block": {name: layout.row_bytes(g) for g, name in enumerate(names)},
+        },
+        "separate": per_layer_figures(served.groups),
+        "request": _request(layout),
+        "capacity": {
+            "tokens": max_tokens(layout),
+            "requests": {str(n): max_requests(layout, n) for n in LENGTHS},
+        },
+        "fingerprint": fingerprint(layout),
+    }
+
+
+def descriptors(layout: Layout) -> tuple[int, ...]:
+    """Per group, the contiguous pieces that a block consists of."""
+    return tuple(len(footprint.strips) for footprint in layout.footprints)
+
+
+def slab_shares(layout: Layout) -> tuple[int, ...]:
+    """Per group, the bytes that it takes away from others by owning one slab.
+
+    All groups that pass slabs around take the same: the strips of any of them.
+    """
+    shares = [0] * len(layout.groups)
+    for sharing in layout.sharing:
+        strips = {
+            (strip.offset, strip.stride * layout.groups[g].rows_per_slab)
+            for g in sharing
+            for strip in layout.footprints[g].strips
+        }
+        for g in sharing:
+            shares[g] = sum(nbytes for _, nbytes in strips)
+    return tuple(shares)
+
+
+def padding_bytes(layout: Layout) -> tuple[int, ...]:
+    """Per group, the bytes of a slab that are no page of it while it owns the slab."""
+    return tuple(
+        share - rows.rows_per_slab * rows.group.page_bytes
+        for share, rows in zip(slab_shares(layout), layout.groups, strict=True)
+    )
+
+
+def padding_fractions(layout: Layout) -> tuple[float, ...]:
+    """The same, as parts of the slab."""
+    return tuple(
+        padding / share
+        for padding, share in zip(padding_bytes(layout), slab_shares(layout), strict=True)
+    )
+
+
+def per_layer_figures(groups: tuple[Group, ...]) -> dict[str, int]:
+    """What one tensor per layer, keys and values apart, costs instead.
+
+    `descriptors_per_block` is that of the group with the most tensors.
+    """
+    return {
+        "regions": sum(group.num_tensors for group in groups),
+        "descriptors_per_block": max(group.num_tensors for group in groups),
+        "bytes_per_descriptor_max": max(tensor_bytes(group) for group in groups),
+    }
+
+
+def tensor_bytes(group: Group) -> int:
+    """The most bytes that one block has in one tensor of a per-layer engine."""
+    return max(layer.page_bytes // layer.num_tensors for layer in group.layers)
+
+
+def _group(layout: Layout, g: int, rows: Rows) -> dict[str, Any]:
+    return {
+        "name": rows.group.name,
+        "retention": title(rows.group.retention),
+        "layers": [layer.name for layer in rows.group.layers],
+        "block_tokens": rows.group.block_tokens,
+        "row_bytes": layout.row_bytes(g),
+        "row_stride": layout.row_stride(g),
+        "rows_per_slab": rows.rows_per_slab,
+        "placements": [
+            {
+                "layer": layer.name,
+                "offset": place.offset,
+                "nbytes": layer.page_bytes,
+                "block_stride": place.block_stride,
+                "head_stride": place.head_stride,
+                "token_stride": place.token_stride,
+            }
+            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+        ],
+    }
+
+
+def _request(layout: Layout) -> dict[str, Any]:
+    growth = bytes_per_token(layout)
+    return {
+        "fixed_bytes": fixed_bytes(layout),
+        "bytes_per_token": int(growth) if growth.denominator == 1 else float(growth),
+        "at_tokens": {str(n): request_bytes(layout, n) for n in LENGTHS},
+    }
