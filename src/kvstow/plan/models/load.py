@@ -11,7 +11,10 @@ from kvstow.plan.models.config import Config
 
 Source = str | Path | Mapping[str, object] | Config
 
-_CLASS_DEFAULTS: dict[str, dict[str, object]] = {
+_TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+# Facts that released files leave out because their class has them as defaults.
+CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "falcon": {"multi_query": True},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "sliding_window": 4096},
@@ -25,9 +28,6 @@ _CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "llama4_text": {"head_dim": 128, "attention_chunk_size": 8192},
     "qwen3": {"head_dim": 128},
 }
-"""Facts that released configurations leave out because their class has them as defaults."""
-
-_TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 def load_model(source: Source) -> Config:
@@ -91,5 +91,5 @@ def _from_facts(name: str, facts: object) -> Config:
             part = Config(name=name, facts=merged).inner(key).facts
             merged |= {k: v for k, v in part.items() if v is not None}
     kind = merged.get("model_type")
-    defaults = _CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
+    defaults = CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return Config(name=name, facts=defaults | merged)

@@ -1,0 +1,193 @@
+"""Tensor and pipeline parallelism: what each rank holds of what the whole model keeps."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.errors import ModelError
+from kvstow.plan.models import catalogue, model_layers
+from kvstow.plan.models.shard import Part, Shard, split
+from kvstow.plan.models.stage import stage
+from kvstow.plan.spec import Extent, LayerSpec
+
+
+def extents(layer: LayerSpec) -> dict[tuple[str, ...], Extent]:
+    """Every axis of a layer that could be split, by field and name."""
+    axes = {(f.name, axis.name): axis for f in layer.fields for axis in f.axes}
+    return {("heads",): layer.heads} | axes
+
+
+def elements(extent: Extent) -> list[int]:
+    return [i for lo, hi in extent.pieces for i in range(lo, hi)]
+
+
+def ranks(name: str, tp: int) -> list[tuple[LayerSpec, ...]]:
+    return [model_layers(name, tp=tp, tp_rank=rank).layers for rank in range(tp)]
+
+
+@given(st.sampled_from(catalogue()), st.sampled_from([1, 2, 3, 4, 8, 16, 32]))
+def test_all_ranks_together_hold_every_element_and_replicas_are_equal(name: str, tp: int) -> None:
+    try:
+        held = ranks(name, tp)
+    except ModelError:
+        return
+    for same_layer in {tuple(layers) for layers in zip(*held, strict=True)}:
+        for key, whole in extents(same_layer[0]).items():
+            shares = [extents(layer)[key] for layer in same_layer]
+            assert {share.size for share in shares} == {whole.size}
+            assert {i for share in shares for i in elements(share)} == set(range(whole.total))
+            single = {share for share in shares if len(share.pieces) == 1}
+            for one, other in combinations(single, 2):
+                assert set(elements(one)).isdisjoint(elements(other))
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 5))
+def test_replicas_of_a_unit_are_equal_and_every_rank_holds_as_much(
+    units: int, tp: int, size: int
+) -> None:
+    part = Part("units", units, size, replicable=True)
+    if units % tp and tp % units:
+        with pytest.raises(ModelError, match=f"{units} units cannot be split over {tp}"):
+            split("axis", (part,), Shard(tp, 0))
+        return
+    held = [split("axis", (part,), Shard(tp, rank)) for rank in range(tp)]
+    copies = max(1, tp // units)
+    assert {extent.size for extent in held} == {size * max(1, units // tp)}
+    for rank, extent in enumerate(held):
+        assert extent == held[rank - rank % copies]
+    assert sorted(i for e in held[::copies] for i in elements(e)) == list(range(units * size))
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_what_a_rank_computes_is_never_replicated(units: int, tp: int) -> None:
+    part = Part("query heads", units)
+    if units % tp:
+        with pytest.raises(ModelError, match=f"{units} query heads(?s:.*)divides {units}"):
+            split("head", (part,), Shard(tp, tp - 1))
+    else:
+        assert split("head", (part,), Shard(tp, tp - 1)).size == units // tp
+
+
+def test_kv_heads_are_split_contiguously() -> None:
+    held = [model_layers("llama-3.1-70b", tp=4, tp_rank=r).layers[0].heads for r in range(4)]
+    assert held == [Extent("head", 8, ((2 * r, 2 * r + 2),)) for r in range(4)]
+
+
+def test_kv_heads_are_replicated_when_there_are_more_ranks() -> None:
+    held = [model_layers("qwen2.5-3b", tp=8, tp_rank=r).layers[0].heads for r in range(8)]
+    assert [extent.pieces for extent in held] == [((r // 4, r // 4 + 1),) for r in range(8)]
+
+
+def test_latents_are_the_same_on_every_rank() -> None:
+    assert len(set(ranks("deepseek-v3", 8))) == 1
+
+
+def test_v4_is_the_same_on_every_rank() -> None:
+    assert len(set(ranks("deepseek-v4-flash", 4))) == 1
+
+
+def test_three_kv_heads_cannot_be_split_in_two() -> None:
+    with pytest.raises(ModelError, match="9 attention heads cannot be split over 2"):
+        model_layers("smollm2-135m", tp=2)
+    assert model_layers("smollm2-135m", tp=3, tp_rank=2).layers[0].heads.pieces == ((2, 3),)
+
+
+def test_more_ranks_than_query_heads_are_refused() -> None:
+    with pytest.raises(ModelError, match="32 attention heads cannot be split over 64"):
+        model_layers("llama-3.1-8b", tp=64)
+
+
+def test_kv_heads_that_neither_divide_nor_multiply_are_refused() -> None:
+    with pytest.raises(ModelError, match="10 kv heads cannot be split over 4"):
+        model_layers("phi-4", tp=4)
+
+
+def test_a_gated_delta_net_is_split_into_pieces_of_q_k_and_v() -> None:
+    layer = model_layers("qwen3-next-80b", tp=2, tp_rank=1).layers[0]
+    conv, ssm = layer.field("conv"), layer.field("ssm")
+    assert conv.axes[0] == Extent("channel", 8192, ((1024, 2048), (3072, 4096), (6144, 8192)))
+    assert ssm.axes[0] == Extent("ssm_head", 32, ((16, 32),))
+    assert layer.page_bytes == 1_097_728 // 2
+
+
+def test_mamba2_groups_are_replicated_and_heads_are_split() -> None:
+    layer = model_layers("bamba-9b", tp=4, tp_rank=3).layers[0]
+    assert layer.field("conv").axes[0] == Extent("channel", 8448, ((6144, 8448),))
+    assert layer.field("ssm").axes[0] == Extent("ssm_head", 128, ((96, 128),))
+
+
+def test_mamba2_groups_are_split_while_there_are_enough() -> None:
+    layer = model_layers("nemotron-h-8b", tp=4, tp_rank=1).layers[0]
+    pieces = ((2048, 4096), (8192 + 256, 8192 + 512), (9216 + 256, 9216 + 512))
+    assert layer.field("conv").axes[0] == Extent("channel", 10_240, pieces)
+
+
+def test_mamba1_channels_are_split_alike_in_both_fields() -> None:
+    layer = model_layers("jamba-mini", tp=8, tp_rank=2).layers[0]
+    assert layer.field("conv").axes[0] == layer.field("ssm").axes[0]
+    assert layer.field("conv").axes[0].pieces == ((2048, 3072),)
+
+
+def test_touching_pieces_are_one_piece() -> None:
+    layer = model_layers("qwen3-next-80b").layers[0]
+    assert layer.field("conv").axes[0] == Extent.whole("channel", 8192)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, True, 1.0, "0"])
+def test_a_rank_outside_the_ranks_is_refused(rank: object) -> None:
+    with pytest.raises(ModelError, match="is not one of the 2"):
+        model_layers("llama-3.1-8b", tp=2, tp_rank=rank)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="is not one of the 2"):
+        model_layers("llama-3.1-8b", pp=2, pp_rank=rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [
+        (32, [8, 8, 8, 8]),
+        (61, [31, 30]),
+        (61, [15, 15, 16, 15]),
+        (22, [5, 6, 6, 5]),
+        (7, [2, 3, 2]),
+        (5, [2, 2, 1]),
+        (43, [4, 4, 4, 4, 4, 4, 5, 5, 5, 4]),
+        (1, [1]),
+    ],
+)
+def test_stages_are_balanced_as_the_engines_do(num_layers: int, sizes: list[int]) -> None:
+    pp = len(sizes)
+    assert [len(stage(num_layers, pp=pp, pp_rank=rank)) for rank in range(pp)] == sizes
+
+
+@given(st.integers(1, 200), st.data())
+def test_stages_are_contiguous_and_leave_nothing_out(num_layers: int, data: st.DataObject) -> None:
+    pp = data.draw(st.integers(1, num_layers))
+    stages = [stage(num_layers, pp=pp, pp_rank=rank) for rank in range(pp)]
+    assert [i for part in stages for i in part] == list(range(num_layers))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ModelError, match="16 layers cannot fill 17"):
+        model_layers("llama-3.2-1b", pp=17)
+
+
+def test_all_caches_of_a_decoder_layer_stay_together() -> None:
+    for rank in range(3):
+        names = [x.name for x in model_layers("deepseek-v4-pro", pp=3, pp_rank=rank).layers]
+        own = {int(name.split(".")[2]) for name in names}
+        whole = [x.name for x in model_layers("deepseek-v4-pro").layers]
+        assert names == [name for name in whole if int(name.split(".")[2]) in own]
+
+
+def test_the_stages_of_a_model_are_the_model() -> None:
+    whole = model_layers("jamba-mini", tp=2, tp_rank=1).layers
+    parts = [model_layers("jamba-mini", tp=2, tp_rank=1, pp=5, pp_rank=r).layers for r in range(5)]
+    assert tuple(layer for part in parts for layer in part) == whole
+
+
+def test_a_stage_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match="stage 1 of 52 holds no layer that keeps anything"):
+        model_layers("nemotron-h-8b", pp=52, pp_rank=1)
