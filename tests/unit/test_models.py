@@ -203,6 +203,7 @@ def test_a_count_that_is_not_a_whole_positive_number_is_refused(key: str, value:
     ("changes", "message"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 10000"),
+        ({"head_dim": 2**40 + 1}, "head_dim is 1099511627777, more than 1099511627776"),
         ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 kv heads"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 kv heads"),
         ({"hidden_size": 65}, "hidden_size 65 is not divisible by 8"),

@@ -7,6 +7,9 @@ from typing import cast
 from kvstow.errors import ModelError
 
 
+_MOST = 2**40
+
+
 def is_count(value: object) -> bool:
     """Whether it is a whole number (JSON's true and false are not)."""
     return type(value) is int
@@ -49,6 +52,8 @@ class Config:
         value = self.facts[key]
         if not is_count(value) or cast(int, value) < 1:
             raise self.error(f"{key} is {value!r}, not a whole number > 0")
+        if cast(int, value) > _MOST:
+            raise self.error(f"{key} is {value!r}, more than {_MOST}")
         return cast(int, value)
 
     def text(self, key: str, default: str) -> str:
