@@ -6,7 +6,6 @@ from typing import cast
 
 from kvstow.errors import ModelError
 
-
 _MOST = 2**40
 
 
