@@ -1,7 +1,7 @@
 """Real models by name: the facts that decide what they keep, and where each set came from.
 
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
-were read), optional `aliases`, and `config` (the keys of the model's `config.json` that
+were read, and after "unchecked" what nothing read confirms), `aliases`, and `config` (the keys of the model's `config.json` that
 matter here).
 """
 
