@@ -1,8 +1,8 @@
 """Real models by name: the facts that decide what they keep, and where each set came from.
 
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
-were read, and after "unchecked" what nothing read confirms), `aliases`, and `config` (the keys of the model's `config.json` that
-matter here).
+were read, and after "unchecked" what nothing read confirms), `aliases`, and
+`config` (the keys of the model's `config.json` that matter here).
 """
 
 import json
