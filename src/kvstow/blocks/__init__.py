@@ -1,0 +1,1 @@
+"""Which blocks a request has: slabs, holds, prefixes. Ids only, no memory."""

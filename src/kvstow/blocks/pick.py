@@ -1,0 +1,207 @@
+"""Which rows a hold gets: partly used slabs first, then free slabs, then cached rows.
+
+Rows that are wanted together come in few runs; rows that are wanted singly fill the gaps
+that runs cannot use. What has to be evicted is what was used longest ago: rows of the
+group's own, or whole idle slabs of others.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstow.blocks.runs import fewest_runs, num_runs
+from kvstow.blocks.slabs import FREE, Slabs
+from kvstow.blocks.stock import Stock
+from kvstow.plan.blocklist import Ints
+
+MAX_SLABS_LOOKED_AT = 16
+MAX_PIECES = 2
+"""Runs in partly used slabs that are better than opening another slab."""
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Cached rows that may be evicted, those that waited longest first."""
+
+    group: int
+    rows: Ints
+    last_use: Ints
+
+
+Policy = Callable[[Candidates, int], Ints]
+"""Chooses `n` of the candidates to give up: positions among them."""
+
+
+def lru(candidates: Candidates, count: int) -> Ints:
+    """Those that waited longest."""
+    return np.arange(min(count, len(candidates.rows)))
+
+
+def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, *, together: bool) -> Ints:
+    """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
+
+    May use up to one idle slab per row.
+    """
+    parts: list[Ints] = []
+    if stock.rows_per_slab > 1:
+        rows = _in_own_slabs(slabs, stock, count, together=together)
+        parts.append(rows)
+        count -= len(rows)
+    if count and slabs.free.totals[FREE]:
+        rows = _in_free_slabs(slabs, stock, count, together=together)
+        parts.append(rows)
+        count -= len(rows)
+    if count and together and stock.rows_per_slab > 1:
+        every = _free_rows(stock, range(1, len(stock.partial.totals)), 1 << 62)
+        rows = fewest_runs(np.sort(every), count)
+        parts.append(rows)
+        count -= len(rows)
+    if count:
+        parts.append(_evicted(slabs, stock, count, policy))
+    return _ascending(parts)
+
+
+def picked_frugally(slabs: Slabs, stock: Stock, count: int) -> Ints:
+    """The same with as few idle slabs as possible."""
+    own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
+    busy = own[slabs.held[own] > 0]
+    parts = [fewest_runs(stock.free_rows_of(busy), count)]
+    count -= len(parts[0])
+    if count:
+        rows, _ = stock.queue.oldest(len(stock.queue))
+        rows = rows[slabs.held[stock.slabs_of(rows)] > 0][:count]
+        slabs.evict(stock, rows)
+        parts.append(rows)
+        count -= len(rows)
+    if count:
+        wanted = -(-count // stock.rows_per_slab)
+        chosen = slabs.free.side_by_side(FREE, min(wanted, slabs.free.totals[FREE]))
+        slabs.take_free(stock, chosen)
+        if len(chosen) < wanted:
+            idle = _oldest_idle(slabs, slabs.stocks, wanted - len(chosen))
+            chosen = np.sort(np.concatenate((chosen, _handed_over(slabs, stock, idle))))
+        parts.append(stock.rows_of(chosen)[:count])
+    return _ascending(parts)
+
+
+def _ascending(parts: list[Ints]) -> Ints:
+    return np.sort(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+# ── without evicting ──────────────────────────────────────────────────────────────────
+
+
+def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, *, together: bool) -> Ints:
+    """Free rows in partly used slabs, as many as are good to have there."""
+    top = len(stock.partial.totals)
+    if not together:
+        return _free_rows(stock, range(1, top), count)[:count]
+    whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
+    rest = count - whole * stock.rows_per_slab
+    if rest == 0:
+        return _NONE
+    for level in range(min(rest.bit_length(), top - 1), top):
+        if stock.partial.totals[level]:
+            near = stock.free_rows_of(stock.partial.first(level, MAX_SLABS_LOOKED_AT))
+            if _good(found := fewest_runs(near, rest), rest):
+                return found
+    near = _free_rows(stock, range(top - 1, 0, -1), 4 * rest)
+    found = fewest_runs(np.sort(near), rest)
+    return found if _good(found, rest) else _NONE
+
+
+def _good(rows: Ints, count: int) -> bool:
+    return len(rows) == count and num_runs(rows) <= MAX_PIECES
+
+
+def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
+    """Free rows of partly used slabs, level by level, until there are enough."""
+    parts: list[Ints] = []
+    for level in levels:
+        if enough > 0 and stock.partial.totals[level]:
+            parts.append(stock.free_rows_of(stock.partial.first(level, enough)))
+            enough -= len(parts[-1])
+    return np.concatenate(parts) if parts else _NONE
+
+
+def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, *, together: bool) -> Ints:
+    wanted = min(-(-count // stock.rows_per_slab), slabs.free.totals[FREE])
+    if together or stock.rows_per_slab > 1:
+        chosen = slabs.free.side_by_side(FREE, wanted)
+    else:
+        chosen = slabs.free.scattered(FREE, wanted)
+    return slabs.take_free(stock, chosen)[:count]
+
+
+# ── evicting ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Idle slabs, the owner of each, and when each was used last."""
+
+    slabs: Ints
+    owners: Ints
+    last_use: Ints
+
+    def part(self, where: Ints) -> "_Idle":
+        return _Idle(self.slabs[where], self.owners[where], self.last_use[where])
+
+
+def _oldest_idle(slabs: Slabs, stocks: Iterable[Stock], count: int) -> _Idle:
+    """`count` idle slabs of the groups, oldest first; among the oldest those with the
+    fewest cached rows."""
+    parts: list[_Idle] = []
+    for stock in stocks:
+        found, stamps = stock.idle.oldest(2 * count + 8)
+        parts.append(_Idle(found, np.full(len(found), stock.group), stamps))
+    idle = _Idle(
+        np.concatenate([p.slabs for p in parts]),
+        np.concatenate([p.owners for p in parts]),
+        np.concatenate([p.last_use for p in parts]),
+    )
+    oldest = idle.part(np.argsort(idle.last_use, kind="stable")[: 2 * count + 8])
+    cheapest = oldest.part(np.argsort(slabs.cached[oldest.slabs], kind="stable")[:count])
+    return cheapest.part(np.argsort(cheapest.last_use, kind="stable"))
+
+
+def _handed_over(slabs: Slabs, stock: Stock, idle: _Idle) -> Ints:
+    """Idle slabs made the group's own, ascending; what was cached in them is gone."""
+    for other in slabs.stocks:
+        if len(lost := idle.slabs[idle.owners == other.group]):
+            slabs.vacate(other, lost)
+    slabs.claim(stock, idle.slabs)
+    return np.sort(idle.slabs)
+
+
+def _evicted(slabs: Slabs, stock: Stock, count: int, policy: Policy) -> Ints:
+    """Rows of the group's own cache and idle slabs of others, whichever are older."""
+    rows, stamps = _own_candidates(stock, count, policy)
+    others = [other for other in slabs.stocks if other is not stock and len(other.idle)]
+    if others:
+        wanted = -(-count // stock.rows_per_slab)
+        idle = _oldest_idle(slabs, others, wanted)
+        weights = np.ones(len(rows) + len(idle.slabs), np.int64)
+        weights[len(rows) :] = stock.rows_per_slab
+        order = np.argsort(np.concatenate((stamps, idle.last_use)), kind="stable")
+        enough = int(np.searchsorted(weights[order].cumsum(), count)) + 1
+        foreign = order[:enough]
+        foreign = foreign[foreign >= len(rows)] - len(rows)
+        if len(foreign):
+            gained = stock.rows_of(_handed_over(slabs, stock, idle.part(foreign)))[:count]
+            rows = rows[: count - len(gained)]
+            slabs.evict(stock, rows)
+            return np.concatenate((gained, rows))
+    slabs.evict(stock, rows)
+    return rows
+
+
+def _own_candidates(stock: Stock, count: int, policy: Policy) -> tuple[Ints, Ints]:
+    if policy is lru:
+        return stock.queue.oldest(count)
+    rows, stamps = stock.queue.oldest(4 * count + 64)
+    chosen = policy(Candidates(stock.group, rows, stamps), count)[:count]
+    return rows[chosen], stamps[chosen]

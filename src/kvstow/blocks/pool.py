@@ -1,0 +1,312 @@
+"""Pool: which blocks of a layout are free, held and cached. Ids only, no memory.
+
+A row is held by as many holders as asked for it; when the last one releases it, it is
+cached if its content was `keep`t, and free otherwise. Rows wander between groups in whole
+slabs, where the layout lets groups share them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.blocks.check import broken_counts
+from kvstow.blocks.pick import Policy, lru, picked, picked_frugally
+from kvstow.blocks.slabs import Slabs
+from kvstow.blocks.stock import Stock
+from kvstow.errors import BlockError, OutOfBlocks, PlanError
+from kvstow.plan.blocklist import Ints
+from kvstow.plan.layout import NULL_SLABS, Layout
+
+Bools = npt.NDArray[np.bool_]
+Forgets = Callable[[int, Ints], None]
+
+
+class Pool:
+    """All blocks of a layout but the null ones, free at first.
+
+    `generations` may be memory that others read: one contiguous int64 array per group,
+    one entry per block. `policy` chooses what is evicted.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        generations: Sequence[Ints] | None = None,
+        policy: Policy = lru,
+    ) -> None:
+        if generations is not None and len(generations) != len(layout.groups):
+            raise PlanError(
+                f"{len(generations)} generation arrays for {len(layout.groups)} groups"
+            )  # fmt: skip
+        self.layout = layout
+        self.on_evict: list[Forgets] = []
+        self._policy = policy
+        self._slabs: list[Slabs] = []
+        by_group: dict[int, tuple[Slabs, Stock]] = {}
+        for members in layout.sharing:
+            slabs = _slabs(layout, members, generations, self._evicted)
+            self._slabs.append(slabs)
+            by_group |= {stock.group: (slabs, stock) for stock in slabs.stocks}
+        self._of = [by_group[g] for g in range(len(layout.groups))]
+        self.generations: tuple[Ints, ...] = tuple(stock.generations for _, stock in self._of)
+
+    def _evicted(self, group: int, rows: Ints) -> None:
+        for told in self.on_evict:
+            told(group, rows)
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    def num_free(self, group: int) -> int:
+        """Rows the group could hold if no other group wanted any; cached ones count."""
+        slabs, stock = self._of[group]
+        return slabs.num_available(stock)
+
+    def num_held(self, group: int) -> int:
+        return self._of[group][1].num_held
+
+    def num_cached(self, group: int) -> int:
+        return len(self._of[group][1].queue)
+
+    def num_slabs(self, group: int) -> int:
+        """Slabs that the group owns."""
+        slabs, stock = self._of[group]
+        owned = int(np.count_nonzero(slabs.owner == group))
+        return owned if len(slabs.stocks) > 1 else -(-owned // self._rows_per_slab(stock))
+
+    def _rows_per_slab(self, stock: Stock) -> int:
+        return self.layout.groups[stock.group].rows_per_slab
+
+    def holds(self, group: int, ids: npt.ArrayLike) -> Ints:
+        """How many hold each row."""
+        stock = self._of[group][1]
+        return stock.refs[stock.known(ids)]
+
+    def kept(self, group: int, ids: npt.ArrayLike) -> Bools:
+        """Whether each row's content is to be cached after its last hold."""
+        stock = self._of[group][1]
+        return stock.kept[stock.known(ids)]
+
+    def quarantined(self, group: int) -> Ints:
+        """The rows in quarantine."""
+        return np.nonzero(self._of[group][1].quarantined)[0]
+
+    def refuse(self, needs: Mapping[int, int]) -> None:
+        """Raises if so many rows of the groups cannot be held at once."""
+        for slabs in self._slabs:
+            demands = [(stock, needs.get(stock.group, 0)) for stock in slabs.stocks]
+            missing = slabs.missing(demands)
+            if missing > 0:
+                raise self._out_of_blocks(slabs, demands, missing)
+
+    def _out_of_blocks(
+        self, slabs: Slabs, demands: list[tuple[Stock, int]], missing: int
+    ) -> OutOfBlocks:
+        wanted = [
+            f"{stock.name!r}: {rows} needed, {slabs.num_available(stock)} free"
+            for stock, rows in demands
+            if rows
+        ]
+        needed = sum(rows for _, rows in demands)
+        free = sum(min(rows, slabs.num_available(stock)) for stock, rows in demands)
+        together = f"; {missing} slabs too few for all of them together" if wanted[1:] else ""
+        return OutOfBlocks(
+            f"rows of group {'; of group '.join(wanted)}{together}\n\n"
+            "hint: release a request, or plan a larger budget",
+            needed=needed,
+            free=free,
+        )
+
+    # ── holds ─────────────────────────────────────────────────────────────────────
+
+    def hold(self, group: int, count: int) -> Ints:
+        """Hold `count` rows for new content, ascending, in few runs; all or none."""
+        return self.hold_many({group: count})[group]
+
+    def hold_many(self, needs: Mapping[int, int]) -> dict[int, Ints]:
+        """The same for several groups at once; all or none."""
+        for group, count in needs.items():
+            if count < 0:
+                raise BlockError(f"group {group}: {count} rows cannot be held")
+        self.refuse(needs)
+        rest = dict(needs)
+        held: dict[int, Ints] = {}
+        for group, count in needs.items():
+            held[group] = self._hold(group, count, rest, together=True)
+            del rest[group]
+        return held
+
+    def hold_after(self, after: Mapping[int, Ints]) -> dict[int, Ints]:
+        """Hold one row per row of `after`, next to it where that one is free; all or none.
+
+        `after` are held rows that grow by one each: the last rows of requests.
+        """
+        needs = {group: len(rows) for group, rows in after.items()}
+        self.refuse(needs)
+        held: dict[int, Ints] = {}
+        for group, rows in after.items():
+            held[group] = self._hold_after(group, rows, needs)
+            del needs[group]
+        return held
+
+    def _hold_after(self, group: int, after: Ints, needs: dict[int, int]) -> Ints:
+        slabs, stock = self._of[group]
+        rows = after + 1
+        fits = _free_next(slabs, stock, rows)
+        near = rows[fits]
+        if len(near):
+            if stock.rows_per_slab == 1:
+                slabs.take_free(stock, near)
+            slabs.occupy(stock, np.sort(near))
+        rest = len(rows) - len(near)
+        if rest:
+            rows[~fits] = self._hold(group, rest, needs | {group: rest}, together=False)
+        return rows
+
+    def _hold(self, group: int, count: int, rest: Mapping[int, int], *, together: bool) -> Ints:
+        if count == 0:
+            return np.zeros(0, np.int64)
+        slabs, stock = self._of[group]
+        left_over = -slabs.missing([(other, rest.get(other.group, 0)) for other in slabs.stocks])
+        if count - slabs.needed(stock, count) <= left_over or stock.rows_per_slab == 1:
+            rows = picked(slabs, stock, count, self._policy, together=together)
+        else:
+            rows = picked_frugally(slabs, stock, count)
+        slabs.occupy(stock, rows)
+        return rows
+
+    def share(self, group: int, ids: npt.ArrayLike) -> None:
+        """Add one hold to each row that is held or cached; what is in it stays."""
+        slabs, stock = self._of[group]
+        rows = stock.known(ids)
+        refs = stock.refs[rows]
+        cached = refs == 0
+        if not cached.any():
+            np.add.at(stock.refs, rows, 1)
+            return
+        stock.refuse(rows, cached & (stock.queue.place[rows] < 0), "is neither held nor cached")
+        slabs.revive(stock, each := _unique(rows[cached]))
+        stock.refs[each] = 0
+        np.add.at(stock.refs, rows, 1)
+
+    def release(self, group: int, ids: npt.ArrayLike) -> None:
+        """Give back one hold on each row; one named twice gives back two.
+
+        Raises before changing anything if some row has fewer holds than that.
+        """
+        slabs, stock = self._of[group]
+        rows = stock.known(ids)
+        if not len(rows):
+            return
+        refs = stock.refs[rows]
+        np.subtract.at(stock.refs, rows, 1)
+        left = stock.refs[rows]
+        if left.min() < 0:
+            np.add.at(stock.refs, rows, 1)
+            stock.refuse(rows, left < 0, "is released more often than it is held")
+        ended = rows[left == 0] if left.any() else rows
+        if len(ended):
+            slabs.vacated(stock, ended if (refs - left).max() == 1 else _unique(ended))
+
+    # ── content ───────────────────────────────────────────────────────────────────
+
+    def keep(self, group: int, ids: npt.ArrayLike) -> None:
+        """Cache the content of held rows when their last hold ends."""
+        stock = self._of[group][1]
+        rows = stock.known(ids)
+        stock.refuse(rows, stock.refs[rows] == 0, "is not held")
+        stock.kept[rows] = True
+
+    def forget(self, group: int, ids: npt.ArrayLike) -> None:
+        """Do not cache the content of rows; cached ones become free."""
+        slabs, stock = self._of[group]
+        rows = _unique(stock.known(ids))
+        cached = rows[stock.queue.place[rows] >= 0]
+        if len(cached):
+            slabs.discarded(stock, cached)
+        held = rows[stock.kept[rows]]
+        if len(held):
+            self._evicted(group, held)
+            stock.kept[held] = False
+
+    def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
+        """Keep held rows out of use, whoever releases them, until `unquarantine`.
+
+        For rows that somebody may still be writing to. Their content is forgotten.
+        """
+        stock = self._of[group][1]
+        rows = stock.known(ids)
+        stock.refuse(rows, stock.refs[rows] == 0, "is not held")
+        stock.refuse(rows, stock.quarantined[rows], "is in quarantine already")
+        rows = _unique(rows)
+        self.forget(group, rows)
+        stock.refs[rows] += 1
+        stock.quarantined[rows] = True
+
+    def unquarantine(self, group: int, ids: npt.ArrayLike) -> None:
+        """End the quarantine of rows: free, unless somebody still holds them."""
+        stock = self._of[group][1]
+        rows = _unique(stock.known(ids))
+        stock.refuse(rows, ~stock.quarantined[rows], "is not in quarantine")
+        stock.quarantined[rows] = False
+        self.release(group, rows)
+
+    # ── integrity ─────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Raises with every number that does not add up; changes nothing."""
+        broken = [line for slabs in self._slabs for line in broken_counts(slabs)]
+        if broken:
+            raise BlockError("\n".join(broken))
+
+
+def _slabs(
+    layout: Layout,
+    members: tuple[int, ...],
+    generations: Sequence[Ints] | None,
+    evicted: Forgets,
+) -> Slabs:
+    alone = len(members) == 1
+    size = layout.groups[members[0]].rows_per_slab if alone else 1
+    stocks = [
+        Stock(
+            group=g,
+            name=layout.groups[g].group.name,
+            num_slabs=layout.num_slabs * size,
+            rows_per_slab=1 if alone else layout.groups[g].rows_per_slab,
+            num_null=NULL_SLABS * layout.groups[g].rows_per_slab,
+            generations=None if generations is None else generations[g],
+        )
+        for g in members
+    ]
+    return Slabs(
+        stocks,
+        num_slabs=layout.num_slabs * size,
+        num_null=NULL_SLABS * size,
+        evicted=evicted,
+    )
+
+
+def _unique(rows: Ints) -> Ints:
+    return rows if len(rows) < 2 else np.unique(rows)
+
+
+def _free_next(slabs: Slabs, stock: Stock, rows: Ints) -> Bools:
+    """Which rows can be had at no cost: free, in a slab in use or (where a row is a slab)
+    in a free one; each row once."""
+    inside = rows < stock.num_rows
+    near = np.where(inside, rows, 0)
+    if stock.rows_per_slab == 1:
+        fits = inside & (slabs.free.shelf[near] == 1)
+    else:
+        of = stock.slabs_of(near)
+        fits = inside & stock.free[near] & (slabs.owner[of] == stock.group) & (slabs.held[of] > 0)
+    if len(rows) > 1 and fits.any():
+        twice = np.sort(near[fits])
+        if (twice[1:] == twice[:-1]).any():
+            first = np.unique(near, return_index=True)[1]
+            once = np.zeros(len(rows), np.bool_)
+            once[first] = True
+            fits &= once
+    return fits

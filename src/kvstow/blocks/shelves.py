@@ -1,0 +1,107 @@
+"""Shelves: numbered items sorted by kind, found by kind in a few array operations.
+
+    shelf   per item                │ 0 0 2 1 … │ 1 1 1 1 … │ 0 0 0 0 … │
+    counts  per shelf and segment   │ 1: 17     │ 1: 1024   │ 1: 0      │
+
+Nothing here is proportional to the number of items but the sum over segments, a
+thousandth of it.
+"""
+
+import numpy as np
+
+from kvstow.blocks.runs import fewest_runs
+from kvstow.plan.blocklist import Ints
+
+SEGMENT_BITS = 10
+SEGMENT = 1 << SEGMENT_BITS
+_NONE = np.zeros(0, np.int64)
+
+
+class Shelves:
+    """Every item lies on one shelf; shelf 0 is the floor, which is not counted."""
+
+    def __init__(self, num_items: int, num_shelves: int) -> None:
+        segments = -(-num_items // SEGMENT)
+        self.shelf = np.zeros(segments * SEGMENT, np.int8)
+        self.totals = [0] * (num_shelves + 1)
+        self._counts = np.zeros((num_shelves + 1, segments), np.int64)
+        self._open = 0
+
+    def put(self, items: Ints, shelf: int) -> None:
+        """Lay items that lie on the floor onto one shelf."""
+        self.shelf[items] = shelf
+        np.add.at(self._counts[shelf], items >> SEGMENT_BITS, 1)
+        self.totals[shelf] += len(items)
+
+    def drop(self, items: Ints, shelf: int) -> None:
+        """Lay items of one shelf onto the floor."""
+        self.shelf[items] = 0
+        np.subtract.at(self._counts[shelf], items >> SEGMENT_BITS, 1)
+        self.totals[shelf] -= len(items)
+
+    def move(self, items: Ints, shelves: Ints) -> None:
+        """Lay each item, named once, onto its shelf."""
+        before = self.shelf[items].astype(np.int64)
+        moved = np.nonzero(before != shelves)[0]
+        if not len(moved):
+            return
+        items, before, shelves = items[moved], before[moved], shelves[moved]
+        self.shelf[items] = shelves
+        segments = items >> SEGMENT_BITS
+        np.subtract.at(self._counts, (before, segments), 1)
+        np.add.at(self._counts, (shelves, segments), 1)
+        for shelf in before.tolist():
+            self.totals[shelf] -= 1
+        for shelf in shelves.tolist():
+            self.totals[shelf] += 1
+
+    def items(self, shelf: int) -> Ints:
+        """Everything on a shelf, ascending."""
+        return np.nonzero(self.shelf == shelf)[0]
+
+    def first(self, shelf: int, count: int) -> Ints:
+        """The lowest items of a shelf, ascending: `count` of them, or all."""
+        if self.totals[shelf] == 0:
+            return _NONE
+        counts = self._counts[shelf]
+        segments = np.nonzero(counts)[0]
+        enough = int(np.searchsorted(counts[segments].cumsum(), count)) + 1
+        return self._within(shelf, segments[:enough])[:count]
+
+    def side_by_side(self, shelf: int, count: int) -> Ints:
+        """`count` items of a shelf, or all, in few runs, ascending.
+
+        Goes on in the segment it used last, and to the emptiest one when that has too few.
+        """
+        counts = self._counts[shelf]
+        if counts[self._open] < count:
+            self._open = int(counts.argmax())
+        if counts[self._open] >= count:
+            return fewest_runs(self._segment(shelf, self._open), count)
+        order = np.argsort(-counts, kind="stable")
+        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
+        return fewest_runs(self._within(shelf, np.sort(order[:enough])), count)
+
+    def scattered(self, shelf: int, count: int) -> Ints:
+        """`count` items of a shelf, or all, where they leave the long runs alone: from the
+        segments that have the fewest."""
+        counts = self._counts[shelf]
+        segments = np.nonzero(counts)[0]
+        if not len(segments):
+            return _NONE
+        least = int(segments[counts[segments].argmin()])
+        if counts[least] >= count:
+            return self._segment(shelf, least)[:count]
+        order = segments[np.argsort(counts[segments], kind="stable")]
+        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
+        return self._within(shelf, np.sort(order[:enough]))[:count]
+
+    def _segment(self, shelf: int, segment: int) -> Ints:
+        start = segment << SEGMENT_BITS
+        return np.nonzero(self.shelf[start : start + SEGMENT] == shelf)[0] + start
+
+    def _within(self, shelf: int, segments: Ints) -> Ints:
+        if len(segments) == 1:
+            return self._segment(shelf, int(segments[0]))
+        rows, columns = np.nonzero(self.shelf.reshape(-1, SEGMENT)[segments] == shelf)
+        return (segments[rows] << SEGMENT_BITS) + columns

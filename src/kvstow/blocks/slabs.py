@@ -1,0 +1,205 @@
+"""Slabs: who owns which, among groups that pass them around.
+
+    slab    1        2        3        4        5
+    owner   full     full     window   –        window
+    rows    ████▒▒░  ███████  █░░      ·        ▒▒▒       █ held  ▒ cached  ░ free
+
+A slab without held or cached rows is nobody's. One without held rows is *idle*: any group
+may have it, which costs its owner the cached rows in it. So a set of demands can be met
+exactly when the slabs that they need beyond each group's spare rows are not more than the
+idle ones (`missing`), and that is known before anything is changed.
+
+A group that shares slabs with nobody is kept here with one row per slab.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count as counter
+
+import numpy as np
+
+from kvstow.blocks.runs import distinct
+from kvstow.blocks.shelves import Shelves
+from kvstow.blocks.stock import Stock
+from kvstow.plan.blocklist import Ints
+
+Evicted = Callable[[int, Ints], None]
+"""Told the group and the rows whose content is given up, before they are used again."""
+
+FREE = 1
+NOBODY = -1
+
+
+class Slabs:
+    """Slabs `[num_null, num_slabs)`, passed around among `stocks`."""
+
+    def __init__(
+        self, stocks: Sequence[Stock], *, num_slabs: int, num_null: int, evicted: Evicted
+    ) -> None:
+        self.stocks = tuple(stocks)
+        self.num_slabs = num_slabs
+        self.num_null = num_null
+        self.owner = np.full(num_slabs, NOBODY, np.int64)
+        self.last_owner = np.full(num_slabs, NOBODY, np.int64)
+        self.held = np.zeros(num_slabs, np.int64)
+        self.cached = np.zeros(num_slabs, np.int64)
+        self.free = Shelves(num_slabs, 1)
+        self.free.put(np.arange(num_null, num_slabs), FREE)
+        self.num_idle = num_slabs - num_null
+        self._evicted = evicted
+        self._clock = counter(1)
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    def needed(self, stock: Stock, rows: int) -> int:
+        """Idle slabs without which the group cannot hold so many more rows."""
+        return max(0, -(-(rows - stock.spare) // stock.rows_per_slab))
+
+    def missing(self, demands: Sequence[tuple[Stock, int]]) -> int:
+        """Idle slabs that the demands need beyond those there are; negative: left over."""
+        return sum(self.needed(stock, rows) for stock, rows in demands) - self.num_idle
+
+    def num_available(self, stock: Stock) -> int:
+        """Rows that the group could hold, if no other group wanted any."""
+        return stock.spare + self.num_idle * stock.rows_per_slab
+
+    # ── slabs change hands ────────────────────────────────────────────────────────
+
+    def claim(self, stock: Stock, slabs: Ints) -> None:
+        """Make vacant slabs the group's own.
+
+        What other groups' rows in them once held is about to be written over: their
+        generations move on, too.
+        """
+        if len(self.stocks) > 1:
+            before = self.last_owner[slabs]
+            foreign = before != stock.group
+            if foreign.any():
+                for other in self.stocks:
+                    if other is not stock and len(mine := slabs[before == other.group]):
+                        other.generations[other.rows_of(mine)] += 1
+                self.last_owner[slabs] = stock.group
+        self.owner[slabs] = stock.group
+
+    def vacate(self, stock: Stock, slabs: Ints) -> None:
+        """Evict what idle slabs of the group have cached; they are nobody's, and on no shelf."""
+        rows = stock.cached_rows_of(slabs)
+        self.evict(stock, rows)
+        if stock.rows_per_slab > 1:
+            stock.partial.move(slabs, np.zeros(len(slabs), np.int64))
+            stock.idle.drop(slabs[stock.idle.place[slabs] >= 0])
+        self.owner[slabs] = NOBODY
+
+    def take_free(self, stock: Stock, slabs: Ints) -> Ints:
+        """Make slabs from the free shelf the group's own: their rows."""
+        self.free.drop(slabs, FREE)
+        self.claim(stock, slabs)
+        return stock.rows_of(slabs)
+
+    # ── rows change state ─────────────────────────────────────────────────────────
+
+    def occupy(self, stock: Stock, rows: Ints) -> None:
+        """Hold free rows, ascending, of slabs that the group owns, for new content."""
+        stock.generations[rows] += 1
+        stock.refs[rows] = 1
+        stock.free[rows] = False
+        stock.num_held += len(rows)
+        if stock.rows_per_slab == 1:
+            self.held[rows] = 1
+            self.num_idle -= len(rows)
+            return
+        slabs = stock.slabs_of(rows)
+        each = distinct(slabs)
+        before = self.held[each]
+        np.add.at(self.held, slabs, 1)
+        self._settle(stock, each, before)
+
+    def revive(self, stock: Stock, rows: Ints) -> None:
+        """Hold cached rows, each named once, for the content they have."""
+        stock.refs[rows] = 1
+        stock.queue.drop(rows)
+        stock.num_held += len(rows)
+        if stock.rows_per_slab == 1:
+            self.held[rows] = 1
+            self.cached[rows] = 0
+            self.num_idle -= len(rows)
+            return
+        slabs = np.sort(stock.slabs_of(rows))
+        each = distinct(slabs)
+        before = self.held[each]
+        np.add.at(self.held, slabs, 1)
+        np.subtract.at(self.cached, slabs, 1)
+        self._settle(stock, each, before)
+
+    def vacated(self, stock: Stock, rows: Ints) -> None:
+        """End the last hold on rows, each named once: kept ones are cached, the last of
+        them to be evicted first; others are free."""
+        stock.num_held -= len(rows)
+        kept = stock.kept[rows]
+        stamp = next(self._clock)
+        if kept.any():
+            cached, freed = rows[kept][::-1], rows[~kept]
+            stock.queue.put(cached, stamp)
+        else:
+            cached, freed = rows[:0], rows
+        stock.free[freed] = True
+        if stock.rows_per_slab == 1:
+            self.held[rows] = 0
+            self.num_idle += len(rows)
+            self.cached[cached] = 1
+            self._give_up(freed)
+            return
+        slabs = np.sort(stock.slabs_of(rows))
+        each = distinct(slabs)
+        before = self.held[each]
+        np.subtract.at(self.held, slabs, 1)
+        if len(cached):
+            np.add.at(self.cached, stock.slabs_of(cached), 1)
+        self._settle(stock, each, before, stamp)
+
+    def evict(self, stock: Stock, rows: Ints) -> None:
+        """Give up the content of cached rows. Their slabs stay the group's: the caller is
+        about to use them, or calls `discarded` instead."""
+        if not len(rows):
+            return
+        self._evicted(stock.group, rows)
+        stock.queue.drop(rows)
+        stock.kept[rows] = False
+        stock.free[rows] = True
+        np.subtract.at(self.cached, stock.slabs_of(rows), 1)
+
+    def discarded(self, stock: Stock, rows: Ints) -> None:
+        """Give up the content of cached rows, which become free."""
+        self.evict(stock, rows)
+        if stock.rows_per_slab == 1:
+            self._give_up(rows)
+            return
+        each = distinct(np.sort(stock.slabs_of(rows)))
+        self._settle(stock, each, self.held[each])
+
+    def _give_up(self, slabs: Ints) -> None:
+        self.owner[slabs] = NOBODY
+        self.free.put(slabs, FREE)
+
+    def _settle(self, stock: Stock, slabs: Ints, before: Ints, stamp: int = 0) -> None:
+        """Bring counts, shelves and the queue of idle slabs up to date with `held`, which
+        was `before`, and `cached`."""
+        size = stock.rows_per_slab
+        after = self.held[slabs]
+        free = size - after - self.cached[slabs]
+        was_idle, idle = before == 0, after == 0
+        self.num_idle += int(np.count_nonzero(idle)) - int(np.count_nonzero(was_idle))
+        stock.spare += int(
+            ((size - after) * ~idle).sum() - ((size - before) * ~was_idle).sum()
+        )  # fmt: skip
+        levels = stock.levels[free]
+        empty = free == size
+        if empty.any():
+            levels[empty] = 0
+            self._give_up(slabs[empty])
+        stock.partial.move(slabs, levels)
+        queued = stock.idle.place[slabs] >= 0
+        waits = idle & ~empty
+        if (queued & ~waits).any():
+            stock.idle.drop(slabs[queued & ~waits])
+        if (waits & ~queued).any():
+            stock.idle.put(slabs[waits & ~queued], stamp or next(self._clock))
