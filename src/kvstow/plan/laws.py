@@ -123,7 +123,7 @@ def sharing_violations(footprints: Sequence[Footprint], num_slabs: int) -> Itera
             clash = collision(a, b)
             where = f"two layers of group {footprints[g].name!r}"
         else:
-            clash = _foreign_collision(footprints[g], a, footprints[h], b, num_slabs)
+            clash = foreign_collision(footprints[g], a, footprints[h], b, num_slabs)
             where = f"groups {footprints[g].name!r} and {footprints[h].name!r}"
         if clash:
             i, j = clash
@@ -132,7 +132,7 @@ def sharing_violations(footprints: Sequence[Footprint], num_slabs: int) -> Itera
                    f"{a.nbytes} and {b.nbytes} bytes long")  # fmt: skip
 
 
-def _foreign_collision(
+def foreign_collision(
     f: Footprint, a: Strip, g: Footprint, b: Strip, num_slabs: int
 ) -> tuple[int, int] | None:
     """Blocks of two groups that overlap although they lie in different slabs."""

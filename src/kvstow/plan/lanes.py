@@ -1,0 +1,177 @@
+"""Lanes: the copies of one pair of blocks, as few as the two byte orders allow.
+
+Where a source block and a destination block have tokens in common, every byte that both
+hold goes from `source + source block · source_stride` to `destination + destination
+block · destination_stride`. Two copies are one when they follow each other at the same
+distance on both sides and everything between them is free on both sides:
+
+    source        ┃ a a a ┊ · · ┊ b b b ┃        · free: padding, or an unfilled slot
+    destination   ┃ a a a ┊ · · ┊ b b b ┃        one copy of eight bytes
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.plan.blocklist import Ints
+from kvstow.plan.layout import Placement
+from kvstow.plan.overlap import Part
+from kvstow.plan.territory import Pieces, Stride, Territory, spread
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Overlap(NamedTuple):
+    """How two blocks overlap: where in each the common tokens start, and how many they are.
+
+    Slots from `source_filled` and `destination_filled` on hold nothing yet.
+    """
+
+    source_token: int
+    destination_token: int
+    tokens: int
+    source_filled: int
+    destination_filled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strand:
+    """Layers that differ only in where their pages start, and what both sides hold of them."""
+
+    source_offsets: Ints
+    destination_offsets: Ints
+    source: Placement
+    destination: Placement
+    parts: tuple[Part, ...]
+    state_tokens: int
+
+    def pieces(self, overlap: Overlap) -> Iterable[Pieces]:
+        """The copies of one pair of blocks, in block 0 of either side."""
+        first = overlap.source_token // self.state_tokens
+        end = -(-(overlap.source_token + overlap.tokens) // self.state_tokens)
+        source = self.source_offsets + first * self.source.token_stride
+        there = overlap.destination_token // self.state_tokens
+        destination = self.destination_offsets + there * self.destination.token_stride
+        tokens = Stride(end - first, self.source.token_stride, self.destination.token_stride)
+        for part in self.parts:
+            content = Pieces(*np.array(part.content, np.int64).T)
+            for s_head, d_head, num_heads in part.heads:
+                heads = Stride(num_heads, self.source.head_stride, self.destination.head_stride)
+                inner = spread(content, (tokens, heads))
+                s_page = source + s_head * self.source.head_stride
+                d_page = destination + d_head * self.destination.head_stride
+                yield Pieces(
+                    (s_page[:, None] + inner.source).ravel(),
+                    (d_page[:, None] + inner.destination).ravel(),
+                    np.tile(inner.nbytes, len(source)),
+                )
+
+
+class Room(NamedTuple):
+    """Free bytes after and before each copy, on either side."""
+
+    source_after: Ints
+    destination_after: Ints
+    source_before: Ints
+    destination_before: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lanes:
+    """The copies of one kind of block pair, by destination.
+
+    `repeats[i]`: when the blocks next to this pair on both sides are such a pair too,
+    their lane `i` continues this one. `ends_open[i]`, `starts_open[i]`: some lane of a
+    neighbouring pair might continue this one, or this one that.
+    """
+
+    overlap: Overlap
+    pieces: Pieces
+    source_stride: Ints
+    destination_stride: Ints
+    room: Room
+    repeats: Flags
+    starts_open: Flags
+    ends_open: Flags
+
+    def __len__(self) -> int:
+        return len(self.pieces.nbytes)
+
+
+def continued(pieces: Pieces, room: Room) -> Flags:
+    """For each copy but the first, whether it can be one with the copy before it."""
+    gap = pieces.source[1:] - pieces.source[:-1] - pieces.nbytes[:-1]
+    other = pieces.destination[1:] - pieces.destination[:-1] - pieces.nbytes[:-1]
+    source_room = room.source_after[:-1] + room.source_before[1:]
+    destination_room = room.destination_after[:-1] + room.destination_before[1:]
+    return (gap == other) & (gap >= 0) & (gap <= np.minimum(source_room, destination_room))
+
+
+def merged(pieces: Pieces, continues: Flags) -> tuple[Pieces, Ints, Ints]:
+    """Every chain of continued copies as one; and which copies begin and end the chains."""
+    first = np.flatnonzero(np.append(True, ~continues))
+    last = np.append(first[1:] - 1, len(pieces.nbytes) - 1)
+    nbytes = pieces.source[last] + pieces.nbytes[last] - pieces.source[first]
+    return Pieces(pieces.source[first], pieces.destination[first], nbytes), first, last
+
+
+def lanes(
+    strands: Sequence[Strand], source: Territory, destination: Territory, overlap: Overlap
+) -> Lanes:
+    """The fewest copies for one kind of block pair."""
+    pieces, s_stride, d_stride = _abutting(strands, overlap)
+    s_taken = source.taken(0, overlap.source_filled)
+    d_taken = destination.taken(0, overlap.destination_filled)
+    s_end, d_end = pieces.source + pieces.nbytes, pieces.destination + pieces.nbytes
+    s_after, s_limit = source.room_after(s_taken, s_end)
+    d_after, d_limit = destination.room_after(d_taken, d_end)
+    s_before, s_start = source.room_before(s_taken, pieces.source)
+    d_before, d_start = destination.room_before(d_taken, pieces.destination)
+    room = Room(s_after, d_after, s_before, d_before)
+    same = (s_stride[1:] == s_stride[:-1]) & (d_stride[1:] == d_stride[:-1])
+    pieces, first, last = merged(pieces, continued(pieces, room) & same)
+    room = Room(s_after[last], d_after[last], s_before[first], d_before[first])
+    s_stride, d_stride = s_stride[first], d_stride[first]
+    s_mine = source.taken(overlap.source_token, overlap.source_token + overlap.tokens)
+    d_mine = destination.taken(
+        overlap.destination_token, overlap.destination_token + overlap.tokens
+    )
+    return Lanes(
+        overlap=overlap,
+        pieces=pieces,
+        source_stride=s_stride,
+        destination_stride=d_stride,
+        room=room,
+        repeats=_repeats(pieces, s_stride, d_stride, room),
+        starts_open=~s_mine.holds(s_start[first] - 1) & ~d_mine.holds(d_start[first] - 1),
+        ends_open=~s_mine.holds(s_limit[last]) & ~d_mine.holds(d_limit[last]),
+    )
+
+
+def _abutting(strands: Sequence[Strand], overlap: Overlap) -> tuple[Pieces, Ints, Ints]:
+    """All copies by stride and destination, those without a gap between them made one."""
+    found = [(piece, strand) for strand in strands for piece in strand.pieces(overlap)]
+    counts = [len(piece.nbytes) for piece, _ in found]
+    s_stride = np.repeat([strand.source.block_stride for _, strand in found], counts)
+    d_stride = np.repeat([strand.destination.block_stride for _, strand in found], counts)
+    source, destination, nbytes = map(
+        np.concatenate, zip(*(piece for piece, _ in found), strict=True)
+    )
+    order = np.lexsort((destination, d_stride, s_stride))
+    pieces = Pieces(source[order], destination[order], nbytes[order])
+    s_stride, d_stride = s_stride[order], d_stride[order]
+    none = np.zeros(len(order), np.int64)
+    same = (s_stride[1:] == s_stride[:-1]) & (d_stride[1:] == d_stride[:-1])
+    pieces, first, _ = merged(pieces, continued(pieces, Room(none, none, none, none)) & same)
+    return pieces, s_stride[first], d_stride[first]
+
+
+def _repeats(pieces: Pieces, s_stride: Ints, d_stride: Ints, room: Room) -> Flags:
+    gap = s_stride - pieces.nbytes
+    source_room = room.source_after + room.source_before
+    destination_room = room.destination_after + room.destination_before
+    fits = gap <= np.minimum(source_room, destination_room)
+    return (s_stride == d_stride) & (gap >= 0) & fits
