@@ -4,6 +4,8 @@ One module per command. Commands import what they need inside their functions, s
 `kvstow plan` never waits for torch, and `kvstow --help` waits for nothing.
 """
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -47,5 +49,11 @@ app.command("check")(check)
 
 
 def main() -> None:
-    """Entry point of the `kvstow` script and of `python -m kvstow`."""
+    """Entry point of the `kvstow` script and of `python -m kvstow`.
+
+    What a terminal cannot show, a box or a file's odd name, becomes a question mark.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 from kvstow.cli import options
 from kvstow.cli.deployment import Deployment, Served, served
-from kvstow.cli.output import FAILED, HINT, emit_json, emit_text, human, refuse, table
+from kvstow.cli.output import FAILED, HINT, emit_json, emit_text, human, refuse, table, wrapped
 from kvstow.errors import PlanError
 from kvstow.plan.layout import ORDERS, Order
 
@@ -47,7 +47,7 @@ def compare(
     else:
         emit_text(*_report(what, layouts))
     if all(layout["error"] is not None for layout in layouts):
-        refuse("no order and packing is possible\n\nhint: give more memory", code=FAILED)
+        refuse("no order and packing can be" + HINT + "see each reason on stdout", code=FAILED)
 
 
 def _candidate(what: Served, order: Order, packing: options.Packing) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _report(what: Served, layouts: list[dict[str, Any]]) -> list[str]:
         f"requests: of {CONTEXT_TOKENS:,} tokens, at once"
     )
     refused = [
-        f"{layout['order']} {layout['packing']}: {layout['error'].partition(HINT)[0]}"
+        wrapped(f"{layout['order']} {layout['packing']}: {layout['error'].partition(HINT)[0]}")
         for layout in layouts
         if layout["error"] is not None
     ]

@@ -1,6 +1,7 @@
 """A model as it is to be served, and the layout that follows from it."""
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from kvstow.cli.options import Packing
@@ -108,6 +109,7 @@ def served(deployment: Deployment) -> Served:
     )
     for line in model.notes:
         note(line)
+    _check_patterns(deployment.alignment, [layer.name for layer in model.layers])
     budget = deployment.memory
     if budget is None and deployment.num_slabs is None:
         budget = USUAL_MEMORY
@@ -129,3 +131,15 @@ def _check(deployment: Deployment) -> None:
             "large the arena is\n\nhint: give one of them",
             code=MISUSED,
         )
+
+
+def _check_patterns(alignment: Alignment, names: list[str]) -> None:
+    """A demand on layers that do not exist is a slip of the pen."""
+    for demand in alignment.demands:
+        if not any(fnmatchcase(name, demand.layers) for name in names):
+            refuse(
+                f"--align {demand.layers}={demand.offset_multiple} matches none of the "
+                f"{len(names)} layers\n\nhint: page, row, base, or a pattern of names like "
+                f"{names[0]!r}",
+                code=MISUSED,
+            )

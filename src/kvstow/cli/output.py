@@ -49,8 +49,8 @@ def note(message: str) -> None:
 
 
 def emit_json(document: object) -> None:
-    """The document on stdout, two spaces per level."""
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    """The document on stdout, two spaces per level, in ASCII."""
+    typer.echo(json.dumps(document, indent=2))
 
 
 def emit_text(*parts: str) -> None:
@@ -74,6 +74,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: in
     with console.capture() as capture:
         console.print(made)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def wrapped(text: str) -> str:
+    """The text in lines of at most 80 columns, all but the first indented."""
+    from textwrap import fill
+
+    return fill(text, WIDTH, subsequent_indent="  ")
 
 
 def human(nbytes: int) -> str:

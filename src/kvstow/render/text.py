@@ -1,8 +1,11 @@
 """Rows, slabs and arenas as lines of text, to scale.
 
-one slab, 655,360 bytes: the groups take turns owning slabs
- full       2 rows  │ row 0: L0 L3 L6           │ row 1                     │
- window128  5 rows  │ row 0    │ row 1    │ row 2    │ row 3    │ row 4     │
+    one slab, 393,216 bytes: the groups take turns owning slabs
+     full       2 rows  │ row 0: L0 L3 L6             │ row 1                      │
+     window128   1 row  │ L1      │ L2      │ L4      │ L5     │ L7      │ L8      │
+
+A group with one row per slab shows its pages. Where there is no room for every mark, every
+second, fifth or tenth is drawn, each where it belongs. Dots are padding.
 """
 
 from kvstow.plan.layout import Layout, Rows
@@ -64,6 +67,7 @@ def _has_slabs(layout: Layout) -> bool:
 
 def _line_heads(cells: list[tuple[str, str]]) -> list[str]:
     """What stands before each line: a group's name and a count, in columns."""
+    cells = [(name if len(name) <= 24 else f"{name[:23]}…", number) for name, number in cells]
     left, right = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     return [f" {name:<{left}}  {number:>{right}}  " for name, number in cells]
 

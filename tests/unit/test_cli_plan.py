@@ -1,0 +1,271 @@
+"""`kvstow plan`, run as a user runs it but inside this process."""
+
+import json
+import sys
+from fractions import Fraction
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvstow.cli import app
+from kvstow.plan.manifest import decode, fingerprint
+from kvstow.plan.models import catalogue
+
+KEYS = {
+    "model", "tp", "pp", "block_tokens", "kv_dtype", "order", "groups", "slab_bytes", "num_slabs",
+    "arena_bytes", "padding_bytes_per_slab", "regions", "transfer", "separate", "request",
+    "capacity", "fingerprint",
+}  # fmt: skip
+GROUP_KEYS = {
+    "name", "retention", "layers", "block_tokens", "row_bytes", "row_stride", "rows_per_slab",
+    "placements",
+}  # fmt: skip
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def plan(*arguments: str) -> dict:
+    result = invoke("plan", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_document_has_every_stable_key():
+    document = plan("gpt-oss-20b")
+    assert document.keys() >= KEYS
+    for group in document["groups"]:
+        assert group.keys() >= GROUP_KEYS
+        assert all(place.keys() >= {"layer", "offset", "nbytes"} for place in group["placements"])
+    assert document["transfer"].keys() >= {"descriptors_per_block", "bytes_per_block"}
+    assert document["separate"].keys() >= {
+        "regions", "descriptors_per_block", "bytes_per_descriptor_max",
+    }  # fmt: skip
+    assert document["request"].keys() >= {"fixed_bytes", "bytes_per_token", "at_tokens"}
+    assert document["capacity"].keys() >= {"tokens", "requests"}
+
+
+def test_llama_in_20_gib_has_the_published_sizes():
+    document = plan("llama-3.1-8b", "--memory", "20GiB")
+    assert document["slab_bytes"] == document["groups"][0]["row_bytes"] == 2 * 2**20
+    assert document["num_slabs"] == 10240
+    assert document["arena_bytes"] == 20 * 2**30
+    assert document["regions"] == 1
+    assert document["transfer"] == {
+        "descriptors_per_block": {"full": 1}, "bytes_per_block": {"full": 2 * 2**20},
+    }  # fmt: skip
+    assert document["separate"] == {
+        "regions": 64, "descriptors_per_block": 64, "bytes_per_descriptor_max": 32 * 2**10,
+    }  # fmt: skip
+    assert document["request"]["bytes_per_token"] == 32 * 2 * 8 * 128 * 2
+    assert document["request"]["fixed_bytes"] == 0
+    assert document["capacity"]["tokens"] == (10240 - 1) * 16
+    assert document["capacity"]["requests"]["8192"] == (10240 - 1) // 512
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "per_layer", "row"),
+    [
+        ("llama-3.1-70b", 4, 8 * 2**10, 1.25 * 2**20),
+        ("qwen3-32b", 2, 16 * 2**10, 2 * 2**20),
+        ("qwen2.5-3b", 1, 8 * 2**10, 0.5625 * 2**20),
+    ],
+)
+def test_tensor_parallel_rows_have_the_published_sizes(model, tp, per_layer, row):
+    document = plan(model, "--tp", str(tp), "--rank", str(tp - 1))
+    assert document["separate"]["bytes_per_descriptor_max"] == per_layer
+    assert document["groups"][0]["row_bytes"] == row
+
+
+@pytest.mark.parametrize(
+    ("model", "row"), [("deepseek-v4-flash", 1_002_240), ("deepseek-v4-pro", 1_435_968)]
+)
+def test_compressed_caches_have_the_published_rows(model, row):
+    full = plan(model)["groups"][0]
+    assert full["retention"] == "full"
+    assert full["row_bytes"] == row
+
+
+def test_a_window_group_adds_a_fixed_part_and_the_full_group_the_growth():
+    document = plan("gpt-oss-20b")
+    row = 12 * 16 * 2 * 8 * 64 * 2
+    most_window_blocks = 9  # 128 tokens that do not start with a block touch 9 blocks of 16
+    assert document["request"]["fixed_bytes"] == most_window_blocks * row
+    assert document["request"]["bytes_per_token"] == row // 16
+    assert document["request"]["at_tokens"]["8192"] == (8192 // 16 + most_window_blocks) * row
+
+
+def check_consistent(document: dict, packing: str) -> None:
+    """What has to add up, whatever the model."""
+    names = [group["name"] for group in document["groups"]]
+    assert len(set(names)) == len(names)
+    for group in document["groups"]:
+        pages = sum(place["nbytes"] for place in group["placements"])
+        assert [place["layer"] for place in group["placements"]] == group["layers"]
+        assert pages <= group["row_bytes"] <= group["row_stride"]
+        assert document["transfer"]["bytes_per_block"][group["name"]] == group["row_bytes"]
+        padding = document["padding_bytes_per_slab"][group["name"]]
+        assert padding >= 0
+        if packing != "separate" and document["order"].startswith("B"):
+            assert group["rows_per_slab"] * group["row_stride"] == document["slab_bytes"]
+            assert group["rows_per_slab"] * pages + padding == document["slab_bytes"]
+    assert document["num_slabs"] * document["slab_bytes"] <= document["arena_bytes"]
+    if document["order"].startswith("B"):
+        assert set(document["transfer"]["descriptors_per_block"].values()) == {1}
+    for n, nbytes in document["request"]["at_tokens"].items():
+        blocks = max(g["block_tokens"] for g in document["groups"])
+        growth = Fraction(document["request"]["bytes_per_token"]) * (int(n) + blocks)
+        assert nbytes <= document["request"]["fixed_bytes"] + growth
+        if document["capacity"]["requests"][n] > 1:
+            assert document["capacity"]["requests"][n] * nbytes <= document["arena_bytes"]
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_every_catalogue_model_adds_up_and_fits_80_columns(name):
+    check_consistent(plan(name, "--memory", "64GiB"), "slab")
+    result = invoke("plan", name, "--memory", "64GiB")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("packing", ["slab", "union", "separate"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["gemma-3-270m", "deepseek-v4-flash", "jamba-mini"])
+def test_every_order_and_packing_adds_up_and_fits_80_columns(name, order, packing):
+    options = ("--order", order, "--packing", packing, "--memory", "64GiB")
+    check_consistent(plan(name, *options), packing)
+    result = invoke("plan", name, *options)
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_layer_compact_order_needs_one_copy_per_layer():
+    document = plan("llama-3.1-8b", "--order", "LBHNC")
+    assert document["transfer"]["descriptors_per_block"] == {"full": 32}
+    assert document["regions"] == 1
+
+
+def test_the_rank_counts_tensor_parallel_ranks_first():
+    whole = plan("llama-3.1-8b")["groups"][0]["layers"]
+    ranks = [plan("llama-3.1-8b", "--tp", "2", "--pp", "2", "--rank", str(r)) for r in range(4)]
+    layers = [rank["groups"][0]["layers"] for rank in ranks]
+    assert layers[0] == layers[1] == whole[:16]
+    assert layers[2] == layers[3] == whole[16:]
+    assert len({rank["fingerprint"] for rank in ranks}) == 4
+    assert {(rank["tp"], rank["pp"]) for rank in ranks} == {(2, 2)}
+
+
+def test_the_fingerprint_is_that_of_the_manifest_which_is_written(tmp_path):
+    file = tmp_path / "layout.json"
+    document = plan("gpt-oss-20b", "--num-slabs", "7", "--manifest", str(file))
+    layout = decode(file.read_bytes())
+    assert fingerprint(layout) == document["fingerprint"]
+    assert layout.num_slabs == document["num_slabs"] == 7
+
+
+def test_alignment_is_met():
+    document = plan("deepseek-v3.2", "--align", "row=64KiB", "--align", "*.indexer=4096")
+    group = document["groups"][0]
+    assert group["row_stride"] % 65536 == 0
+    indexers = [p["offset"] for p in group["placements"] if p["layer"].endswith("indexer")]
+    assert indexers
+    assert all(offset % 4096 == 0 for offset in indexers)
+
+
+def test_a_directory_and_a_file_are_models_too(tmp_path):
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64,
+        "num_key_value_heads": 2, "hidden_size": 128, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    by_folder, by_file = plan(str(folder)), plan(str(folder / "config.json"))
+    assert by_folder == by_file
+    assert by_folder["model"] == "tiny"
+    assert by_folder["groups"][0]["row_bytes"] == 2 * 16 * 2 * 2 * 64 * 2
+
+
+def test_a_narrow_cache_dtype_makes_narrower_rows():
+    document = plan("llama-3.1-8b", "--kv-dtype", "fp8_per_token_head", "--block-tokens", "32")
+    assert document["kv_dtype"] == "fp8_per_token_head"
+    assert document["block_tokens"] == 32
+    assert document["groups"][0]["row_bytes"] == 32 * 8 * 32 * 264
+
+
+def test_talk_goes_to_stderr_and_data_to_stdout():
+    result = invoke("plan", "llama-3.1-8b", "--json")
+    json.loads(result.stdout)
+    assert result.stderr.startswith("note: planned for 16 GiB")
+    assert json.loads(result.stdout)["arena_bytes"] == 16 * 2**30
+    assert invoke("plan", "llama-3.1-8b", "--memory", "16GiB", "--json").stderr == ""
+
+
+def test_notes_of_the_model_go_to_stderr(tmp_path):
+    config = {
+        "model_type": "never_heard_of", "num_hidden_layers": 2, "num_attention_heads": 2,
+        "hidden_size": 128, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = invoke("plan", str(tmp_path), "--memory", "1GiB", "--json")
+    assert result.exit_code == 0
+    assert "never_heard_of" in result.stderr
+    json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["lama-3.1-8b"], 2, ["error: no model is called 'lama-3.1-8b'", "hint:", "llama-3.1-8b"]),
+        (["qqqqqqqqqqqq"], 2, ["error:", "hint: give the path of a config.json"]),
+        (["./nowhere/config.json"], 2, ["error:", "nowhere", "No such file"]),
+        (["llama-3.1-8b", "--memory", "20G"], 2, ["'20G' is not a size", "hint:"]),
+        (["llama-3.1-8b", "--memory", "1GiB", "--num-slabs", "9"], 2, ["1073741824", "9", "hint:"]),
+        (["llama-3.1-8b", "--rank", "4", "--tp", "4"], 2, ["--rank 4", "4 ranks", "hint:"]),
+        (["llama-3.1-8b", "--tp", "0"], 2, ["--tp"]),
+        (["llama-3.1-8b", "--order", "NHCLB"], 2, ["--order", "BLHNC"]),
+        (["llama-3.1-8b", "--packing", "loose"], 2, ["--packing", "union"]),
+        (["llama-3.1-8b", "--num-slabs", "1"], 2, ["--num-slabs"]),
+        (["llama-3.1-8b", "--align", "*.nothing=64"], 2, ["*.nothing=64", "hint:", "model.layers"]),
+        (["llama-3.1-8b", "--unknown"], 2, ["--unknown"]),
+        ([], 2, ["MODEL"]),
+        (["llama-3.1-8b", "--memory", "3MB"], 1, ["3000000", "2097152", "hint:"]),
+        (["llama-3.1-8b", "--tp", "3"], 1, ["error:", "3"]),
+        (["llama-3.1-8b", "--pp", "33"], 1, ["32", "33", "hint:"]),
+        (["llama-3.1-8b", "--kv-dtype", "fp9"], 1, ["fp9", "hint:"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_reason_and_no_data(arguments, code, words):
+    result = invoke("plan", *arguments, "--json")
+    assert result.exit_code == code
+    assert result.stdout == ""
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v4-flash"])
+def test_the_cost_of_planning_does_not_grow_with_the_number_of_blocks(name):
+    def calls(memory: str) -> int:
+        count = 0
+
+        def profile(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        previous = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            plan(name, "--memory", memory)
+        finally:
+            sys.setprofile(previous)
+        return count
+
+    small, large = (plan(name, "--memory", memory) for memory in ("1GiB", "100TiB"))
+    assert large["arena_bytes"] > 90_000 * small["arena_bytes"]
+    assert large["num_slabs"] > 10_000 * small["num_slabs"]
+    assert calls("100TiB") < 1.5 * calls("1GiB")

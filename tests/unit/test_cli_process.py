@@ -1,0 +1,123 @@
+"""The command line as a process of its own: torch absent, pipes broken, disks full."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+KVSTOW = (sys.executable, "-m", "kvstow")
+
+# Runs the command line while optional packages cannot be found.
+WITHOUT = """
+import importlib.abc, sys
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in ("torch", "nixl", "transformers", "triton", "vllm"):
+            raise ModuleNotFoundError(f"{fullname} is absent", name=fullname)
+        return None
+
+
+sys.meta_path.insert(0, Absent())
+from kvstow.cli import main
+
+main()
+"""
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
+
+
+def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, text=True, check=False, env=ENVIRONMENT, capture_output=True, **options
+    )
+
+
+def test_planning_needs_no_torch():
+    finished = run(
+        sys.executable, "-c", WITHOUT, "plan", "llama-3.1-8b", "--memory", "20GiB", "--json"
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout)["num_slabs"] == 10240
+    assert finished.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["plan", "gpt-oss-20b", "--json"], ["compare", "qwen3-8b"]])
+def test_the_heavy_packages_are_not_even_looked_for(arguments):
+    program = (
+        "import sys; from kvstow.cli import app; app(standalone_mode=False);"
+        "heavy = {'torch', 'nixl', 'transformers', 'zmq', 'prometheus_client'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    finished = run(sys.executable, "-c", program, *arguments)
+    assert finished.stderr.splitlines()[-1] == "[]"
+
+
+def test_json_is_written_without_loading_what_draws_tables():
+    program = (
+        "import sys; from kvstow.cli import app; app(standalone_mode=False);"
+        "print('rich.table' in sys.modules, file=sys.stderr)"
+    )
+    for arguments, loaded in ((["--json"], "False"), ([], "True")):
+        finished = run(sys.executable, "-c", program, "plan", "qwen3-8b", *arguments)
+        assert finished.stderr.splitlines()[-1] == loaded
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    process = subprocess.Popen(
+        [*KVSTOW, "plan", "deepseek-v4-pro", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    talk = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1
+    assert "Traceback" not in talk
+    assert "Exception" not in talk
+
+
+def test_a_full_disk_is_an_error_and_no_traceback():
+    with open("/dev/full", "w") as full:
+        finished = subprocess.run(
+            [*KVSTOW, "plan", "qwen3-8b", "--memory", "1GiB"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT,
+        )  # fmt: skip
+    assert finished.returncode == 1
+    assert finished.stderr == "error: No space left on device\n"
+
+
+def test_a_manifest_that_cannot_be_written_names_the_file(tmp_path):
+    for target, reason in ((tmp_path, "Is a directory"), (tmp_path / "a" / "b", "No such file")):
+        finished = run(*KVSTOW, "plan", "qwen3-8b", "--manifest", str(target), "--memory", "1GiB")
+        assert finished.returncode == 1
+        assert finished.stdout == ""
+        assert finished.stderr.startswith(f"error: {target}: {reason}")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_gets_an_answer(encoding):
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    finished = subprocess.run(
+        [*KVSTOW, "plan", "qwen3-8b", "--memory", "1GiB"],
+        capture_output=True, check=False, env=environment,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert b"2,359,296" in finished.stdout
+
+
+def test_version_and_help_need_no_model():
+    from kvstow import __version__
+
+    assert run(*KVSTOW, "--version").stdout.strip() == __version__
+    shown = run(*KVSTOW, "--help")
+    assert shown.returncode == 0
+    for command in ("plan", "compare", "check"):
+        assert command in shown.stdout
+        described = run(*KVSTOW, command, "--help")
+        assert described.returncode == 0
+        assert max(map(len, described.stdout.splitlines())) <= 80
