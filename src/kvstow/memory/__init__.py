@@ -1,4 +1,5 @@
 """Everything that touches bytes on one machine.
 
-Read in this order: `backing`, `arena`, `adopt`, `poison`, `copy`, `digest`, `kernels`.
+Read in this order: `backing`, `arena`, `adopt`, `moves`, `copy`, `keys`,
+`digest`, `kernels`.
 """

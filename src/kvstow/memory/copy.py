@@ -1,0 +1,125 @@
+"""Copies between arenas of one machine: one submission for all moves, and a handle on it.
+
+    host   → host    memmove, finished when `copy` returns
+    host  ⇄  device  CUDA's batched memcpy; many short pieces: a kernel that reads or writes
+                     pinned memory itself
+    device → device  a gather kernel
+
+On CUDA a copy runs on a stream of its own that starts after what the current stream had been
+given by then. Nothing is copied before all moves have been found to lie inside both arenas.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvstow.errors import CopyError
+from kvstow.memory import cuda
+from kvstow.memory.arena import Arena
+from kvstow.memory.host import move
+from kvstow.memory.moves import Moves, Spans, check_apart, check_inside, check_unread, merged, spans
+
+Method = Literal["memmove", "batch", "kernel", "staged", "plain"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A copy under way; it keeps both arenas until it is over."""
+
+    source: Arena
+    destination: Arena
+    num_moves: int
+    nbytes: int
+    method: Method
+    running: cuda.Running | None
+
+    def poll(self) -> bool:
+        """Whether all bytes have arrived. Raises CopyError once it is known that they won't."""
+        return self.running is None or self._watched(self.running.over)
+
+    def wait(self) -> None:
+        """Return when all bytes have arrived; CopyError if they don't."""
+        if self.running is not None:
+            self._watched(self.running.wait)
+
+    def join(self) -> None:
+        """Let the current stream's further work start after this copy; the host goes on."""
+        if self.running is not None:
+            self.running.join()
+
+    def _watched(self, question: Callable[[], bool]) -> bool:
+        try:
+            return question()
+        except RuntimeError as error:  # what torch raises for any CUDA error
+            raise CopyError(
+                f"{self.num_moves} moves, {self.nbytes} bytes, {self.source.device} → "
+                f"{self.destination.device} ({self.method}): {error}"
+            ) from error
+
+
+def copy(
+    source: Arena,
+    destination: Arena,
+    moves: Moves,
+    *,
+    method: Method | Literal["auto"] = "auto",
+    stream: torch.cuda.Stream | None = None,
+) -> Copy:
+    """Start moving bytes from one arena to another.
+
+    Moves may come in any order; destinations must not overlap each other, nor sources when
+    both arenas lie in the same memory.
+    """
+    checked = merged(_checked(source, destination, spans(moves)))
+    chosen = choose_method(source, destination, checked) if method == "auto" else method
+    running = _started(source, destination, checked, chosen, stream)
+    total = int(checked.nbytes.sum())
+    return Copy(source, destination, len(checked.source), total, chosen, running)
+
+
+SHORT_BYTES = 128 << 10
+"""Mean length of a move from which CUDA's batched memcpy beats a kernel on pinned memory.
+One H200, 92 × 16 KiB per row: 18 GB/s batched; whole rows: 53.6 batched, 51.9 by kernel."""
+
+
+def choose_method(source: Arena, destination: Arena, moves: Spans) -> Method:
+    """The fastest way for these moves, by what was measured on one H200 (bench/results)."""
+    kinds = (source.device.type, destination.device.type)
+    if kinds == ("cpu", "cpu"):
+        return "memmove"
+    if kinds == ("cuda", "cuda"):
+        return "kernel" if source.device == destination.device else "plain"
+    host = source if source.device.type == "cpu" else destination
+    if not host.pinned:
+        return "plain"
+    mean = moves.nbytes.mean() if len(moves.nbytes) else SHORT_BYTES
+    return "batch" if mean >= SHORT_BYTES and cuda.has_batch() else "kernel"
+
+
+def _checked(source: Arena, destination: Arena, moves: Spans) -> Spans:
+    check_inside(moves.source, moves.nbytes, source.regions, "source")
+    check_inside(moves.destination, moves.nbytes, destination.regions, "destination")
+    check_apart(moves.destination, moves.nbytes, "destination")
+    if source.device == destination.device:
+        check_unread(
+            moves.source + source.address, moves.destination + destination.address, moves.nbytes
+        )
+    return moves
+
+
+def _started(
+    source: Arena,
+    destination: Arena,
+    moves: Spans,
+    method: Method,
+    stream: torch.cuda.Stream | None,
+) -> cuda.Running | None:
+    on_host = source.device.type == destination.device.type == "cpu"
+    if on_host != (method == "memmove"):
+        raise CopyError(f"{method!r} does not copy from {source.device} to {destination.device}")
+    if method == "memmove":
+        move(source.address, destination.address, moves)
+        return None
+    return cuda.start(source, destination, moves, method, stream)

@@ -1,0 +1,202 @@
+"""A number for what some blocks hold, whatever the layout, the ranks, the device.
+
+Two sides with different order, tensor parallelism or tokens per block get the same number for
+the same content; `docs/concepts/digest.md` says what it detects, and how surely.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstow.errors import BlockError
+from kvstow.memory.arena import Arena
+from kvstow.memory.keys import CellKeys, Share, Words, cell_keys, seed, shares, state_keys
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Placement
+from kvstow.plan.spec import Chunk, Encoder, Full, LayerSpec, Sink, State, Window
+
+__all__ = ["Share", "counted_states", "digest", "shares"]
+
+CHUNK_BYTES = 512 << 10
+"""Cells gathered at a time on the host: they stay in the second-level cache."""
+
+MODULUS = 1 << 64
+
+Intervals = tuple[tuple[int, int], tuple[int, int]]
+
+
+def digest(
+    arena: Arena,
+    blocks: Mapping[int, Blocks],
+    num_tokens: int,
+    *,
+    layers: Collection[str] | None = None,
+    start_token: int = 0,
+    share: Share | None = None,
+) -> int:
+    """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
+
+    Sums over ranks, modulo 2^64, are digests of all that the ranks hold; `share` (from
+    `shares`) makes each of them count only its part of what several hold alike. Blocks of a
+    window group count as far as the window of the next token reaches. `layers` restricts it
+    to some layers. On CUDA it runs in the current stream, and waits for the result.
+    """
+    total = 0
+    for group, held in blocks.items():
+        ids = arena.checked(group, held.ids)
+        rows = arena.layout.groups[group]
+        wanted = [
+            _Layer(spec, place, cell_keys(spec, share))
+            for spec, place in zip(rows.group.layers, rows.placements, strict=True)
+            if layers is None or spec.name in layers
+        ]
+        if not wanted:
+            continue
+        intervals = counted_states(wanted[0].spec, num_tokens, start_token)
+        _check_listed(rows.group.name, wanted[0].spec, held, intervals)
+        for kind in _alike(wanted):
+            if arena.device.type == "cuda":
+                total += _on_device(arena, kind, ids, held.index, intervals)
+            else:
+                total += sum(_on_host(arena, one, ids, held.index, intervals) for one in kind)
+    return total % MODULUS
+
+
+def counted_states(spec: LayerSpec, num_tokens: int, start_token: int = 0) -> Intervals:
+    """Which states of a layer matter to the token that comes after `num_tokens`.
+
+    Two half-open intervals, the second one empty but for sinks. A state of several tokens
+    counts when its first token does.
+    """
+    span = spec.tokens_per_state
+    match spec.retention:
+        case Full():
+            found = ((start_token, num_tokens), (0, 0))
+        case Window(tokens):
+            found = ((max(start_token, num_tokens - tokens + 1), num_tokens), (0, 0))
+        case Chunk(tokens):
+            found = ((max(start_token, num_tokens - num_tokens % tokens), num_tokens), (0, 0))
+        case Sink(sink_tokens, tokens):
+            recent = max(sink_tokens, start_token, num_tokens - tokens + 1)
+            found = ((start_token, min(sink_tokens, num_tokens)), (recent, num_tokens))
+        case Encoder(tokens):
+            found = ((0, tokens), (0, 0))
+        case State():
+            return ((0, 1 << 62), (0, 0))
+    first, second = ((-(-low // span), -(-max(low, high) // span)) for low, high in found)
+    return first, second
+
+
+def _check_listed(name: str, spec: LayerSpec, held: Blocks, intervals: Intervals) -> None:
+    """Refuses a list of blocks that lacks one of those that count."""
+    if isinstance(spec.retention, State):
+        return
+    for low, high in intervals:
+        needed = np.arange(low // spec.states, -(-high // spec.states)) if low < high else ()
+        missing = np.setdiff1d(np.asarray(needed, np.int64), held.index)
+        if len(missing):
+            raise BlockError(
+                f"group {name!r}: the digest needs logical blocks {missing[:8].tolist()}, the "
+                f"request lists {held.index[:8].tolist()}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    spec: LayerSpec
+    place: Placement
+    keys: CellKeys
+
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        p = self.place
+        return (id(self.keys), p.block_stride, p.head_stride, p.token_stride, self.spec.states)
+
+
+def _alike(layers: list[_Layer]) -> list[list[_Layer]]:
+    """Layers whose pages differ only in where they start."""
+    kinds: dict[tuple[int, ...], list[_Layer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.geometry, []).append(layer)
+    return list(kinds.values())
+
+
+def _word_keys(layer: _Layer) -> tuple[Words, int]:
+    """Keys and word length; single bytes where pages do not start at words' multiples."""
+    keys, place = layer.keys, layer.place
+    numbers = (place.offset, place.block_stride, place.head_stride, place.token_stride)
+    if keys.unit == 1 or not any(number % keys.unit for number in numbers):
+        return keys.table, keys.unit
+    shifts = np.arange(keys.unit, dtype=np.uint64) * np.uint64(8)
+    return (keys.table[..., None] << shifts).reshape(keys.table.shape[0], -1), 1
+
+
+def _on_host(
+    arena: Arena,
+    layer: _Layer,
+    ids: npt.NDArray[np.int64],
+    index: npt.NDArray[np.int64],
+    intervals: Intervals,
+) -> int:
+    table, unit = _word_keys(layer)
+    place, states = layer.place, layer.spec.states
+    heads, words = table.shape
+    flat = arena.bytes.numpy()
+    flat = flat[place.offset :][: (arena.nbytes - place.offset) // unit * unit]
+    cells = np.lib.stride_tricks.as_strided(
+        flat.view(f"<u{unit}"),
+        (arena.layout.num_blocks(arena.layout.layers[layer.spec.name][0]), states, heads, words),
+        (place.block_stride, place.token_stride, place.head_stride, unit),
+    )
+    states_at = index[:, None] * states + np.arange(states)
+    factors = state_keys(layer.spec.name, states_at) * _inside(states_at, intervals)
+    step = max(1, CHUNK_BYTES // (states * heads * words * unit))
+    sums = np.zeros((), np.uint64)
+    for at in range(0, len(ids), step):
+        part = cells[ids[at : at + step]].reshape(-1, heads * words)
+        inner = np.einsum("ij,j->i", part, table.reshape(-1))
+        sums += (inner * factors[at : at + step].reshape(-1)).sum(dtype=np.uint64)
+    return int(sums)
+
+
+def _inside(states: npt.NDArray[np.int64], intervals: Intervals) -> Words:
+    (low, high), (low2, high2) = intervals
+    counted = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
+    return counted.astype(np.uint64)
+
+
+def _on_device(
+    arena: Arena,
+    layers: list[_Layer],
+    ids: npt.NDArray[np.int64],
+    index: npt.NDArray[np.int64],
+    intervals: Intervals,
+) -> int:
+    from kvstow.memory.kernels import digest_cells
+
+    table, unit = _word_keys(layers[0])
+    if any(_word_keys(layer)[1] != unit for layer in layers):
+        return sum(_on_device(arena, [layer], ids, index, intervals) for layer in layers)
+    place = layers[0].place
+    block, head, token = place.block_stride, place.head_stride, place.token_stride
+    strides = (block // unit, head // unit, token // unit)
+    offsets = np.array([layer.place.offset // unit for layer in layers])
+    seeds = np.array([seed("layer", layer.spec.name) for layer in layers], np.uint64)
+
+    def there(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.as_tensor(array, device=arena.device)
+
+    return digest_cells(
+        arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
+        there(table.view(np.int64)),
+        (there(ids), there(index)),
+        (there(offsets), there(seeds.view(np.int64))),
+        strides,
+        layers[0].spec.states,
+        (*intervals[0], *intervals[1]),
+        aligned=unit == 4 and arena.address % 16 == 0 and not any(
+            number % 4 for number in (*strides, *offsets.tolist())),
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Keys of the digest: which factor each byte of a cell is multiplied by.
+
+    digest = Σ  word · T(layer, state) · P(field, head, position)      modulo 2^64
+           words
+
+A *word* is four bytes of a field, little-endian, cut along the field's last axis in the
+coordinates of the whole model and filled up with zeros at the end of that axis. A rank that
+holds some of a word's bytes counts those: the sum over ranks is the sum over whole words.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import SpecError
+from kvstow.plan.layout import Layout
+from kvstow.plan.spec import Extent, Field, LayerSpec
+
+Words = npt.NDArray[np.uint64]
+Box = tuple[tuple[int, int], ...]
+"""Half-open intervals of the whole model's axes: head, then the field's own."""
+
+Share = dict[tuple[str, str], tuple[Box, ...]]
+"""By layer and field, the parts that one rank counts."""
+
+WORD_BYTES = 4
+VERSION = b"kvstow digest 1"
+STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(x: Words) -> Words:
+    """One odd number per x: a bijection of 64-bit words that leaves no pattern behind."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+def seed(*names: str) -> int:
+    """64 bits that stand for a layer, or for a field."""
+    text = b"\0".join([VERSION, *(name.encode() for name in names)])
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def state_keys(layer: str, states: npt.NDArray[np.int64]) -> Words:
+    """T(layer, state)."""
+    return mixed(np.uint64(seed("layer", layer)) + (states + 1).astype(np.uint64) * STEP)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellKeys:
+    """P for every word of every head's cell: `table[head, word]`; 0 where nothing counts.
+
+    `unit` is 4 where all bytes of four in memory belong to one word, 1 otherwise.
+    """
+
+    table: Words
+    unit: int
+
+
+def cell_keys(spec: LayerSpec, share: Share | None) -> CellKeys:
+    """P over one layer's cells. `share` restricts it to what this rank counts."""
+    parts = tuple(
+        (field, held(spec, field) if share is None else share.get((spec.name, field.name), ()))
+        for field in spec.fields
+    )
+    offsets = tuple(spec.field_offsets[field.name] for field in spec.fields)
+    return _cell_keys(spec.heads, parts, offsets, spec.cell_bytes)
+
+
+@lru_cache(maxsize=64)
+def _cell_keys(
+    heads: Extent,
+    parts: tuple[tuple[Field, tuple[Box, ...]], ...],
+    offsets: tuple[int, ...],
+    cell_bytes: int,
+) -> CellKeys:
+    table = np.zeros((heads.size, cell_bytes), np.uint64)
+    for (field, boxes), offset in zip(parts, offsets, strict=True):
+        array = table[:, offset : offset + field.nbytes].reshape(heads.size, *_byte_shape(field))
+        assert np.shares_memory(array, table)
+        for box in boxes:
+            _fill(array, heads, field, box)
+    return _in_words(table)
+
+
+def _fill(array: Words, heads: Extent, field: Field, box: Box) -> None:
+    """Write the keys of one box; `array` is `[head, …field's axes, last axis in bytes]`."""
+    bits = field.dtype.bits
+    *leading, last = field.axes
+    if any(bound * bits % 8 for bound in (*box[-1], *np.ravel(last.pieces).tolist())):
+        raise SpecError(f"field {field.name!r}: {box[-1]} of {field.dtype} are not whole bytes")
+    start, stop = box[-1][0] * bits // 8, box[-1][1] * bits // 8
+    position = np.arange(start, stop, dtype=np.uint64)
+    line_words = -(-last.total * bits // (8 * WORD_BYTES))
+    line = np.zeros((), np.uint64)
+    for extent, (lo, hi) in zip((heads, *leading), box[:-1], strict=True):
+        line = line[..., None] * np.uint64(extent.total) + np.arange(lo, hi, dtype=np.uint64)
+    words = line[..., None] * np.uint64(line_words) + position // np.uint64(WORD_BYTES)
+    keys = mixed(np.uint64(seed("field", field.name)) + (words + np.uint64(1)) * STEP)
+    shifts = np.uint64(8) * (position % np.uint64(WORD_BYTES))
+    places = [slice(*_local(e, b)) for e, b in zip((heads, *leading), box[:-1], strict=True)]
+    lo, hi = _local(last, box[-1])
+    array[(*places, slice(lo * bits // 8, hi * bits // 8))] = keys << shifts
+
+
+def _local(extent: Extent, interval: tuple[int, int]) -> tuple[int, int]:
+    """Where an interval of the whole axis lies among what a rank holds of it."""
+    at = 0
+    for lo, hi in extent.pieces:
+        if lo <= interval[0] and interval[1] <= hi:
+            return at + interval[0] - lo, at + interval[1] - lo
+        at += hi - lo
+    raise SpecError(f"axis {extent.name!r}: {interval} is not inside one of {extent.pieces}")
+
+
+def _byte_shape(field: Field) -> tuple[int, ...]:
+    return (*field.shape[:-1], field.shape[-1] * field.dtype.bits // 8)
+
+
+def _in_words(table: Words) -> CellKeys:
+    """Keys per word of four bytes where memory is cut like the model's words; else per byte."""
+    heads, nbytes = table.shape
+    if nbytes % WORD_BYTES == 0:
+        fours = table.reshape(heads, -1, WORD_BYTES)
+        shifts = np.arange(WORD_BYTES, dtype=np.uint64) * np.uint64(8)
+        if (fours == fours[..., :1] << shifts).all():
+            return CellKeys(np.ascontiguousarray(fours[..., 0]), WORD_BYTES)
+    return CellKeys(table, 1)
+
+
+# ── who counts what ───────────────────────────────────────────────────────────────────────
+
+
+def held(spec: LayerSpec, field: Field) -> tuple[Box, ...]:
+    """All that a rank holds of a field, one box per combination of pieces."""
+    return tuple(product(spec.heads.pieces, *(axis.pieces for axis in field.axes)))
+
+
+def shares(layouts: Sequence[Layout]) -> tuple[Share, ...]:
+    """Per rank, what it counts so that all ranks together count everything once.
+
+    What several ranks hold alike counts on the first of them.
+    """
+    taken: dict[tuple[str, str], list[Box]] = {}
+    found: list[Share] = []
+    for layout in layouts:
+        share: Share = {}
+        for _, spec, _ in layout.layers.values():
+            for field in spec.fields:
+                before = taken.setdefault((spec.name, field.name), [])
+                mine = list(held(spec, field))
+                for other in before:
+                    mine = [part for box in mine for part in without(box, other)]
+                share[spec.name, field.name] = tuple(mine)
+                before += mine
+        found.append(share)
+    return tuple(found)
+
+
+def without(box: Box, other: Box) -> tuple[Box, ...]:
+    """The box less the other one, as boxes that do not overlap."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+    if any(lo >= hi for lo, hi in common):
+        return (box,)
+    parts: list[Box] = []
+    for axis, ((lo, hi), (cut, end)) in enumerate(zip(box, common, strict=True)):
+        around = ((lo, cut), (end, hi))
+        parts += [
+            (*common[:axis], piece, *box[axis + 1 :]) for piece in around if piece[0] < piece[1]
+        ]
+    assert sum(map(_volume, parts)) + _volume(common) == _volume(box)
+    return tuple(parts)
+
+
+def _volume(box: Box) -> int:
+    return prod(hi - lo for lo, hi in box)

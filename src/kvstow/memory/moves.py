@@ -1,0 +1,131 @@
+"""Which bytes go where inside one machine: three arrays, nothing else."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import BlockError, CopyError
+from kvstow.plan.layout import Layout
+from kvstow.plan.view import Run
+
+Ints = npt.NDArray[np.int64]
+
+
+class Moves(Protocol):
+    """Move `i` takes `nbytes[i]` bytes from offset `source[i]` to offset `destination[i]`."""
+
+    @property
+    def source(self) -> Ints: ...
+    @property
+    def destination(self) -> Ints: ...
+    @property
+    def nbytes(self) -> Ints: ...
+
+
+class Spans(NamedTuple):
+    """Moves whose arrays have been checked against each other."""
+
+    source: Ints
+    destination: Ints
+    nbytes: Ints
+
+
+def row_moves(
+    layout: Layout, group: int, source_ids: npt.ArrayLike, destination_ids: npt.ArrayLike
+) -> Spans:
+    """Moves of whole blocks between two arenas of one layout, as the fewest runs."""
+    sources = np.atleast_1d(np.asarray(source_ids, np.int64))
+    destinations = np.atleast_1d(np.asarray(destination_ids, np.int64))
+    if sources.shape != destinations.shape:
+        raise BlockError(f"{sources.size} source blocks, {destinations.size} destination blocks")
+    count = layout.num_blocks(group)
+    for ids in (sources, destinations):
+        wrong = ids[(ids < 0) | (ids >= count)]
+        if wrong.size:
+            raise BlockError(f"group {group}: blocks {wrong[:8].tolist()} are not in [0, {count})")
+    strips = layout.footprints[group].strips
+    return merged(
+        Spans(
+            np.concatenate([strip.offset + sources * strip.stride for strip in strips]),
+            np.concatenate([strip.offset + destinations * strip.stride for strip in strips]),
+            np.repeat([strip.nbytes for strip in strips], len(sources)),
+        )
+    )
+
+
+def spans(moves: Moves) -> Spans:
+    """The moves as int64 arrays of one length, empty ones left out."""
+    arrays = [np.atleast_1d(np.asarray(a)) for a in (moves.source, moves.destination, moves.nbytes)]
+    for array in arrays:
+        if array.ndim != 1 or array.shape != arrays[0].shape or array.dtype.kind not in "iu":
+            raise CopyError(
+                f"moves need three arrays of whole numbers of one length, not "
+                f"{[(a.shape, str(a.dtype)) for a in arrays]}"
+            )
+    source, destination, nbytes = (array.astype(np.int64, copy=False) for array in arrays)
+    if (nbytes < 0).any():
+        raise CopyError(f"move {int(np.argmax(nbytes < 0))} has {int(nbytes.min())} bytes")
+    some = nbytes > 0
+    return Spans(source[some], destination[some], nbytes[some])
+
+
+def merged(moves: Spans) -> Spans:
+    """The same moves in ascending order of source, neighbours on both sides joined."""
+    if not len(moves.source):
+        return moves
+    order = np.argsort(moves.source, kind="stable")
+    source, destination, nbytes = (array[order] for array in moves)
+    starts = np.flatnonzero(
+        np.concatenate(
+            [
+                [True],
+                (source[1:] != source[:-1] + nbytes[:-1])
+                | (destination[1:] != destination[:-1] + nbytes[:-1]),
+            ]
+        )
+    )
+    return Spans(source[starts], destination[starts], np.add.reduceat(nbytes, starts))
+
+
+def check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: str) -> None:
+    """Refuses ranges that are not each inside one region."""
+    ordered = sorted(regions)
+    starts = np.array([run.offset for run in ordered], np.int64)
+    ends = np.array([run.end for run in ordered], np.int64)
+    at = np.searchsorted(starts, offsets, side="right") - 1
+    bad = (at < 0) | (nbytes > ends[at] - offsets)
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CopyError(
+            f"move {i}: {what} bytes [{offsets[i]}, {offsets[i] + nbytes[i]}) are not inside the "
+            f"arena's {[(run.offset, run.end) for run in ordered][:4]}"
+        )
+
+
+def check_apart(offsets: Ints, nbytes: Ints, what: str) -> None:
+    """Refuses ranges that share bytes."""
+    order = np.argsort(offsets, kind="stable")
+    starts, ends = offsets[order], (offsets + nbytes)[order]
+    bad = starts[1:] < ends[:-1]
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CopyError(
+            f"moves {order[i]} and {order[i + 1]}: {what} bytes [{starts[i]}, {ends[i]}) and "
+            f"[{starts[i + 1]}, {ends[i + 1]}) overlap"
+        )
+
+
+def check_unread(sources: Ints, destinations: Ints, nbytes: Ints) -> None:
+    """Refuses destinations that share bytes with some source; both are addresses here."""
+    order = np.argsort(sources, kind="stable")
+    starts = sources[order]
+    reach = np.maximum.accumulate((sources + nbytes)[order])
+    before = np.searchsorted(starts, destinations + nbytes, side="left") - 1
+    bad = (before >= 0) & (reach[before] > destinations)
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CopyError(
+            f"move {i} writes {nbytes[i]} bytes at address {destinations[i]}, which the same copy "
+            f"reads\n\nhint: copy in two steps, through rows that are free"
+        )
