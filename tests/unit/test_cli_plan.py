@@ -131,6 +131,8 @@ def test_every_catalogue_model_adds_up_and_fits_80_columns(name):
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
+    titles = next(line for line in result.stdout.splitlines() if line.startswith("group "))
+    assert titles.endswith("padding")  # no title is folded into two lines
 
 
 @pytest.mark.parametrize("packing", ["slab", "union", "separate"])

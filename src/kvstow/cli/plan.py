@@ -92,7 +92,7 @@ def _groups(layout: "Layout", figures: dict[str, Any]) -> str:
         )
         for group, padding in zip(figures["groups"], padding_fractions(layout), strict=True)
     ]
-    columns = ("group", "keeps", "layers", "tokens/block", "row bytes", "rows/slab", "padding")
+    columns = ("group", "keeps", "layers", "tokens", "row bytes", "rows/slab", "padding")
     return table(columns, rows, num_left=2)
 
 

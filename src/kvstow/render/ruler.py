@@ -62,17 +62,14 @@ class Ruler:
         return "".join(line).rstrip()
 
     def _chosen(self, marks: Sequence[Mark], end: int) -> list[tuple[Mark, int]]:
-        """Every k-th mark and its columns of room, for the smallest k with room for all
-        brief names; the last mark may go for lack of it."""
+        """Every k-th mark and its columns of room, for the smallest k with room for the
+        brief names of all but the last."""
         for step in _steps():
             some = marks[::step]
             columns = [*(self.column(mark.offset) for mark in some), self.column(end)]
-            if len(some) > 1 and columns[-1] - columns[-2] <= len(some[-1].brief):
-                some = some[:-1]
-                columns.pop(-2)
             rooms = [b - a - 1 for a, b in pairwise(columns)]
             chosen = list(zip(some, rooms, strict=True))
-            if len(some) == 1 or all(len(mark.brief) <= room for mark, room in chosen):
+            if all(len(mark.brief) <= room for mark, room in chosen[:-1]):
                 return chosen
         raise AssertionError("steps never end")
 
