@@ -6,7 +6,6 @@ same storage: nothing is allocated, and a write through one view is seen through
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -15,45 +14,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstow.errors import ArenaError, BlockError
+from kvstow.errors import ArenaError, BlockError, SpecError
+from kvstow.memory.adopt import AxisNames, Tensors, adopted
 from kvstow.memory.backing import (
     attached_bytes,
+    bytes_at,
     device_bytes,
     host_bytes,
     huge_page_bytes,
     remove_shared,
     shared_bytes,
 )
+from kvstow.memory.types import NUMPY_LACKS, TORCH_TYPES, page_type
 from kvstow.plan.layout import Layout
-from kvstow.plan.spec import DType
+from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run, View
 
 POISON = 0xFF
 """Every floating-point type reads this byte, repeated, as not-a-number."""
-
-TORCH_TYPES: Mapping[DType, torch.dtype] = {
-    DType.FLOAT64: torch.float64,
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
-    DType.FLOAT8_E5M2: torch.float8_e5m2,
-    DType.FLOAT4_E2M1: torch.uint8,
-    DType.INT32: torch.int32,
-    DType.INT8: torch.int8,
-    DType.UINT8: torch.uint8,
-    DType.INT4: torch.uint8,
-}
-"""4-bit elements are bytes, two each."""
-
-RAW_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What stands for elements of several types, by their bytes."""
-
-NUMPY_LACKS = {
-    torch.bfloat16: torch.uint16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-}
 
 
 class Arena:
@@ -98,21 +76,17 @@ class Arena:
         return arena
 
     @classmethod
-    def over(cls, layout: Layout, memory: torch.Tensor, *, regions: Sequence[Run] = ()) -> Self:
-        """An arena in bytes that are there already; the tensor keeps them alive.
+    def adopt(cls, layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Self:
+        """An arena in memory that an engine has allocated, verified against the layout.
 
-        The engine's own tensors come through `kvstow.memory.adopt`, which checks them.
+        `axes` names each tensor's axes as they stand. `kvstow.memory.adopt.adopted_layout`
+        makes the layout where the engine decided it. The arena keeps the tensors alive.
         """
-        if memory.dtype != torch.uint8 or memory.ndim != 1 or memory.stride(0) != 1:
-            raise ArenaError(f"memory is {memory.ndim}-dimensional {memory.dtype}, not plain bytes")
-        if memory.numel() != layout.nbytes:
-            raise ArenaError(f"memory has {memory.numel()} bytes, the layout {layout.nbytes}")
-        if memory.data_ptr() % layout.base_align:
-            raise ArenaError(
-                f"memory starts at {memory.data_ptr()}, not at a multiple of {layout.base_align}"
-            )
+        found = adopted(layout, tensors, axes=axes)
+        memory = bytes_at(found.address, layout.nbytes, found.tensors[0].device)
         arena = cls.__new__(cls)
-        arena._take(layout, memory, tuple(regions) or (Run(0, layout.nbytes),), None)
+        arena._take(layout, memory, found.regions, None)
+        arena._kept = found.tensors
         return arena
 
     def _take(
@@ -121,6 +95,7 @@ class Arena:
         self.layout = layout
         self.regions = regions
         self._bytes: torch.Tensor | None = memory
+        self._kept: tuple[torch.Tensor, ...] = ()
         self._end = (
             None if shared is None else weakref.finalize(self, remove_shared, shared, os.getpid())
         )
@@ -162,11 +137,11 @@ class Arena:
 
         Of the fields' element type where they have one; of integers as wide otherwise.
         """
-        return self.strided(self.layout.view(layer), self._page_type(layer))
+        return self.strided(self.layout.view(layer), page_type(self._spec(layer)))
 
     def field(self, layer: str, name: str) -> torch.Tensor:
         """One field of a layer: `[block, head, token, …the field's own axes]`."""
-        dtype = self.layout.layers[layer][1].field(name).dtype
+        dtype = self._spec(layer).field(name).dtype
         return self.strided(self.layout.field(layer, name), TORCH_TYPES[dtype])
 
     def subdivided(self, layer: str, tokens: int) -> torch.Tensor:
@@ -176,7 +151,7 @@ class Arena:
         `[block, sub, head, token, content]` otherwise.
         """
         view = self.layout.view(layer).subdivided("token", tokens)
-        return self.strided(view, self._page_type(layer))
+        return self.strided(view, page_type(self._spec(layer)))
 
     def strided(self, view: View, dtype: torch.dtype) -> torch.Tensor:
         """Any view of this layout as a tensor over the arena's storage."""
@@ -193,10 +168,10 @@ class Arena:
         tensor = self.tensor(layer) if field is None else self.field(layer, field)
         return tensor.view(NUMPY_LACKS.get(tensor.dtype, tensor.dtype)).numpy()
 
-    def _page_type(self, layer: str) -> torch.dtype:
-        fields = self.layout.layers[layer][1].fields
-        kinds = {TORCH_TYPES[field.dtype] for field in fields}
-        return kinds.pop() if len(kinds) == 1 else RAW_TYPES[self.layout.view(layer).unit]
+    def _spec(self, layer: str) -> LayerSpec:
+        if layer not in self.layout.layers:
+            raise SpecError(f"no layer {layer!r} in the arena of {self.layout.model!r}")
+        return self.layout.layers[layer][1]
 
     # ── whole blocks ──────────────────────────────────────────────────────────────
 
@@ -243,7 +218,7 @@ class Arena:
         A shared name disappears at once (and with its maker, at the latest); processes that
         have attached keep the memory.
         """
-        self._bytes = None
+        self._bytes, self._kept = None, ()
         if self._end is not None:
             self._end()
 

@@ -1,0 +1,333 @@
+"""Memory that an engine has allocated, taken as it is, once it has been found to keep the laws.
+
+Nothing is guessed from shapes. The caller names the axes of every tensor as they stand; what
+the numbers then contradict is refused, with both of them.
+
+    one tensor per layer        base ┃ L0: 0 1 2 … ┃  (not ours)  ┃ L1: 0 1 2 … ┃
+    one buffer for all layers   base ┃ row 0: L0 L1 ┃ row 1: L0 L1 ┃
+
+Offsets count from the lowest address. `regions` says where memory really is; the bytes between
+two allocations are never touched.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvstow.errors import MemoryLayoutError
+from kvstow.memory.types import TORCH_TYPES, page_type
+from kvstow.plan.group import Group
+from kvstow.plan.laws import Strip
+from kvstow.plan.layout import Layout, Order, Placement, Rows, page_runs
+from kvstow.plan.spec import Field, LayerSpec
+from kvstow.plan.view import Axis, Run
+
+Key = str | tuple[str, str]
+"""A layer's name, or a layer's and one of its fields'."""
+
+Tensors = Mapping[Key, torch.Tensor]
+AxisNames = Sequence[str] | Mapping[Key, Sequence[str]]
+"""Names of the tensors' axes as they stand: `block`, `head`, `token`, then `content` for all of a
+cell, or a field's own axes. One sequence for all tensors, or one for each. `head` and `token` may
+be missing where there is one."""
+
+MAX_BASE_ALIGN = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """A tensor that is said to hold a layer's pages, or one field of them."""
+
+    layer: str
+    field: str | None
+    tensor: torch.Tensor
+    axes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer!r}" + (f", field {self.field!r}" if self.field else "")
+
+    def axis(self, name: str) -> Axis | None:
+        """An axis of the tensor, in bytes; None where it is missing."""
+        if name not in self.axes:
+            return None
+        dim = self.axes.index(name)
+        stride = self.tensor.stride(dim) * self.tensor.element_size()
+        return Axis(name, self.tensor.shape[dim], stride)
+
+
+def claims(tensors: Tensors, axes: AxisNames) -> tuple[Claim, ...]:
+    """The tensors with the names of their axes, checked for number and repetition."""
+    found: list[Claim] = []
+    for key, tensor in tensors.items():
+        names = tuple(axes[key] if isinstance(axes, Mapping) else axes)
+        layer, field = (key, None) if isinstance(key, str) else key
+        if len(names) != tensor.ndim or len(set(names)) < len(names) or "block" not in names:
+            raise MemoryLayoutError(
+                f"layer {layer!r}: a tensor of {tensor.ndim} axes {tuple(tensor.shape)} is said "
+                f"to have {len(names)}: {names}\n\nhint: name each once, `block` among them"
+            )
+        found.append(Claim(layer, field, tensor, names))
+    if not found:
+        raise MemoryLayoutError("no tensors to adopt")
+    places = {claim.tensor.device for claim in found}
+    if len(places) > 1:
+        raise MemoryLayoutError(f"tensors on several devices: {sorted(map(str, places))}")
+    return tuple(found)
+
+
+# ── a layout out of addresses ─────────────────────────────────────────────────────────────
+
+
+def adopted_layout(
+    groups: Sequence[Group],
+    tensors: Tensors,
+    *,
+    axes: AxisNames,
+    order: Order,
+    model: str = "",
+    tp: tuple[int, int] = (0, 1),
+    pp: tuple[int, int] = (0, 1),
+    rows_per_slab: Sequence[int] = (),
+    padding: Literal["none", "ours"] = "none",
+) -> Layout:
+    """The layout that the engine's tensors have, with offsets from the lowest address.
+
+    Groups share block ids slab by slab: `rows_per_slab` of each, one where nothing is said.
+    `padding` says whether bytes between the pages of a row may be written over.
+    """
+    found = claims(tensors, axes)
+    specs = {layer.name: layer for group in groups for layer in group.layers}
+    _check_covered(found, specs)
+    base = min(claim.tensor.data_ptr() - _field_offset(claim, specs) for claim in found)
+    places = {claim.layer: _placement(claim, specs[claim.layer], order, base) for claim in found}
+    counts = tuple(rows_per_slab) or (1,) * len(groups)
+    num_slabs = _num_slabs(groups, found, counts)
+    rows = tuple(
+        Rows(group=group, rows_per_slab=count,
+             placements=tuple(places[layer.name] for layer in group.layers))
+        for group, count in zip(groups, counts, strict=True)
+    )  # fmt: skip
+    footprints = [placed.footprint(num_slabs) for placed in rows]
+    layout = Layout(
+        model=model,
+        order=order,
+        groups=rows,
+        num_slabs=num_slabs,
+        nbytes=max(strip.hull.end for footprint in footprints for strip in footprint.strips),
+        base_align=min(base & -base, MAX_BASE_ALIGN),
+        tp=tp,
+        pp=pp,
+    )
+    _refuse([*_order_contradictions(layout), *(_gaps(layout) if padding == "none" else [])])
+    adopted(layout, tensors, axes=axes)
+    return layout
+
+
+def _check_covered(found: Sequence[Claim], specs: Mapping[str, LayerSpec]) -> None:
+    named = {claim.layer for claim in found}
+    if named != set(specs):
+        raise MemoryLayoutError(
+            f"tensors for layers that no group has: {sorted(named - set(specs))[:8]}; layers "
+            f"without a tensor: {sorted(set(specs) - named)[:8]}"
+        )
+
+
+def _field_offset(claim: Claim, specs: Mapping[str, LayerSpec]) -> int:
+    return specs[claim.layer].field_offsets[claim.field] if claim.field else 0
+
+
+def _placement(claim: Claim, spec: LayerSpec, order: Order, base: int) -> Placement:
+    """The address law's four numbers, from pointer and strides; canonical where a size is 1."""
+    head, token, block = claim.axis("head"), claim.axis("token"), claim.axis("block")
+    assert block is not None
+    token_stride = token.stride if token and token.size > 1 else None
+    head_stride = head.stride if head and head.size > 1 else None
+    if order.index("H") < order.index("N"):
+        token_stride = token_stride or spec.cell_bytes
+        head_stride = head_stride or spec.states * token_stride
+    else:
+        head_stride = head_stride or spec.cell_bytes
+        token_stride = token_stride or spec.heads.size * head_stride
+    offset = claim.tensor.data_ptr() - _field_offset(claim, {spec.name: spec}) - base
+    block_stride = block.stride if block.size > 1 else max(block.stride, spec.page_bytes)
+    return Placement(offset, block_stride, head_stride, token_stride)
+
+
+def _num_slabs(groups: Sequence[Group], found: Sequence[Claim], counts: Sequence[int]) -> int:
+    per_slab = {layer.name: count for group, count in zip(groups, counts, strict=True)
+                for layer in group.layers}  # fmt: skip
+    slabs: dict[str, int] = {}
+    for claim in found:
+        block = claim.axis("block")
+        assert block is not None
+        if block.size % per_slab[claim.layer]:
+            raise MemoryLayoutError(
+                f"{claim.name}: {block.size} blocks are not whole slabs of {per_slab[claim.layer]}"
+            )
+        slabs[claim.name] = block.size // per_slab[claim.layer]
+    if len(set(slabs.values())) > 1:
+        few, many = min(slabs, key=slabs.__getitem__), max(slabs, key=slabs.__getitem__)
+        raise MemoryLayoutError(f"{few} has {slabs[few]} slabs, {many} has {slabs[many]}")
+    return next(iter(slabs.values()))
+
+
+def _order_contradictions(layout: Layout) -> list[str]:
+    """Where the strides say another order than the caller."""
+    found: list[str] = []
+    for name, (group, spec, place) in layout.layers.items():
+        sizes = {"B": layout.num_blocks(group), "H": spec.heads.size, "N": spec.states}
+        strides = {"B": place.block_stride, "H": place.head_stride, "N": place.token_stride}
+        letters = [letter for letter in layout.order if sizes.get(letter, 1) > 1]
+        real = sorted(letters, key=lambda letter: -strides[letter])
+        if real != letters:
+            found.append(f"layer {name!r}: the order is said to be {layout.order}, the strides "
+                         f"{strides} say {''.join(real)}")  # fmt: skip
+    for rows, footprint in zip(layout.groups, layout.footprints, strict=True):
+        if len(rows.group.layers) < 2 or layout.num_slabs * rows.rows_per_slab < 2:
+            continue
+        offsets = [place.offset for place in rows.placements]
+        spread = max(offsets) - min(offsets)
+        stride = min(place.block_stride for place in rows.placements)
+        if layout.order.startswith("B") != (spread < stride and len(footprint.strips) == 1):
+            found.append(f"group {footprint.name!r}: the order is said to be {layout.order}, its "
+                         f"layers are {spread} bytes apart, its blocks {stride}")  # fmt: skip
+    return found
+
+
+def _gaps(layout: Layout) -> list[str]:
+    """Groups whose rows have bytes that no page accounts for."""
+    found: list[str] = []
+    for g, rows in enumerate(layout.groups):
+        pages = sum(run.nbytes for layer, place in zip(rows.group.layers, rows.placements,
+                                                       strict=True)
+                    for run in page_runs(layer, place))  # fmt: skip
+        if layout.row_bytes(g) != pages:
+            found.append(
+                f"group {rows.group.name!r}: rows of {layout.row_bytes(g)} bytes hold pages of "
+                f"{pages}; what lies between them is unknown\n\n"
+                f"hint: padding='ours' if nobody else uses it"
+            )
+    return found
+
+
+# ── tensors against a layout ──────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adopted:
+    """Memory found to hold a layout: its base, where it really is, what keeps it alive."""
+
+    address: int
+    regions: tuple[Run, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
+    """The memory of the tensors, if it holds the layout exactly."""
+    found = claims(tensors, axes)
+    specs = {name: spec for name, (_, spec, _) in layout.layers.items()}
+    _check_covered(found, specs)
+    _refuse([text for claim in found for text in _contradictions(layout, claim)])
+    bases = {
+        claim.tensor.data_ptr() - _field_offset(claim, specs) - layout.layers[claim.layer][2].offset
+        for claim in found
+    }
+    if len(bases) > 1:
+        low, high = min(bases), max(bases)
+        raise MemoryLayoutError(
+            f"tensors do not lie as the layout says: their bases are {low} and {high}, "
+            f"{high - low} bytes apart"
+        )
+    base = bases.pop()
+    if base % layout.base_align:
+        raise MemoryLayoutError(f"memory starts at {base}, not at a multiple of "
+                                f"{layout.base_align}")  # fmt: skip
+    _refuse([text for g in range(len(layout.groups)) for strip in layout.footprints[g].strips
+             for text in _outside(strip, found, base)])  # fmt: skip
+    return Adopted(base, _regions(layout, found), tuple(claim.tensor for claim in found))
+
+
+def _contradictions(layout: Layout, claim: Claim) -> list[str]:
+    """How one tensor differs from what the layout says of it."""
+    group, spec, place = layout.layers[claim.layer]
+    inner = spec.field(claim.field) if claim.field else None
+    dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
+    found: list[str] = []
+    if claim.tensor.dtype not in dtypes:
+        found.append(f"{claim.name}: elements are {claim.tensor.dtype}, the layout has "
+                     f"{' or '.join(sorted(map(str, dtypes)))}")  # fmt: skip
+    wanted = [
+        Axis("block", layout.num_blocks(group), place.block_stride),
+        Axis("head", spec.heads.size, place.head_stride),
+        Axis("token", spec.states, place.token_stride),
+        *_inner_axes(spec, inner, claim.tensor.element_size()),
+    ]
+    for name in claim.axes:
+        if name not in [axis.name for axis in wanted]:
+            found.append(f"{claim.name}: there is no axis {name!r} among "
+                         f"{[axis.name for axis in wanted]}")  # fmt: skip
+    for axis in wanted:
+        real = claim.axis(axis.name) or Axis(axis.name, 1, axis.stride)
+        if real.size != axis.size:
+            found.append(f"{claim.name}: axis {axis.name!r} has {real.size} elements, the layout "
+                         f"{axis.size}")  # fmt: skip
+        elif real.size > 1 and real.stride != axis.stride:
+            found.append(f"{claim.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
+                         f"the layout {axis.stride}")  # fmt: skip
+    return found
+
+
+def _inner_axes(spec: LayerSpec, field: Field | None, unit: int) -> list[Axis]:
+    """Axes inside a cell, in elements of `unit` bytes: a field's own, or all of the content."""
+    if field is None:
+        return [Axis("content", spec.cell_bytes // unit, unit)]
+    axes: list[Axis] = []
+    stride = unit
+    for extent in reversed(field.axes):
+        nbytes = extent.size * (1 if axes else field.dtype.bits) // (1 if axes else 8)
+        size = extent.size if axes else nbytes // unit
+        axes.insert(0, Axis(extent.name, size, stride))
+        stride *= size
+    return axes
+
+
+def _regions(layout: Layout, found: Sequence[Claim]) -> tuple[Run, ...]:
+    """The fewest runs of real memory that hold all layers: one per allocation.
+
+    Two tensors with one base are two tensors: the longer one decides.
+    """
+    hulls: dict[int, Run] = {}
+    for claim in found:
+        view = layout.view(claim.layer)
+        storage = claim.tensor.untyped_storage().data_ptr()
+        low, high = view.offset, view.end
+        if storage in hulls:
+            low, high = min(low, hulls[storage].offset), max(high, hulls[storage].end)
+        hulls[storage] = Run(low, high - low)
+    regions: list[Run] = []
+    for run in sorted(hulls.values()):
+        if regions and run.offset < regions[-1].end:
+            low, high = regions[-1].offset, max(regions[-1].end, run.end)
+            regions[-1] = Run(low, high - low)
+        else:
+            regions.append(run)
+    return tuple(regions)
+
+
+def _outside(strip: Strip, found: Sequence[Claim], base: int) -> list[str]:
+    """A strip that no allocation holds from end to end."""
+    start, end = base + strip.hull.offset, base + strip.hull.end
+    for claim in found:
+        storage = claim.tensor.untyped_storage()
+        if storage.data_ptr() <= start and end <= storage.data_ptr() + storage.nbytes():
+            return []
+    return [f"no tensor's memory holds the {end - start} bytes at {start}: runs of {strip.nbytes} "
+            f"bytes every {strip.stride}"]  # fmt: skip
+
+
+def _refuse(contradictions: Sequence[str]) -> None:
+    if contradictions:
+        raise MemoryLayoutError("\n".join(contradictions))
