@@ -1,0 +1,89 @@
+"""Generations: one counter per block, raised before the block's bytes change owner.
+
+The counters lie in memory that peers can read. A consumer that finds a counter unchanged
+after its last byte has arrived knows that nobody had begun to reuse the block (a seqlock).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstow.errors import BlockError
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Layout
+from kvstow.transfer.transport import Ints
+
+
+class Owner(Protocol):
+    """Whoever hands out block ids: `kvstow.blocks.Pool`, or `Generations` for an engine.
+
+    An agent calls these in the thread of whoever calls the agent, never in its own.
+    """
+
+    @property
+    def generations(self) -> Sequence[Ints]:
+        """Per group, one counter per block; the arrays stay where they are for good."""
+        ...
+
+    def share(self, group: int, ids: Ints) -> None:
+        """Keep these blocks from being reused, whoever else lets go of them."""
+        ...
+
+    def release(self, group: int, ids: Ints) -> None:
+        """Undo one `share`."""
+        ...
+
+    def quarantine(self, group: int, ids: Ints) -> None:
+        """Keep these blocks from being reused: somebody may still write to them."""
+        ...
+
+    def unquarantine(self, group: int, ids: Ints) -> None:
+        """Nobody writes to them any more."""
+        ...
+
+
+class Generations:
+    """Counters for an engine that keeps its own block ids.
+
+    The engine calls `retire` when it takes blocks back, before it reuses them. A block
+    that an agent has shared is retired by itself when the agent lets go of it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        counts = [layout.num_blocks(g) for g in range(len(layout.groups))]
+        ends = np.cumsum(counts)[:-1]
+        self._tables: tuple[Ints, ...] = tuple(np.split(np.zeros(sum(counts), np.int64), ends))
+        self._holds: tuple[Ints, ...] = tuple(np.zeros(count, np.int64) for count in counts)
+
+    @property
+    def generations(self) -> Sequence[Ints]:
+        return self._tables
+
+    def retire(self, group: int, ids: Ints) -> None:
+        """Raise the counters: whatever was read from these blocks is no longer accepted."""
+        np.add.at(self._tables[group], ids, 1)
+
+    def holds(self, group: int, ids: Ints) -> Ints:
+        """How many keep each block: the engine must not reuse one that is not at zero."""
+        return self._holds[group][ids]
+
+    def share(self, group: int, ids: Ints) -> None:
+        np.add.at(self._holds[group], ids, 1)
+
+    def release(self, group: int, ids: Ints) -> None:
+        if (self._holds[group][ids] < 1).any():
+            raise BlockError(f"group {group}: some of blocks {ids[:8].tolist()} are not shared")
+        np.subtract.at(self._holds[group], ids, 1)
+        self.retire(group, ids[self._holds[group][ids] == 0])
+
+    def quarantine(self, group: int, ids: Ints) -> None:
+        self.share(group, ids)
+
+    def unquarantine(self, group: int, ids: Ints) -> None:
+        self.release(group, ids)
+
+
+def ids_of(blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
+    """Just the ids, per group."""
+    return {group: listed.ids for group, listed in blocks.items()}

@@ -1,0 +1,159 @@
+"""This process's side of every transfer: its arena, its counters, its engine."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from kvstow.errors import TransferError
+from kvstow.memory.arena import Arena
+from kvstow.observe import Fact, Telemetry, TransferMetrics
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import encode, fingerprint
+from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
+from kvstow.transfer.generations import Owner
+from kvstow.transfer.transport import Ints, Kinds, MemoryKind, Region, Transport
+from kvstow.transfer.wire import Card, RegionCard
+
+PROBE_BYTES = 4 << 20
+_SLOTS = 64
+
+
+class Home:
+    """What an agent owns. Registers everything peers may touch; makes the agent's card."""
+
+    def __init__(
+        self,
+        name: str,
+        arena: Arena,
+        owner: Owner,
+        transport: Transport,
+        telemetry: Telemetry,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.arena = arena
+        self.owner = owner
+        self.transport = transport
+        self.events = telemetry.events
+        self.metrics = TransferMetrics(telemetry.registry)
+        self.clock = clock
+        self.layout: Layout = arena.layout
+        self.fingerprint = fingerprint(arena.layout)
+        self.kind: MemoryKind = "VRAM" if arena.device.type == "cuda" else "DRAM"
+        self.device = arena.device.index or 0
+        self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
+        self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
+        self._free_slots = deque(range(_SLOTS))
+        self._attached: dict[str, int] = {}
+        for region in self._regions():
+            transport.register(region)
+        self.card = self._card()
+
+    def _regions(self) -> list[Region]:
+        arena = [
+            Region(self.arena.address + run.offset, run.nbytes, self.kind, self.device)
+            for run in self.arena.regions
+        ]
+        tables = [Region(t.ctypes.data, t.nbytes) for t in self.owner.generations if t.nbytes]
+        probe = Region(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device)
+        return [*arena, *tables, probe, Region(self.slots.ctypes.data, self.slots.nbytes)]
+
+    def _card(self) -> Card:
+        for g, table in enumerate(self.owner.generations):
+            if table.dtype != np.int64 or len(table) != self.layout.num_blocks(g):
+                raise TransferError(
+                    f"group {g}: {len(table)} generations of {table.dtype}, not "
+                    f"{self.layout.num_blocks(g)} of int64", kind="refused")  # fmt: skip
+        return Card(
+            agent=self.name,
+            start=self.transport.name,
+            manifest=encode(self.layout),
+            metadata=self.transport.metadata(),
+            base=self.arena.address,
+            kind=self.kind,
+            device=self.device,
+            tables=tuple(table.ctypes.data for table in self.owner.generations),
+            probe=RegionCard(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
+        )
+
+    # ── peers of the engine ───────────────────────────────────────────────────────
+
+    def attach(self, card: Card) -> None:
+        """Connect the engine to an agent; several attachments share one connection."""
+        if card.start not in self._attached:
+            name = self.transport.connect(card.metadata)
+            if name != card.start:
+                self.transport.disconnect(name)
+                raise TransferError(f"agent {card.agent!r} calls its engine {card.start!r}, its "
+                                    f"metadata {name!r}", kind="refused")  # fmt: skip
+        self._attached[card.start] = self._attached.get(card.start, 0) + 1
+
+    def detach(self, start: str) -> None:
+        """Undo one attachment; the last one disconnects."""
+        if start in self._attached:
+            self._attached[start] -= 1
+            if self._attached[start] == 0:
+                self.sever(start)
+
+    def sever(self, start: str) -> None:
+        """Disconnect at once: after this no post of ours to that agent moves a byte."""
+        if self._attached.pop(start, None) is not None:
+            self.transport.disconnect(start)
+
+    def is_attached(self, start: str) -> bool:
+        return start in self._attached
+
+    # ── counters ──────────────────────────────────────────────────────────────────
+
+    def take_slot(self) -> int | None:
+        """A slot for counters, or None while all are in use."""
+        return self._free_slots.popleft() if self._free_slots else None
+
+    def give_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def slot_address(self, slot: int) -> int:
+        return self.slots.ctypes.data + slot * SLOT_ENTRIES * ENTRY
+
+    def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
+        """The counters of these blocks, now."""
+        return {g: self.owner.generations[g][listed.ids].copy() for g, listed in blocks.items()}
+
+    def kinds(self, card: Card) -> Kinds:
+        """Kinds of memory between our arena and theirs."""
+        return Kinds(self.kind, self.device, card.kind, card.device)
+
+    def checked(self, blocks: Mapping[int, Blocks]) -> None:
+        """Refuse blocks that this layout does not have, or that are listed twice."""
+        check_blocks(self.layout, blocks, whose=self.name)
+
+    def note(self, what: str, facts: Mapping[str, Fact]) -> None:
+        """Emit an event of this agent."""
+        self.events.emit("transfer", what, {"agent": self.name, **facts})
+
+
+def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout and is listed once."""
+    for g, listed in blocks.items():
+        if not 0 <= g < len(layout.groups):
+            raise TransferError(f"{whose}: group {g} is not one of {len(layout.groups)}",
+                                kind="ticket")  # fmt: skip
+        name = layout.groups[g].group.name
+        least, count = layout.groups[g].rows_per_slab, layout.num_blocks(g)
+        wrong = listed.ids[(listed.ids < least) | (listed.ids >= count)]
+        if len(wrong):
+            raise TransferError(f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
+                                f"[{least}, {count})", kind="ticket",
+                                blocks={name: tuple(wrong.tolist())})  # fmt: skip
+        if len(np.unique(listed.ids)) < len(listed.ids):
+            raise TransferError(f"{whose}: group {name!r}: some block is listed twice",
+                                kind="ticket")  # fmt: skip
+
+
+def named(layout: Layout, ids: Mapping[int, Sequence[int] | Ints]) -> dict[str, tuple[int, ...]]:
+    """Ids by group name, for errors."""
+    return {layout.groups[g].group.name: tuple(int(i) for i in each) for g, each in ids.items()}

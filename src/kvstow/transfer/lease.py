@@ -1,0 +1,138 @@
+"""Leases: until when a producer keeps blocks for whoever holds the ticket.
+
+Expiry goes through a heap, so one lease that is renewed again and again never hides
+another that has run out. A lease ends once, for one reason, and then gives its blocks
+back through `on_end`; what the blocks' owner does there comes after their generations
+are safe (see `generations`).
+"""
+
+import heapq
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvstow.errors import FaultKind, TransferError
+
+EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
+MAX_REMEMBERED = 1 << 16
+
+FAULT_OF: dict[EndReason, FaultKind] = {
+    "read": "used",
+    "expired": "expired",
+    "withdrawn": "expired",
+    "aborted": "aborted",
+    "closed": "peer",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A promise to keep blocks until `deadline`, for `readers` more readers."""
+
+    id: int
+    digest: bytes
+    seconds: float
+    readers: int
+    deadline: float
+    on_end: Callable[[EndReason], None]
+    reading: set[Hashable] = field(default_factory=set[Hashable])
+
+
+class Leases:
+    """All leases of one agent. Time comes in as `now`; nothing here looks at a clock."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Lease] = {}
+        self._heap: list[tuple[float, int]] = []
+        self._ended: OrderedDict[int, EndReason] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._running
+
+    @staticmethod
+    def fresh_id() -> int:
+        """An id that nobody can guess."""
+        return secrets.randbits(63)
+
+    def grant(self, lease: Lease) -> None:
+        """Let a lease run."""
+        self._running[lease.id] = lease
+        heapq.heappush(self._heap, (lease.deadline, lease.id))
+
+    def find(self, id: int) -> Lease:
+        """The running lease; TransferError names why there is none."""
+        lease = self._running.get(id)
+        if lease is not None:
+            return lease
+        reason = self._ended.get(id)
+        if reason is None:
+            raise TransferError(f"lease {id}: never given out here", kind="ticket")
+        raise TransferError(f"lease {id}: ended, {reason}", kind=FAULT_OF[reason])
+
+    def open(self, id: int, digest: bytes, reader: Hashable, *, now: float) -> Lease:
+        """Let one reader in, and renew the lease; TransferError if it may not."""
+        lease = self.find(id)
+        if digest != lease.digest:
+            raise TransferError(f"lease {id}: the ticket is not the one given out", kind="ticket")
+        if reader not in lease.reading and len(lease.reading) >= lease.readers:
+            raise TransferError(
+                f"lease {id}: {lease.readers} readers may still come, {len(lease.reading)} read "
+                f"already\n\nhint: offer with readers= as many consumers as will pull",
+                kind="used",
+            )
+        lease.reading.add(reader)
+        self.renew(id, now=now)
+        return lease
+
+    def shut(self, id: int, reader: Hashable, *, accepted: bool) -> None:
+        """A reader is done. The last one that accepted ends the lease; one that failed may
+        come again."""
+        lease = self._running.get(id)
+        if lease is None or reader not in lease.reading:
+            return
+        lease.reading.discard(reader)
+        if accepted:
+            lease.readers -= 1
+            if lease.readers == 0:
+                self.end(id, "read")
+
+    def renew(self, id: int, *, now: float) -> None:
+        """Start the lease's time again. Unknown leases are nobody's business."""
+        lease = self._running.get(id)
+        if lease is not None:
+            lease.deadline = now + lease.seconds
+
+    def end(self, id: int, reason: EndReason) -> None:
+        """End a lease, if it is still running, and give its blocks back."""
+        lease = self._running.pop(id, None)
+        if lease is None:
+            return
+        self._ended[id] = reason
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        lease.on_end(reason)
+
+    def expire(self, *, now: float) -> tuple[Lease, ...]:
+        """End every lease whose time is over; those that ended."""
+        over: list[Lease] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, id = heapq.heappop(self._heap)
+            lease = self._running.get(id)
+            if lease is None:
+                continue
+            if lease.deadline > now:  # renewed since it was pushed
+                heapq.heappush(self._heap, (lease.deadline, id))
+            else:
+                over.append(lease)
+                self.end(id, "expired")
+        return tuple(over)
+
+    def close(self) -> None:
+        """End all of them."""
+        for id in list(self._running):
+            self.end(id, "closed")

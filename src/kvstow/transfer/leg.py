@@ -1,0 +1,301 @@
+"""One source of a transfer: its rows moved, its fence passed, its digest compared.
+
+    waiting ─▶ met ─▶ moving ─▶ fencing ─▶ checking ─▶ clean
+       └────────┴────────┴─────────┴──────────┴──▶ failed, and later quiet
+
+A leg is *quiet* when nothing can write to its destination rows any more: its own posts
+have ended or its peer was disconnected; a producer that writes has said that it stopped,
+or is certainly dead.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstow.errors import FaultKind, RouteError, TransferError
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.route import Route
+from kvstow.transfer.contact import Contact
+from kvstow.transfer.fencing import Fence
+from kvstow.transfer.home import Home, check_blocks
+from kvstow.transfer.lease import Leases
+from kvstow.transfer.mover import Mover, chunk_bytes
+from kvstow.transfer.options import DigestPolicy
+from kvstow.transfer.ticket import Ticket, packed_ints
+from kvstow.transfer.transport import Direction, Spans, lost, merged
+from kvstow.transfer.wire import (
+    AnyMessage,
+    Begin,
+    Begun,
+    End,
+    Failed,
+    Ids,
+    Refused,
+    Stop,
+    Stopped,
+    Write,
+    Written,
+)
+
+LegState = Literal["waiting", "met", "moving", "fencing", "checking", "clean", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Goal:
+    """What a transfer wants: tokens `[start_token, num_tokens)` of a request, in these rows."""
+
+    into: Mapping[int, Blocks]
+    start_token: int
+    num_tokens: int
+    direction: Direction | None
+    digest: DigestPolicy
+
+
+class Leg:
+    """Everything about one ticket of a transfer. Runs in the agent's thread."""
+
+    def __init__(self, home: Home, contact: Contact, ticket: Ticket, goal: Goal) -> None:
+        self.id = Leases.fresh_id()
+        self.ticket = ticket
+        self.contact = contact
+        self.state: LegState = "waiting"
+        self.error: TransferError | None = None
+        self.direction: Direction = "read"
+        self.nbytes = 0
+        self.descriptors = 0
+        self.digested = False
+        self._home = home
+        self._goal = goal
+        self._mover: Mover | None = None
+        self._begun = False
+        self._arrived = False
+        self._writer_quiet = True
+        self._fence: Fence | None = None
+        self._greeted = False
+        self._drain_until = 0.0
+        self._witness: Fence | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("moving", "fencing", "checking")
+
+    @property
+    def quiet(self) -> bool:
+        mover_quiet = self._mover is None or self._mover.quiet
+        return mover_quiet and self._writer_quiet and (self._fence is None or self._fence.quiet)
+
+    # ── forward ───────────────────────────────────────────────────────────────────
+
+    def advance(self, now: float) -> None:
+        """Do the next thing that can be done."""
+        match self.state:
+            case "waiting":
+                self._wait(now)
+            case "moving":
+                self._move(now)
+            case "fencing":
+                self._check_fence(now)
+            case "met" | "checking" | "clean":
+                pass
+            case "failed":
+                self._settle(now)
+
+    def _wait(self, now: float) -> None:
+        contact = self.contact
+        if contact.state == "ready":
+            assert contact.card is not None
+            if contact.card.start == self.ticket.start:
+                self.state = "met"
+            elif not self._greeted:
+                self._greeted = True
+                contact.again(now)
+            else:
+                self.fail(TransferError(
+                    f"ticket of agent {self.ticket.agent!r} is from an earlier start of it",
+                    kind="expired", peer=contact.name), now)  # fmt: skip
+        elif contact.state == "broken" and self._greeted:
+            self.fail(contact.error or lost(contact.name, "no answer"), now)
+        elif contact.state in ("idle", "broken"):
+            self._greeted = True
+            contact.greet(now)
+
+    def begin(self, route: Route | None, now: float) -> None:
+        """Start to move what the route says; nothing where other sources bring it all."""
+        contact, goal, ticket = self.contact, self._goal, self.ticket
+        assert contact.layout is not None
+        assert contact.path is not None
+        assert contact.card is not None
+        contact.legs[self.id] = self
+        contact.kept.pop(ticket.lease, None)
+        self.direction = goal.direction or contact.path.direction
+        try:
+            if ticket.fingerprint != contact.fingerprint:
+                raise TransferError(
+                    f"ticket is for layout {ticket.fingerprint[:16]}, agent {contact.name!r} has "
+                    f"{contact.fingerprint[:16]}", kind="ticket", peer=contact.name)  # fmt: skip
+            check_blocks(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
+            if route is None:
+                self.direction, self._arrived = "read", True
+            elif self.direction == "read":
+                self._mover = self._made_mover(route)
+        except RouteError as error:
+            self.fail(TransferError(f"peer {contact.name!r}: {error}", kind="ticket",
+                                    peer=contact.name), now)  # fmt: skip
+            return
+        except TransferError as error:
+            self.fail(error, now)
+            return
+        self.state = "moving"
+        contact.send(Begin(self.id, ticket.lease, ticket.digest, self._write_order()))
+
+    def _made_mover(self, route: Route) -> Mover:
+        card, goal, path = self.contact.card, self._goal, self.contact.path
+        assert card is not None
+        assert path is not None
+        moves = route.moves(
+            self.ticket.blocks, goal.into, goal.num_tokens, start_token=goal.start_token
+        )
+        spans = merged(Spans(moves.destination + self._home.card.base, moves.source + card.base,
+                             moves.nbytes))  # fmt: skip
+        kinds = self._home.kinds(card)
+        return Mover(self._home, "read", card.start, kinds, spans, chunk_bytes(path.rate))
+
+    def _write_order(self) -> Write | None:
+        if self.direction == "read":
+            return None
+        self._writer_quiet = False
+        goal = self._goal
+        return Write(
+            blocks=tuple(
+                Ids(g, packed_ints(blocks.ids), packed_ints(blocks.index))
+                for g, blocks in goal.into.items()
+            ),
+            start_token=goal.start_token,
+            num_tokens=goal.num_tokens,
+        )
+
+    def _move(self, now: float) -> None:
+        if self._mover is not None:
+            self._arrived = self._mover.advance()
+            if self._mover.error is not None:
+                self._broken(self._mover.error, now)
+                return
+            if self._arrived:
+                self.nbytes, self.descriptors = self._mover.nbytes, self._mover.descriptors
+        elif self.contact.state == "broken":
+            self.fail(self.contact.error or lost(self.contact.name, "gone"), now)
+            return
+        card = self.contact.card
+        if self._arrived and self._begun and card is not None:
+            self._fence = Fence(self._home, card, self.ticket)
+            self.state = "fencing"
+            self._check_fence(now)
+
+    def _check_fence(self, now: float) -> None:
+        assert self._fence is not None
+        if not self._fence.advance():
+            if self._fence.error is not None:
+                self._broken(self._fence.error, now)
+            return
+        changed = self._fence.changed
+        if changed:
+            layout = self.contact.layout
+            assert layout is not None
+            where = "; ".join(f"group {layout.groups[g].group.name!r}: {list(ids[:8])}"
+                              for g, ids in changed.items())  # fmt: skip
+            count = sum(len(ids) for ids in changed.values())
+            self.fail(TransferError(
+                f"peer {self.contact.name!r}: {count} source blocks were given to others before "
+                f"the last byte had arrived: {where}", kind="fence", peer=self.contact.name,
+            ), now)  # fmt: skip
+            return
+        self.state = "clean"
+
+    # ── messages ──────────────────────────────────────────────────────────────────
+
+    def hear(self, message: AnyMessage, now: float) -> None:
+        """Take in what the producer says about this leg."""
+        match message:
+            case Begun():
+                self._begun = True
+            case Written(_, nbytes, descriptors):
+                self._writer_quiet = self._arrived = True
+                self.nbytes, self.descriptors = nbytes, descriptors
+            case Refused(_, kind, reasons):
+                self._writer_quiet = True
+                self._told(kind, "\n".join(reasons), now)
+            case Failed(_, kind, reason):
+                self._writer_quiet = True
+                self._told(kind, reason, now)
+            case Stopped():
+                self._writer_quiet = True
+            case _:
+                pass
+
+    def _told(self, kind: FaultKind, reason: str, now: float) -> None:
+        self.fail(TransferError(f"peer {self.contact.name!r}: {reason}", kind=kind,
+                                peer=self.contact.name), now)  # fmt: skip
+
+    def lease_ended(self) -> None:
+        """The producer no longer keeps the blocks."""
+        self.fail(TransferError(f"peer {self.contact.name!r}: lease {self.ticket.lease} has ended",
+                                kind="expired", peer=self.contact.name),
+                  self._home.clock())  # fmt: skip
+
+    # ── failing ───────────────────────────────────────────────────────────────────
+
+    def _broken(self, error: TransferError, now: float) -> None:
+        """The engine has lost the peer: nothing of ours is on its way any more."""
+        if self.contact.state == "ready":
+            self.contact.fail(error)
+        self.fail(error, now)
+
+    def fail(self, error: TransferError, now: float) -> None:
+        """Give this leg up; ask a writing producer to stop."""
+        if self.state in ("failed", "clean"):
+            return
+        self.state, self.error = "failed", error
+        self._drain_until = now
+        if self._mover is not None:
+            self._mover.stop()
+        if not self._writer_quiet:
+            self.contact.send(Stop(self.id))
+
+    def end(self, outcome: Literal["accepted", "failed", "aborted"]) -> None:
+        """Tell the producer how it went."""
+        if self.id in self.contact.legs:
+            self.contact.send(End(self.id, self.ticket.lease, outcome))
+
+    def let_go(self) -> None:
+        """Forget the leg; only once it is quiet."""
+        self.contact.legs.pop(self.id, None)
+
+    def _settle(self, now: float) -> None:
+        """Come to rest after a failure."""
+        drain = self.contact.drain_seconds
+        for part in (self._mover, self._fence):
+            if part is not None and not part.quiet:
+                part.advance()
+                if now > self._drain_until + drain:
+                    part.sever()
+                    if self.contact.state == "ready":
+                        self.contact.fail(lost(self.contact.name, f"silent for {drain} s"))
+        if not self._writer_quiet:
+            self._watch_writer()
+
+    def _watch_writer(self) -> None:
+        """A producer that has died writes no more: its counters cannot be read either."""
+        contact = self.contact
+        if contact.card is None or contact.card.start != self.ticket.start:
+            self._writer_quiet = True
+            return
+        if self._witness is None:
+            if not self._home.is_attached(contact.card.start):
+                return
+            self._witness = Fence(self._home, contact.card, self.ticket)
+        self._witness.advance()
+        if self._witness.error is not None:
+            self._writer_quiet = self._witness.error.kind == "peer"
+            self._witness = None
+        elif self._witness.done:
+            self._witness = None

@@ -1,0 +1,77 @@
+"""Copies on their way: pieces posted a few at a time, so that a stop is never far."""
+
+from collections import deque
+
+from kvstow.errors import TransferError
+from kvstow.transfer.home import Home
+from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
+
+IN_FLIGHT = 3
+LEAST_CHUNK = 16 << 20
+MOST_CHUNK = 1 << 30
+CHUNK_SECONDS = 0.02
+"""A post may block its caller while it copies: it shall not be longer than about this."""
+
+
+def chunk_bytes(bytes_per_second: float) -> int:
+    """How much to post at once over a path of this rate."""
+    return int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
+
+
+class Mover:
+    """Posts copies to one peer and watches them. `advance` does all the work.
+
+    After an error or `stop`, nothing new is posted; `quiet` says when nothing that was
+    posted can move a byte any more.
+    """
+
+    def __init__(
+        self, home: Home, direction: Direction, peer: str, kinds: Kinds, spans: Spans, size: int
+    ) -> None:
+        self.direction: Direction = direction
+        self.nbytes = spans.total
+        self.descriptors = len(spans)
+        self._home = home
+        self._peer = peer
+        self._kinds = kinds
+        self._waiting = deque(chunks(spans, size))
+        self._posted: list[Post] = []
+        self.error: TransferError | None = None
+
+    @property
+    def quiet(self) -> bool:
+        return not self._posted
+
+    @property
+    def done(self) -> bool:
+        return not self._posted and not self._waiting and self.error is None
+
+    def stop(self) -> None:
+        """Post nothing more."""
+        self._waiting.clear()
+
+    def advance(self) -> bool:
+        """Post and poll; whether everything has arrived. Keeps the first error in `error`.
+
+        An error disconnects the peer, because pieces of the failed post and its siblings
+        may still be under way: only then are they certainly over.
+        """
+        try:
+            while self._waiting and len(self._posted) < IN_FLIGHT:
+                spans = self._waiting.popleft()
+                transport = self._home.transport
+                self._posted.append(transport.post(self.direction, self._peer, self._kinds, spans))
+            for post in tuple(self._posted):
+                if post.poll():
+                    post.release()
+                    self._posted.remove(post)
+        except TransferError as error:
+            self.error = self.error or error
+            self.sever()
+        return self.done
+
+    def sever(self) -> None:
+        """Disconnect the peer: quiet from now on."""
+        self._waiting.clear()
+        self._home.sever(self._peer)
+        self._posted.clear()

@@ -1,0 +1,224 @@
+"""NIXL, wrapped: the only module that imports it.
+
+Whatever it returns or raises on trouble becomes a `TransferError` here. Its progress
+thread stays off (it would spin a core for good): whoever owns this transport calls
+`progress`. Metadata travel with their length and hash, because NIXL crashes on some
+garbled ones and bars a peer's name for good on others.
+"""
+
+import importlib
+import logging
+import os
+import secrets
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import BackendMissing, FaultKind, TransferError
+from kvstow.transfer.transport import Direction, Kinds, MemoryKind, Post, Region, Spans
+
+UCX_DEFAULTS = {"UCX_TCP_RX_SEG_SIZE": "1m", "UCX_TCP_TX_SEG_SIZE": "1m"}
+"""Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate."""
+
+BINDINGS = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+OPERATIONS: dict[Direction, str] = {"read": "READ", "write": "WRITE"}
+GONE = ("nixlRemoteDisconnectError", "nixlConnectionError")
+
+_HASH = 16
+_MAX_METADATA = 4 << 20
+
+
+def framed(metadata: bytes) -> bytes:
+    """Metadata behind their length and hash."""
+    return len(metadata).to_bytes(4, "big") + blake2b(metadata, digest_size=_HASH).digest() + (
+        metadata
+    )  # fmt: skip
+
+
+def unframed(frame: bytes) -> bytes:
+    """The metadata in a frame, whole and unchanged, or TransferError."""
+    nbytes, body = int.from_bytes(frame[:4], "big"), frame[4 + _HASH :]
+    if len(frame) < 4 + _HASH or nbytes != len(body) or nbytes > _MAX_METADATA:
+        raise TransferError(f"nixl: metadata are {len(body)} bytes, not {nbytes}", kind="refused")
+    if blake2b(body, digest_size=_HASH).digest() != frame[4 : 4 + _HASH]:
+        raise TransferError(f"nixl: {nbytes} bytes of metadata were changed on the way",
+                            kind="refused")  # fmt: skip
+    return body
+
+
+class NixlTransport:
+    """One NIXL agent with a UCX backend, under a name that is fresh at every start."""
+
+    def __init__(self) -> None:
+        api = _api()
+        self._name = f"kvstow-{secrets.token_hex(8)}"
+        config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
+        try:
+            self._agent: Any = api.nixl_agent(self._name, config)
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        except Exception as error:
+            raise _foreign("start", error) from error
+        self._registered: list[Any] = []
+        self._posts: dict[str, set[_NixlPost]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def register(self, region: Region) -> None:
+        row = [(region.address, region.nbytes, region.device, "")]
+        try:
+            listed = self._agent.register_memory(row, region.kind)
+        except Exception as error:
+            raise _foreign(f"register {region.nbytes} bytes of {region.kind}", error) from error
+        if listed is None:
+            raise TransferError(f"nixl: did not register {region}", kind="transport")
+        self._registered.append(listed)
+
+    def metadata(self) -> bytes:
+        found: bytes | None = self._agent.get_agent_metadata()
+        if not found:
+            raise TransferError("nixl: no metadata of its own", kind="transport")
+        return framed(found)
+
+    def connect(self, metadata: bytes) -> str:
+        whole = unframed(metadata)
+        try:
+            name = self._agent.add_remote_agent(whole)
+        except Exception as error:
+            raise _foreign("connect", error) from error
+        if not name:
+            raise TransferError("nixl: metadata were not taken", kind="transport")
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def disconnect(self, peer: str) -> None:
+        for post in self._posts.pop(peer, set()):
+            post.abandon()
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:
+            if "NotFound" not in type(error).__name__:
+                raise _foreign("disconnect", error, peer) from error
+
+    def post(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
+        try:
+            local = self._listed(spans.local, spans.nbytes, kinds.local, kinds.local_device)
+            remote = self._listed(spans.remote, spans.nbytes, kinds.remote, kinds.remote_device)
+            handle = self._agent.initialize_xfer(OPERATIONS[direction], local, remote, peer)
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            raise _foreign(f"{direction} {len(spans)} pieces", error, peer) from error
+        live = self._posts.setdefault(peer, set())
+        started = _NixlPost(self._agent, handle, peer, live)
+        started.note(state)
+        return started
+
+    def _listed(self, addresses: Any, nbytes: Any, kind: MemoryKind, device: int) -> Any:
+        rows: npt.NDArray[np.uint64] = np.empty((len(nbytes), 3), np.uint64)
+        rows[:, 0] = addresses
+        rows[:, 1] = nbytes
+        rows[:, 2] = device
+        listed = self._agent.get_xfer_descs(rows, kind)
+        if listed is None:
+            raise TransferError(f"nixl: {len(rows)} descriptors were not taken", kind="transport")
+        return listed
+
+    def progress(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except Exception as error:
+            raise _foreign("progress", error) from error
+
+    def close(self) -> None:
+        for peer in list(self._posts):
+            self.disconnect(peer)
+        for listed in self._registered:
+            self._agent.deregister_memory(listed)
+        self._registered.clear()
+        self._agent = None
+
+
+class _NixlPost:
+    """A NIXL transfer request."""
+
+    def __init__(self, agent: Any, handle: Any, peer: str, live: "set[_NixlPost]") -> None:
+        self._agent = agent
+        self._handle: Any = handle
+        self._peer = peer
+        self._live = live
+        self._done = False
+        self._error: TransferError | None = None
+        live.add(self)
+
+    def poll(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        if self._done:
+            return True
+        try:
+            state = self._agent.check_xfer_state(self._handle)
+        except Exception as error:
+            self._error = _foreign("poll", error, self._peer)
+            raise self._error from error
+        self.note(state)
+        return self._done
+
+    def note(self, state: str | None) -> None:
+        """Take in a state that NIXL has reported."""
+        if state == "DONE":
+            self._done = True
+            self._live.discard(self)
+        elif state != "PROC":
+            self._error = TransferError(f"nixl: peer {self._peer!r}: transfer state {state!r}",
+                                        kind="transport", peer=self._peer)  # fmt: skip
+
+    def release(self) -> None:
+        self._live.discard(self)
+        if self._handle is not None:
+            try:
+                self._handle.release()
+            except Exception as error:
+                raise _foreign("release", error, self._peer) from error
+            self._handle = None
+
+    def abandon(self) -> None:
+        """Its peer is being removed: it will never be done."""
+        if not self._done:
+            self._error = TransferError(f"peer {self._peer!r} is gone: disconnected here",
+                                        kind="peer", peer=self._peer)  # fmt: skip
+        try:
+            self._handle.release()
+        except Exception as error:
+            logging.getLogger(__name__).warning("nixl: release: %s", error)
+
+
+def _api() -> Any:
+    """The NIXL bindings, imported with the environment they need."""
+    for name, value in UCX_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    for module in BINDINGS:
+        try:
+            api = importlib.import_module(module)
+        except ImportError:
+            continue
+        quiet = logging.getLogger("nixl")
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            quiet.setLevel(logging.WARNING)
+        for handler in quiet.handlers:
+            redirect: Any = getattr(handler, "setStream", None)
+            if redirect is not None:
+                redirect(sys.stderr)  # its own choice is stdout, which is for data
+        return api
+    raise BackendMissing("nixl", "nixl")
+
+
+def _foreign(what: str, error: Exception, peer: str = "") -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    kind: FaultKind = "peer" if type(error).__name__ in GONE else "transport"
+    where = f"peer {peer!r}: " if peer else ""
+    return TransferError(f"nixl: {where}{what}: {type(error).__name__}: {error}",
+                         kind=kind, peer=peer)  # fmt: skip

@@ -1,0 +1,220 @@
+"""A transfer: legs from one or several sources into the same rows, accepted together or not
+at all."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstow.errors import RouteError, TransferError
+from kvstow.plan.route import Route
+from kvstow.plan.sources import sources
+from kvstow.transfer.contact import Contact
+from kvstow.transfer.generations import ids_of
+from kvstow.transfer.home import Home, named
+from kvstow.transfer.leg import Goal, Leg
+from kvstow.transfer.transport import Direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What an accepted transfer took.
+
+    `digest` is `passed` when some of the bytes were compared, `off` otherwise.
+    """
+
+    nbytes: int
+    descriptors: int
+    seconds: float
+    sources: int
+    directions: tuple[Direction, ...]
+    fence: Literal["passed"] = "passed"
+    digest: Literal["passed", "off"] = "off"
+
+
+class Transfer:
+    """A pull on its way. `poll` and `wait` may be called from any thread.
+
+    The rows belong to the transfer until it is `quiet`, which may be later than its end
+    if it failed: the agent keeps them from being reused until then.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        goal: Goal,
+        legs: Sequence[Leg],
+        deadline: float,
+        plans: "Plans",
+        tend: Callable[[], None],
+    ) -> None:
+        self.legs = tuple(legs)
+        self.goal = goal
+        self.error: TransferError | None = None
+        self.stats: Stats | None = None
+        self.quarantined = False
+        self._home = home
+        self._plans = plans
+        self._tend = tend
+        self._started = home.clock()
+        self._deadline = deadline
+        self._generations = home.generations(goal.into)
+        self._ended = threading.Event()
+        self._quiet = threading.Event()
+        self._aborted = False
+
+    # ── for the caller ────────────────────────────────────────────────────────────
+
+    def poll(self) -> bool:
+        """Whether the rows may be used; raises TransferError if they never may."""
+        if not self._ended.is_set():
+            return False
+        self._tend()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def wait(self, seconds: float | None = None) -> Stats:
+        """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
+        if not self._ended.wait(seconds):
+            raise TimeoutError(f"transfer has not ended within {seconds} s")
+        self.poll()
+        assert self.stats is not None
+        return self.stats
+
+    def wait_quiet(self, seconds: float | None = None) -> bool:
+        """Whether nothing writes to the rows any more; waits for it at most so long."""
+        over = self._quiet.wait(seconds)
+        self._tend()
+        return over
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def quiet(self) -> bool:
+        return self._quiet.is_set()
+
+    def abort(self) -> None:
+        """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
+        self._aborted = True
+
+    # ── for the agent's thread ────────────────────────────────────────────────────
+
+    def advance(self, now: float) -> None:
+        """Move all legs on; end when the last is clean or the first has failed."""
+        for leg in self.legs:
+            leg.advance(now)
+        if all(leg.state == "met" for leg in self.legs):
+            self._begin(now)
+        if not self._ended.is_set():
+            self._judge(now)
+        if self._ended.is_set() and not self._quiet.is_set() and all(x.quiet for x in self.legs):
+            for leg in self.legs:
+                leg.let_go()
+            self._quiet.set()
+
+    def rest(self) -> None:
+        """The engine is gone, and with it everything that could still write."""
+        self._quiet.set()
+
+    def _begin(self, now: float) -> None:
+        """Every source is there: decide who brings what, and start."""
+        try:
+            routes = self._plans.routes([leg.contact for leg in self.legs])
+        except RouteError as error:
+            self.fail(TransferError(f"sources do not make a whole:\n{error}", kind="refused"), now)
+            return
+        for leg, route in zip(self.legs, routes, strict=True):
+            leg.begin(route, now)
+
+    def _judge(self, now: float) -> None:
+        failed = next((leg.error for leg in self.legs if leg.error is not None), None)
+        if failed is not None:
+            self.fail(failed, now)
+        elif self._aborted:
+            self.fail(TransferError("transfer was aborted here", kind="aborted"), now)
+        elif all(leg.state == "clean" for leg in self.legs):
+            self._accept(now)
+        elif now > self._deadline:
+            late = [leg.contact.name for leg in self.legs if leg.state != "clean"]
+            self.fail(TransferError(
+                f"peers {late}: no end within {self._deadline - self._started:.3g} s",
+                kind="timeout", peer=late[0]), now)  # fmt: skip
+
+    def _accept(self, now: float) -> None:
+        """The consumer's own fence: the rows must still be the ones that were given."""
+        for g, before in self._generations.items():
+            ids = self.goal.into[g].ids
+            moved_on = ids[self._home.owner.generations[g][ids] != before]
+            if len(moved_on):
+                self.fail(TransferError("destination rows were given to others meanwhile",
+                                        kind="fence"), now)  # fmt: skip
+                return
+        self.stats = Stats(
+            nbytes=sum(leg.nbytes for leg in self.legs),
+            descriptors=sum(leg.descriptors for leg in self.legs),
+            seconds=now - self._started,
+            sources=len(self.legs),
+            directions=tuple(leg.direction for leg in self.legs),
+            digest="passed" if any(leg.digested for leg in self.legs) else "off",
+        )
+        for leg in self.legs:
+            leg.end("accepted")
+        self._count("accepted")
+        self._ended.set()
+
+    def fail(self, error: TransferError, now: float) -> None:
+        """End as an error that names the destination rows of every group."""
+        names = named(self._home.layout, ids_of(self.goal.into))
+        peer = error.peer or (self.legs[0].contact.name if self.legs else "")
+        listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in names.items())
+        self.error = TransferError(
+            f"{error}\n\nhint: nothing in these blocks may be used: {listing}",
+            kind=error.kind, peer=peer, blocks=names)  # fmt: skip
+        for leg in self.legs:
+            leg.fail(self.error, now)
+            leg.end("aborted" if error.kind == "aborted" else "failed")
+        self._count(error.kind)
+        self._ended.set()
+
+    def _count(self, outcome: str) -> None:
+        metrics = self._home.metrics
+        metrics.transfers.labels(outcome).inc()
+        seconds = self._home.clock() - self._started
+        for leg in self.legs:
+            metrics.bytes.labels(leg.direction).inc(leg.nbytes)
+            metrics.descriptors.labels(leg.direction).inc(leg.descriptors)
+            leg.contact.moved_bytes += leg.nbytes
+            leg.contact.moved_seconds += seconds
+        if self.stats is not None:
+            metrics.seconds.observe(seconds)
+        self._home.note("transfer", {
+            "outcome": outcome, "seconds": seconds, "sources": len(self.legs),
+            "peers": ", ".join(leg.contact.name for leg in self.legs),
+            "bytes": sum(leg.nbytes for leg in self.legs),
+            "descriptors": sum(leg.descriptors for leg in self.legs),
+        })  # fmt: skip
+
+
+class Plans:
+    """Routes from sets of sources into this layout, each computed once."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._known: dict[tuple[str, ...], tuple[Route | None, ...]] = {}
+
+    def routes(self, contacts: Sequence[Contact]) -> tuple[Route | None, ...]:
+        """One route per source; None where the others bring everything."""
+        key = tuple(contact.fingerprint for contact in contacts)
+        if key not in self._known:
+            layouts = [contact.layout for contact in contacts if contact.layout is not None]
+            found = {s.index: s.route for s in sources(layouts, self._home.layout)}
+            self._known[key] = tuple(found.get(i) for i in range(len(contacts)))
+        return self._known[key]
+
+
+def _few(ids: Sequence[int]) -> str:
+    shown = ", ".join(str(i) for i in ids[:8])
+    return f"{shown}, … ({len(ids)})" if len(ids) > 8 else shown

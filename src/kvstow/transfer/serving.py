@@ -1,0 +1,302 @@
+"""The producer's half: guests, their readings, and writes on their behalf.
+
+Everything here runs in the agent's own thread.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstow.errors import (
+    FaultKind,
+    ManifestError,
+    RouteError,
+    SpecError,
+    TransferError,
+)
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode
+from kvstow.plan.route import Route, route
+from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.home import PROBE_BYTES, Home, check_blocks
+from kvstow.transfer.lease import Leases
+from kvstow.transfer.mover import Mover, chunk_bytes
+from kvstow.transfer.ticket import Ticket, unpacked_ints
+from kvstow.transfer.transport import Spans, merged
+from kvstow.transfer.wire import (
+    Alive,
+    AnyMessage,
+    AskProbe,
+    AskStatus,
+    Begin,
+    Begun,
+    Card,
+    End,
+    Failed,
+    Hello,
+    Refused,
+    Renew,
+    Stop,
+    Stopped,
+    TellProbe,
+    TellStatus,
+    Welcome,
+    Write,
+    Written,
+)
+
+SILENT_BEATS = 30
+"""A guest that was silent for so many heartbeats is forgotten."""
+
+
+class Guest:
+    """An agent that dialled us."""
+
+    def __init__(self, line: Line, card: Card, layout: Layout, route: Route) -> None:
+        self.line = line
+        self.card = card
+        self.layout = layout
+        self.route = route
+        self.heard_at = 0.0
+        self.write_rate = 0.0
+        self.reading: dict[int, int] = {}
+
+
+class Serving:
+    """All guests of one agent, and what is being done for them."""
+
+    def __init__(
+        self,
+        home: Home,
+        channel: Channel,
+        leases: Leases,
+        ticket_of: Callable[[int], Ticket],
+        status: Callable[[], bytes],
+        silent_seconds: float,
+    ) -> None:
+        self.guests: dict[int, Guest] = {}
+        self._home = home
+        self._channel = channel
+        self._leases = leases
+        self._ticket_of = ticket_of
+        self._status = status
+        self._silent_seconds = silent_seconds
+        self._writings: dict[tuple[int, int], Writing] = {}
+        self._probes: list[Probe] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a guest needs this process to make progress."""
+        return bool(self._writings or self._probes) or any(
+            guest.reading for guest in self.guests.values()
+        )
+
+    # ── messages ──────────────────────────────────────────────────────────────────
+
+    def hear(self, line: Line, message: AnyMessage, now: float) -> None:
+        """Take in a message from a guest."""
+        if isinstance(message, Hello):
+            self._greet(line, message.card, now)
+            return
+        if isinstance(message, AskStatus):
+            self._channel.send(line, TellStatus(self._status()))
+            return
+        guest = self.guests.get(line.session)
+        if guest is None:
+            return
+        guest.heard_at = now
+        match message:
+            case Begin():
+                self._begin(guest, message, now)
+            case End(transfer, lease, outcome):
+                self._end(guest, transfer, lease, outcome)
+            case Stop(transfer):
+                self._stop(guest, transfer)
+            case Renew(leases):
+                self._renew(guest, leases, now)
+            case AskProbe(nbytes):
+                self._probes.append(Probe(self._home, guest, nbytes))
+            case _:
+                pass
+
+    def _greet(self, line: Line, card: Card, now: float) -> None:
+        try:
+            layout = decode(card.manifest)
+            guest = Guest(line, card, layout, route(self._home.layout, layout))
+        except (ManifestError, RouteError) as error:
+            reasons = tuple(str(error).splitlines())
+            self._home.note("refused", {"peer": card.agent, "why": str(error)})
+            self._channel.send(line, Refused(0, "refused", reasons))
+            return
+        for old in [g for g in self.guests.values() if g.card.agent == card.agent]:
+            self._forget(old)
+        guest.heard_at = now
+        self.guests[line.session] = guest
+        self._channel.send(line, Welcome(self._home.card))
+
+    def _forget(self, guest: Guest) -> None:
+        for key in [key for key in self._writings if key[0] == guest.line.session]:
+            self._writings.pop(key).sever()
+        for transfer, lease in guest.reading.items():
+            self._leases.shut(lease, (guest.line.session, transfer), accepted=False)
+        self.guests.pop(guest.line.session, None)
+        self._channel.hang_up(guest.line)
+
+    def _begin(self, guest: Guest, begin: Begin, now: float) -> None:
+        reader = (guest.line.session, begin.transfer)
+        try:
+            self._leases.open(begin.lease, begin.digest, reader, now=now)
+            if begin.write is not None:
+                ticket = self._ticket_of(begin.lease)
+                self._writings[reader] = Writing(self._home, guest, ticket, begin.write)
+        except (TransferError, RouteError, SpecError) as error:
+            self._leases.shut(begin.lease, reader, accepted=False)
+            kind: FaultKind = error.kind if isinstance(error, TransferError) else "ticket"
+            self._channel.send(guest.line, Refused(begin.transfer, kind, (str(error),)))
+            return
+        guest.reading[begin.transfer] = begin.lease
+        self._channel.send(guest.line, Begun(begin.transfer))
+
+    def _end(self, guest: Guest, transfer: int, lease: int, outcome: str) -> None:
+        guest.reading.pop(transfer, None)
+        reader = (guest.line.session, transfer)
+        if outcome == "aborted" and lease in self._leases:
+            self._leases.end(lease, "aborted")
+        else:
+            self._leases.shut(lease, reader, accepted=outcome == "accepted")
+
+    def _stop(self, guest: Guest, transfer: int) -> None:
+        writing = self._writings.get((guest.line.session, transfer))
+        if writing is None:
+            self._channel.send(guest.line, Stopped(transfer))
+        else:
+            writing.stop()
+
+    def _renew(self, guest: Guest, leases: tuple[int, ...], now: float) -> None:
+        for lease in leases:
+            self._leases.renew(lease, now=now)
+        ended = tuple(lease for lease in leases if lease not in self._leases)
+        self._channel.send(guest.line, Alive(ended))
+
+    def lease_ended(self, lease: int, reason: str) -> None:
+        """Tell everybody who reads under this lease."""
+        if reason == "read":
+            return
+        for guest in self.guests.values():
+            for transfer, theirs in guest.reading.items():
+                if theirs == lease:
+                    self._channel.send(guest.line, Alive((lease,)))
+                    writing = self._writings.get((guest.line.session, transfer))
+                    if writing is not None:
+                        writing.stop()
+
+    # ── work ──────────────────────────────────────────────────────────────────────
+
+    def advance(self, now: float) -> None:
+        """Move writes and probes on; forget guests that have gone silent."""
+        for (session, transfer), writing in list(self._writings.items()):
+            answer = writing.advance(transfer)
+            if answer is not None:
+                del self._writings[session, transfer]
+                self._channel.send(writing.guest.line, answer)
+        for probe in list(self._probes):
+            told = probe.advance()
+            if told is not None:
+                self._probes.remove(probe)
+                self._channel.send(probe.guest.line, told)
+        for guest in list(self.guests.values()):
+            if now - guest.heard_at > self._silent_seconds:
+                self._home.note("guest-silent", {"peer": guest.card.agent})
+                self._forget(guest)
+
+
+def attached(home: Home, guest: Guest) -> None:
+    """Make sure that the engine can reach the guest."""
+    if not home.is_attached(guest.card.start):
+        home.attach(guest.card)
+
+
+class Writing:
+    """A write into a guest's rows."""
+
+    def __init__(self, home: Home, guest: Guest, ticket: Ticket, order: Write) -> None:
+        self.guest = guest
+        self._home = home
+        self._stopped = False
+        into = {
+            part.group: Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
+            for part in order.blocks
+        }
+        check_blocks(guest.layout, into, whose=f"write order of {guest.card.agent!r}")
+        attached(home, guest)
+        moves = guest.route.moves(
+            ticket.blocks, into, order.num_tokens, start_token=order.start_token
+        )
+        spans = merged(Spans(moves.source + home.card.base, moves.destination + guest.card.base,
+                             moves.nbytes))  # fmt: skip
+        kinds = home.kinds(guest.card)
+        size = chunk_bytes(guest.write_rate)
+        self._mover = Mover(home, "write", guest.card.start, kinds, spans, size)
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self._stopped = True
+        self._mover.stop()
+
+    def sever(self) -> None:
+        """End at once, whatever is under way."""
+        self._mover.sever()
+
+    def advance(self, transfer: int) -> AnyMessage | None:
+        """Write on; what to tell the guest when it is over."""
+        mover = self._mover
+        over = mover.advance()
+        if mover.error is not None:
+            return Failed(transfer, mover.error.kind, str(mover.error))
+        if not over:
+            return None
+        if self._stopped:
+            return Stopped(transfer)
+        return Written(transfer, mover.nbytes, mover.descriptors)
+
+
+class Probe:
+    """A few megabytes written into a guest's probe memory, three times."""
+
+    def __init__(self, home: Home, guest: Guest, nbytes: int) -> None:
+        self.guest = guest
+        self._home = home
+        self._nbytes = min(PROBE_BYTES, max(1, nbytes), guest.card.probe.nbytes)
+        self._left = 3
+        self._best = 0.0
+        self._mover: Mover | None = None
+        self._started = 0.0
+
+    def advance(self) -> TellProbe | None:
+        """Write on; how long it took when it is over."""
+        while self._left:
+            if self._mover is None:
+                try:
+                    self._mover = self._posted()
+                except TransferError:
+                    return TellProbe(self._nbytes, -1.0)
+            if not self._mover.advance():
+                return None if self._mover.error is None else TellProbe(self._nbytes, -1.0)
+            seconds = max(self._home.clock() - self._started, 1e-9)
+            self._best = max(self._best, self._nbytes / seconds)
+            self._mover = None
+            self._left -= 1
+        self.guest.write_rate = self._best
+        return TellProbe(self._nbytes, self._nbytes / self._best)
+
+    def _posted(self) -> Mover:
+        attached(self._home, self.guest)
+        card = self.guest.card
+        spans = Spans(
+            np.array([self._home.probe.data_ptr()], np.int64),
+            np.array([card.probe.address], np.int64),
+            np.array([self._nbytes], np.int64),
+        )
+        self._started = self._home.clock()
+        return Mover(self._home, "write", card.start, self._home.kinds(card), spans, PROBE_BYTES)
