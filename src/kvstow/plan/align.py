@@ -33,7 +33,7 @@ class Alignment:
     """Multiples at which pages, rows and the arena start, and further demands by layer."""
 
     page: int = 16
-    row: int = 256
+    row: int = 64
     base: int = 4096
     demands: tuple[Demand, ...] = ()
 

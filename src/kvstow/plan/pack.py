@@ -11,7 +11,7 @@ and in who may own one:
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from math import lcm
 
 from kvstow.errors import PlanError
@@ -19,14 +19,14 @@ from kvstow.plan.align import ANYWHERE, Alignment, Demand, Site, meet, whole
 from kvstow.plan.group import Group, rows_needed, scaled, split
 from kvstow.plan.layout import NULL_SLABS, Layout, Placement, Rows
 from kvstow.plan.rows import region, row_shape
-from kvstow.plan.slab import slab_geometry
+from kvstow.plan.slab import MAX_SLAB_BYTES, slab_geometry
 from kvstow.plan.spec import Full, LayerSpec, State
 from kvstow.plan.view import align_up
 
 __all__ = ["Alignment", "Demand", "Site", "packed", "separate", "union"]
 
-MAX_STATE_ROW_BYTES = 32 << 20
-"""A recurrent group with a longer row becomes several groups, so that slabs stay small."""
+LONG_ROW_BYTES = 32 << 20
+"""A recurrent group with a longer row becomes several groups."""
 
 
 def packed(
@@ -99,14 +99,16 @@ def separate(
         align_up(shape.nbytes, site.alignment.of_row(group))
         for shape, group in zip(shapes, groups, strict=True)
     ]
-    parts = [share * stride for share, stride in zip(shares, strides, strict=True)]
-    count = room.slabs_of(sum(parts))
-    bases = accumulate((count * part for part in parts), initial=0)
-    rows = tuple(
-        shape.rows(base, stride, share)
-        for shape, base, stride, share in zip(shapes, bases, strides, shares, strict=False)
-    )
-    return _layout(rows, count, count * sum(parts), site)
+    steps = [site.alignment.of_row(group) for group in groups]
+    per_slab = sum(share * stride for share, stride in zip(shares, strides, strict=True))
+    count = room.slabs_of(per_slab, reserved=sum(steps[1:]))
+    rows: list[Rows] = []
+    end = 0
+    for shape, step, stride, share in zip(shapes, steps, strides, shares, strict=True):
+        base = align_up(end, step)
+        rows.append(shape.rows(base, stride, share))
+        end = base + count * share * stride
+    return _layout(tuple(rows), count, end, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,16 @@ class Room:
 
 
 def _bounded(group: Group) -> tuple[Group, ...]:
-    """A recurrent group cut so that no row is longer than `MAX_STATE_ROW_BYTES`."""
-    if not isinstance(group.retention, State) or group.page_bytes <= MAX_STATE_ROW_BYTES:
+    """A recurrent group with very long rows, cut into equal parts, so that slabs stay
+    small; uneven parts, which would pad each other, only where a slab cannot hold it."""
+    if not isinstance(group.retention, State) or group.page_bytes <= LONG_ROW_BYTES:
         return (group,)
-    parts = -(-group.page_bytes // MAX_STATE_ROW_BYTES)
-    return split(group, min(parts, len(group.layers)))
+    num_layers = len(group.layers)
+    fewest = -(-group.page_bytes // LONG_ROW_BYTES)
+    for parts in range(fewest, min(4 * fewest, num_layers) + 1):
+        if num_layers % parts == 0:
+            return split(group, parts)
+    return split(group, min(num_layers, -(-group.page_bytes // MAX_SLAB_BYTES)))
 
 
 def equal_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -250,7 +257,7 @@ def _layout(rows: tuple[Rows, ...], num_slabs: int, nbytes: int, site: Site) -> 
         groups=rows,
         num_slabs=num_slabs,
         nbytes=nbytes,
-        base_align=lcm(site.alignment.base, *(layer.unit for layer, _ in layers)),
+        base_align=lcm(site.alignment.base, *(site.alignment.of(layer) for layer, _ in layers)),
         tp=site.tp,
         pp=site.pp,
     )

@@ -59,10 +59,10 @@ def _sliced_row(group: Group, site: Site) -> Shape:
         for layer in layers:
             offsets.append(align_up(slice_end, site.alignment.of(layer)))
             slice_end = offsets[-1] + align_up(layer.states * layer.cell_bytes, layer.align)
-        head_stride = align_up(slice_end, step) if num_heads > 1 else slice_end
+        head_stride = align_up(slice_end, step)
         for layer, offset in zip(layers, offsets, strict=True):
             places[layer.name] = Placement(base + offset, 0, head_stride, layer.cell_bytes)
-        end = base + num_heads * head_stride
+        end = base + (num_heads - 1) * head_stride + slice_end
     return Shape(group, tuple(places[layer.name] for layer in group.layers), end)
 
 

@@ -19,10 +19,18 @@ from kvstow.plan.view import align_up
 MAX_SLAB_BYTES = (1 << 30) // 12
 """A pool of 1 GiB has at least a dozen slabs, unless a single row is longer than that."""
 
-USUAL_POOL_BYTES = 16 << 30
-"""The pool whose waste is minimised where no budget was given."""
+USUAL_POOL_ROWS = 1 << 10
+"""Where no budget was given, waste is minimised for a pool of so many of the longest rows."""
 
-MAX_CANDIDATES = 1 << 14
+MAX_PADDING = 0.04
+MAX_MEAN_PADDING = 0.025
+"""Parts of a slab that one group, and groups on average, may lose to padding, where any
+slab below the limit allows it."""
+
+TOO_MUCH = 100.0
+"""Costs more than any waste that keeps within those parts."""
+
+MAX_CANDIDATES = 1 << 10
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,12 +55,14 @@ def slab_geometry(
     longest = int(rows.max())
     if len(rows) == 1:
         return Geometry(longest, (1,))
-    pool = pool_bytes or USUAL_POOL_BYTES
+    pool = pool_bytes or USUAL_POOL_ROWS * longest
     limit = max(longest, min(MAX_SLAB_BYTES, pool // (2 + len(rows))))
     counts = _candidates(rows, limit)
     slabs = _common_multiples(counts * np.array(steps), (counts * rows).max(axis=1), limit)
     padding = 1 - counts * np.array(row_bytes) / slabs[:, None]
-    cost = padding.mean(axis=1) + padding.max(axis=1) + 2 * slabs * len(rows) / pool
+    mean, worst = padding.mean(axis=1), padding.max(axis=1)
+    cost = mean + worst + 2 * slabs * len(rows) / pool
+    cost[(mean > MAX_MEAN_PADDING) | (worst > MAX_PADDING)] += TOO_MUCH
     cost[slabs > limit] = np.inf
     best = int(cost.argmin())
     if not np.isfinite(cost[best]):
@@ -69,7 +79,8 @@ def _candidates(rows: Ints, limit: int) -> Ints:
     ]
     targets = np.unique(np.concatenate(exact))
     fitting = targets[targets >= rows.max(), None] // rows
-    fewer = np.array(list(product((0, 1), repeat=len(rows) if len(rows) <= 6 else 0)), np.int64)
+    choices = (0, 1) if len(rows) <= 6 else (0,)
+    fewer = np.array(list(product(choices, repeat=len(rows))), np.int64)
     counts = (fitting[:, None, :] - fewer).reshape(-1, len(rows))
     return counts[(counts > 0).all(axis=1)]
 
