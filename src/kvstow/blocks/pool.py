@@ -6,6 +6,7 @@ slabs, where the layout lets groups share them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,16 @@ from kvstow.plan.layout import NULL_SLABS, Layout
 
 Bools = npt.NDArray[np.bool_]
 Forgets = Callable[[int, Ints], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """`count` rows of a group, side by side; or one row behind each row of `after`, the
+    last rows of requests that grow."""
+
+    group: int
+    count: int
+    after: Ints | None = None
 
 
 class Pool:
@@ -92,6 +103,10 @@ class Pool:
         """The rows in quarantine."""
         return np.nonzero(self._of[group][1].quarantined)[0]
 
+    def in_quarantine(self, group: int, ids: npt.ArrayLike) -> Bools:
+        stock = self._of[group][1]
+        return stock.quarantined[stock.known(ids)]
+
     def refuse(self, needs: Mapping[int, int]) -> None:
         """Raises if so many rows of the groups cannot be held at once."""
         for slabs in self._slabs:
@@ -122,32 +137,21 @@ class Pool:
 
     def hold(self, group: int, count: int) -> Ints:
         """Hold `count` rows for new content, ascending, in few runs; all or none."""
-        return self.hold_many({group: count})[group]
+        return self.hold_all((Want(group, count),))[0]
 
-    def hold_many(self, needs: Mapping[int, int]) -> dict[int, Ints]:
-        """The same for several groups at once; all or none."""
-        for group, count in needs.items():
-            if count < 0:
-                raise BlockError(f"group {group}: {count} rows cannot be held")
+    def hold_all(self, wants: Sequence[Want]) -> list[Ints]:
+        """Hold the rows of every want; all or none."""
+        needs: dict[int, int] = {}
+        for want in wants:
+            if want.count < 0:
+                raise BlockError(f"group {want.group}: {want.count} rows cannot be held")
+            needs[want.group] = needs.get(want.group, 0) + want.count
         self.refuse(needs)
-        rest = dict(needs)
-        held: dict[int, Ints] = {}
-        for group, count in needs.items():
-            held[group] = self._hold(group, count, rest, together=True)
-            del rest[group]
-        return held
-
-    def hold_after(self, after: Mapping[int, Ints]) -> dict[int, Ints]:
-        """Hold one row per row of `after`, next to it where that one is free; all or none.
-
-        `after` are held rows that grow by one each: the last rows of requests.
-        """
-        needs = {group: len(rows) for group, rows in after.items()}
-        self.refuse(needs)
-        held: dict[int, Ints] = {}
-        for group, rows in after.items():
-            held[group] = self._hold_after(group, rows, needs)
-            del needs[group]
+        held: list[Ints] = []
+        for want in wants:
+            held.append(self._hold_after(want.group, want.after, needs) if want.after is not None
+                        else self._hold(want.group, want.count, needs, together=True))  # fmt: skip
+            needs[want.group] -= want.count
         return held
 
     def _hold_after(self, group: int, after: Ints, needs: dict[int, int]) -> Ints:
@@ -161,15 +165,17 @@ class Pool:
             slabs.occupy(stock, np.sort(near))
         rest = len(rows) - len(near)
         if rest:
-            rows[~fits] = self._hold(group, rest, needs | {group: rest}, together=False)
+            left = needs | {group: needs[group] - len(near)}
+            rows[~fits] = self._hold(group, rest, left, together=False)
         return rows
 
-    def _hold(self, group: int, count: int, rest: Mapping[int, int], *, together: bool) -> Ints:
+    def _hold(self, group: int, count: int, needs: Mapping[int, int], *, together: bool) -> Ints:
+        """Hold rows of one group, so that all that is needed besides can be held, too."""
         if count == 0:
             return np.zeros(0, np.int64)
         slabs, stock = self._of[group]
-        left_over = -slabs.missing([(other, rest.get(other.group, 0)) for other in slabs.stocks])
-        if count - slabs.needed(stock, count) <= left_over or stock.rows_per_slab == 1:
+        left_over = -slabs.missing([(other, needs.get(other.group, 0)) for other in slabs.stocks])
+        if stock.rows_per_slab == 1 or count - slabs.needed(stock, count) <= left_over:
             rows = picked(slabs, stock, count, self._policy, together=together)
         else:
             rows = picked_frugally(slabs, stock, count)

@@ -1,0 +1,370 @@
+"""Ledger: all blocks of all requests, in all groups.
+
+    admit     a prompt gets rows in every group, shared ones where its beginning is cached
+    grow      many requests at once get room for more tokens; windows move on
+    fork      a request twice; a block that is not full is copied before it is written
+    release   what was computed stays cached, as long as there is room
+
+A step that does not fit changes nothing but this: rows that no later token can see are
+given back, and prefixes that were looked at count as used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.blocks.checkpoints import Checkpoints
+from kvstow.blocks.copies import Copy, SharedTail, shared_tails
+from kvstow.blocks.pool import Pool, Want
+from kvstow.blocks.prefix import MISS, Hit, Prefixes
+from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.requests import Requests
+from kvstow.blocks.states import States
+from kvstow.blocks.table import Table, first_seen
+from kvstow.errors import BlockError, OutOfBlocks
+from kvstow.plan.blocklist import Blocks, Ints
+from kvstow.plan.spec import Encoder, State
+
+Handles = int | Sequence[int] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request, the tokens it need not compute, and what to copy before it starts."""
+
+    request: int
+    hit_tokens: int
+    copies: tuple[Copy, ...]
+
+
+class Ledger:
+    """Requests on a pool that nobody else holds rows of for requests.
+
+    Copies that a method returns are to be made, in their order, before the tokens that
+    were asked for are computed. Without `caching` nothing is kept after a release.
+    """
+
+    def __init__(self, pool: Pool, *, caching: bool = True) -> None:
+        layout = pool.layout
+        self.pool = pool
+        self.groups = tuple(rows.group for rows in layout.groups)
+        self._requests = Requests()
+        self._tables: dict[int, Table] = {}
+        self._states: dict[int, States] = {}
+        for g, group in enumerate(self.groups):
+            if isinstance(group.retention, State):
+                self._states[g] = States(group)
+            else:
+                self._tables[g] = Table(group)
+        self._encoders = {
+            g: -(-group.retention.tokens // group.block_tokens)
+            for g, group in enumerate(self.groups)
+            if isinstance(group.retention, Encoder)
+        }
+        self._growing = {g: t for g, t in self._tables.items() if g not in self._encoders}
+        num_rows = [layout.num_blocks(g) for g in range(len(self.groups))]
+        self.prefixes = Prefixes(self.groups, num_rows) if caching else None
+        if self.prefixes:
+            pool.on_evict.append(self.prefixes.remove)
+        self._checkpoints = Checkpoints(pool, self._requests, self._states, self.prefixes)
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def num_tokens(self, request: int) -> int:
+        """Tokens of the request that have their rows."""
+        return int(self._requests.num_tokens[self._requests.slots(request)[0]])
+
+    def blocks(self, request: int) -> dict[int, Blocks]:
+        """By group, the blocks that the request holds; of a recurrent one the running row."""
+        slot = int(self._requests.slots(request)[0])
+        return {g: self._part(g).blocks(slot) for g in range(len(self.groups))}
+
+    def checkpoints(self, request: int) -> dict[int, Blocks]:
+        """By recurrent group, the states that are kept behind the running one."""
+        slot = int(self._requests.slots(request)[0])
+        return {g: states.kept(slot) for g, states in self._states.items()}
+
+    def hit_tokens(self, prompt: Prompt) -> int:
+        """How many tokens of the prompt need not be computed, if it were admitted now."""
+        return self.prefixes.hit(prompt).num_tokens if self.prefixes else 0
+
+    def _part(self, g: int) -> Table | States:
+        return self._states[g] if g in self._states else self._tables[g]
+
+    # ── admit ─────────────────────────────────────────────────────────────────────
+
+    def admit(self, prompt: Prompt | int, *, num_tokens: int | None = None) -> Admission:
+        """Rows for the first `num_tokens` tokens of a prompt, all of them if not given.
+
+        Only the number of tokens where nothing is known of them. Raises `OutOfBlocks`
+        with what is needed and what is free, in every group.
+        """
+        known = prompt if isinstance(prompt, Prompt) else None
+        length = prompt if isinstance(prompt, int) else len(prompt)
+        if length < 1 or (num_tokens is not None and not 1 <= num_tokens <= length):
+            raise BlockError(f"{num_tokens} tokens of a prompt of {length} cannot be admitted")
+        hit = self.prefixes.hit(known) if self.prefixes and known else MISS
+        upto = max(hit.num_tokens, length if num_tokens is None else num_tokens)
+        held = self._hold_for_admission(hit, upto)
+        if self._requests.full:
+            self._reserve(max(64, 2 * self._requests.num_slots))
+        slot = self._requests.open(upto, known, hit.num_tokens)
+        if self.prefixes and known:
+            self._requests.witness[slot] = self.prefixes.testify(
+                known, hit.witness, hit.num_tokens
+            )  # fmt: skip
+        copies = tuple(
+            copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
+        )
+        return Admission(self._requests.handle(slot), hit.num_tokens, copies)
+
+    def _hold_for_admission(self, hit: Hit, num_tokens: int) -> dict[int, Ints]:
+        needs: dict[int, int] = {}
+        for g, group in enumerate(self.groups):
+            if g in self._states:
+                needs[g] = 1
+            elif g in self._encoders:
+                needs[g] = self._encoders[g]
+            else:
+                step = group.block_tokens
+                needs[g] = -(-num_tokens // step) - hit.num_tokens // step
+        for g, part in hit.blocks.items():
+            self.pool.share(g, part.ids)
+        try:
+            held = self.pool.hold_all([Want(g, count) for g, count in needs.items()])
+        except OutOfBlocks:
+            for g, part in hit.blocks.items():
+                self.pool.release(g, part.ids)
+            raise
+        return dict(zip(needs, held, strict=True))
+
+    def _open(self, slot: int, g: int, hit: Hit, ids: Ints) -> Sequence[Copy]:
+        """Enter a request's rows of one group: what is shared, then what is new."""
+        shared = hit.blocks.get(g)
+        if g in self._states:
+            row = int(ids[0])
+            self._states[g].open(slot, row)
+            if shared is None or not len(shared):
+                return ()
+            source = int(shared.ids[0])
+            self.pool.release(g, shared.ids)
+            return (Copy(g, source, row),)
+        table = self._tables[g]
+        start = hit.num_tokens // table.block_tokens if shared is not None else 0
+        end = start + len(ids)
+        first = 0
+        if start and table.moves:
+            at = np.array([hit.num_tokens])
+            first = int(first_seen(table.retention, at, table.block_tokens)[0])
+        table.open(slot, first, end)
+        if shared is not None and len(shared):
+            table.write(slot, shared.index, shared.ids)
+        table.write(slot, np.arange(start, end), ids)
+        return ()
+
+    def _reserve(self, num_slots: int) -> None:
+        self._requests.reserve(num_slots)
+        for g in range(len(self.groups)):
+            self._part(g).reserve(num_slots)
+
+    # ── grow ──────────────────────────────────────────────────────────────────────
+
+    def grow(self, requests: Handles, num_tokens: npt.ArrayLike) -> tuple[Copy, ...]:
+        """Room for `num_tokens` tokens in all, each; all requests or none.
+
+        Says as well that all tokens before these have been computed: whole blocks of them
+        can be found as prefixes from now on, and what no later token sees is given back.
+        """
+        slots = self._requests.slots(requests)
+        before = self._requests.num_tokens[slots]
+        after = np.broadcast_to(np.asarray(num_tokens, np.int64), before.shape)
+        if (after < before).any():
+            at = int((after < before).argmax())
+            raise BlockError(f"a request of {before[at]} tokens cannot shrink to {after[at]}")
+        self._requests.refuse_twice(slots)
+        if self.prefixes:
+            self._seal(slots, before)
+        for g, table in self._growing.items():
+            if table.moves and len(ids := table.slide(slots, before)):
+                self.pool.release(g, ids)
+        grows = after > before
+        copies = self._grow_rows(slots, before, after, grows)
+        self._requests.num_tokens[slots] = after
+        return copies
+
+    def _grow_rows(
+        self, slots: Ints, before: Ints, after: Ints, grows: npt.NDArray[np.bool_]
+    ) -> tuple[Copy, ...]:
+        """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
+        wants: list[Want] = []
+        entries: list[tuple[Table, Ints]] = []
+        for g, table in self._growing.items():
+            more = -(-after // table.block_tokens) - table.end[slots]
+            wanted = np.nonzero(more)[0]
+            if not len(wanted):
+                continue
+            one = slots[wanted[more[wanted] == 1]]
+            if len(one):
+                wants.append(Want(g, len(one), table.last_ids(one)))
+                entries.append((table, one))
+            for i in wanted[more[wanted] > 1].tolist():
+                wants.append(Want(g, int(more[i])))
+                entries.append((table, slots[i : i + 1]))
+        tails = self._shared_tails(slots[grows], before[grows])
+        must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
+        wants += [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
+        ids = self.pool.hold_all(wants) if wants else []
+        given = iter(ids[len(entries) :])
+        copies = [self._copied(tail, int(next(given)[0])) for tail in tails]
+        for (table, of), rows in zip(entries, ids[: len(entries)], strict=True):
+            if len(of) == 1:
+                table.append(int(of[0]), rows)
+            else:
+                table.append_one_each(of, rows)
+        if tails:
+            self._requests.forked[slots[grows]] = False
+        copies += self._checkpoints.make(must, list(given))
+        return (*copies, *(self._checkpoints.offer(may) if may else ()))
+
+    def _shared_tails(self, slots: Ints, num_tokens: Ints) -> tuple[SharedTail, ...]:
+        forked = self._requests.forked[slots]
+        if not forked.any():
+            return ()
+        return shared_tails(self.pool, self._growing, slots[forked], num_tokens[forked])
+
+    def _copied(self, tail: SharedTail, row: int) -> Copy:
+        self._growing[tail.group].replace_last(tail.slot, row)
+        self.pool.release(tail.group, [tail.row])
+        return Copy(tail.group, tail.row, row)
+
+    # ── prefixes ──────────────────────────────────────────────────────────────────
+
+    def append(self, request: int, tokens: npt.ArrayLike) -> None:
+        """The ids of tokens behind those of the prompt, so that their blocks can be found.
+
+        For requests that were admitted with a prompt.
+        """
+        slot = int(self._requests.slots(request)[0])
+        prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
+        if prompt is None:
+            raise BlockError(f"request {request} was admitted without a prompt")
+        longer = prompt.extended(tokens)
+        self._requests.prompts[slot] = longer
+        self._requests.known[slot] = len(longer)
+        if self.prefixes and number is not None:
+            parent = self.prefixes.witness(number)
+            self._requests.witness[slot] = self.prefixes.testify(longer, parent, len(prompt))
+            self.prefixes.dismiss(number)
+
+    def _seal(self, slots: Ints, computed: Ints) -> None:
+        """Make whole blocks of computed tokens, whose ids are known, known as prefixes."""
+        ready = np.minimum(computed, self._requests.known[slots])
+        for i in np.nonzero(ready > self._requests.sealed[slots])[0].tolist():
+            self._seal_one(int(slots[i]), int(ready[i]))
+
+    def _seal_one(self, slot: int, num_tokens: int) -> None:
+        prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
+        assert self.prefixes is not None
+        assert prompt is not None
+        assert number is not None
+        sealed = int(self._requests.sealed[slot])
+        self._requests.sealed[slot] = num_tokens
+        for g, table in self._growing.items():
+            first = sealed // table.block_tokens
+            logical = np.arange(first, num_tokens // table.block_tokens)
+            if table.moves:
+                logical = logical[(logical < table.fixed) | (logical >= table.first[slot])]
+            if not len(logical):
+                continue
+            hashes = prompt.hashes(table.block_tokens)
+            rows = table.ids(slot, logical)
+            usable = ~self.pool.in_quarantine(g, rows)
+            if not usable.all():
+                rows, logical = rows[usable], logical[usable]
+            parent = int(hashes[first - 1]) if first else 0
+            stored = self.prefixes.store(g, rows, hashes[logical], number, parent=parent)
+            self.pool.keep(g, stored)
+
+    # ── fork, release ─────────────────────────────────────────────────────────────
+
+    def fork(self, request: int) -> Admission:
+        """The same request once more: all blocks shared, states copied; all or nothing."""
+        slot = int(self._requests.slots(request)[0])
+        rows = self.pool.hold_all([Want(g, 1) for g in self._states])
+        if self._requests.full:
+            self._reserve(2 * self._requests.num_slots)
+        known = self._requests.prompts[slot]
+        twin = self._requests.open(
+            int(self._requests.num_tokens[slot]), known, int(self._requests.sealed[slot])
+        )
+        number = self._requests.witness[slot]
+        if self.prefixes and known and number is not None:
+            parent = self.prefixes.witness(number)
+            self._requests.witness[twin] = self.prefixes.testify(known, parent, len(known))
+        for g, table in self._tables.items():
+            logical = table.held(slot)
+            ids = table.ids(slot, logical)
+            self.pool.share(g, ids)
+            table.open(twin, int(table.first[slot]), int(table.end[slot]))
+            table.write(twin, logical, ids)
+        copies: list[Copy] = []
+        for (g, states), row in zip(self._states.items(), rows, strict=True):
+            self.pool.share(g, states.kept(slot).ids)
+            states.fork(slot, twin, int(row[0]))
+            copies.append(Copy(g, int(states.running[slot]), int(row[0])))
+        self._requests.forked[[slot, twin]] = True
+        return Admission(self._requests.handle(twin), int(self._requests.num_tokens[slot]),
+                         tuple(copies))  # fmt: skip
+
+    def release(self, requests: Handles, *, computed_tokens: npt.ArrayLike | None = None) -> None:
+        """Give back all rows of requests.
+
+        Blocks of tokens that have been computed, all of them if not said otherwise, stay
+        cached where their tokens are known.
+        """
+        slots = self._requests.slots(requests)
+        self._requests.refuse_twice(slots)
+        if self.prefixes:
+            tokens = self._requests.num_tokens[slots]
+            if computed_tokens is not None:
+                tokens = np.minimum(tokens, np.asarray(computed_tokens, np.int64))
+            self._seal(slots, tokens)
+        for g in range(len(self.groups)):
+            part = self._part(g)
+            ids = [part.all_ids(slot) for slot in slots.tolist()]
+            self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate(ids))
+        living: list[int] = slots.tolist()
+        for slot in living:
+            if self.prefixes and (number := self._requests.witness[slot]) is not None:
+                self.prefixes.dismiss(number)
+            for table in self._tables.values():
+                table.end[slot] = 0
+            self._requests.close(slot)
+
+    # ── integrity ─────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Raises with every number that does not add up; changes nothing."""
+        self.pool.check()
+        broken: list[str] = []
+        slots = self._requests.living()
+        for g, group in enumerate(self.groups):
+            each = [self._part(g).all_ids(slot) for slot in slots.tolist()]
+            rows = np.concatenate(each) if each else np.zeros(0, np.int64)
+            twice = sum(len(ids) - len(np.unique(ids)) for ids in each)
+            if twice:
+                broken.append(f"group {group.name!r}: {twice} ids are in one request twice")
+            counted = np.bincount(rows, minlength=self.pool.layout.num_blocks(g))
+            holds = self.pool.holds(g, np.arange(len(counted)))
+            for row in np.nonzero(counted > holds)[0][:3]:
+                broken.append(
+                    f"group {group.name!r}: block {row} is in {counted[row]} requests and has "
+                    f"{holds[row]} holds"
+                )
+        if broken:
+            raise BlockError("\n".join(broken))

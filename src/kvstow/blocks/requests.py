@@ -1,0 +1,106 @@
+"""Requests: what the ledger knows of each, in arrays, by slot.
+
+A request's handle is its slot and how often the slot was used before, so that a handle
+that outlived its request is noticed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import BlockError
+from kvstow.plan.blocklist import Ints
+
+SLOT_BITS = 32
+_SLOT = (1 << SLOT_BITS) - 1
+
+
+class Requests:
+    """Slots of requests; `num_tokens[slot]` tokens have their rows.
+
+    Of `known` tokens the ids are known; the blocks of `sealed` tokens have been stored
+    as prefixes. `forked` requests may share a block that is not full.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = np.zeros(0, np.int64)
+        self.known = np.zeros(0, np.int64)
+        self.sealed = np.zeros(0, np.int64)
+        self.forked = np.zeros(0, np.bool_)
+        self.prompts: list[Prompt | None] = []
+        self.witness: list[int | None] = []
+        self._handle = np.zeros(0, np.int64)
+        self._mark = np.zeros(0, np.int64)
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._handle) - len(self._free)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._handle)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for so many requests."""
+        more = num_slots - self.num_slots
+        wide = np.zeros(more, np.int64)
+        self._free += range(num_slots - 1, self.num_slots - 1, -1)
+        self.num_tokens = np.concatenate((self.num_tokens, wide))
+        self.known = np.concatenate((self.known, wide))
+        self.sealed = np.concatenate((self.sealed, wide))
+        self.forked = np.concatenate((self.forked, wide.astype(np.bool_)))
+        self._handle = np.concatenate((self._handle, ~np.arange(num_slots - more, num_slots)))
+        self._mark = np.concatenate((self._mark, wide))
+        self.prompts += [None] * more
+        self.witness += [None] * more
+
+    def open(self, num_tokens: int, prompt: Prompt | None, sealed: int) -> int:
+        """Begin a request in a free slot, of which there is one."""
+        slot = self._free.pop()
+        self._handle[slot] = ~self._handle[slot]
+        self.num_tokens[slot] = num_tokens
+        self.known[slot] = 0 if prompt is None else len(prompt)
+        self.sealed[slot] = sealed
+        self.forked[slot] = False
+        self.prompts[slot] = prompt
+        self.witness[slot] = None
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._handle[slot] = ~(self._handle[slot] + (1 << SLOT_BITS))
+        self.prompts[slot] = None
+        self.witness[slot] = None
+        self._free.append(slot)
+
+    def handle(self, slot: int) -> int:
+        return int(self._handle[slot])
+
+    def slots(self, requests: int | Sequence[int] | npt.NDArray[np.int64]) -> Ints:
+        """The slots of living requests; raises for any other."""
+        handles = np.atleast_1d(np.asarray(requests, np.int64))
+        slots = handles & _SLOT
+        if len(slots) and slots.max() < self.num_slots and (self._handle[slots] == handles).all():
+            return slots
+        for handle, slot in zip(handles.tolist(), slots.tolist(), strict=True):
+            if slot >= self.num_slots or self._handle[slot] != handle:
+                raise BlockError(
+                    f"request {handle} is not known: released already, or never admitted"
+                )
+        return slots
+
+    def living(self) -> Ints:
+        """The slots in use."""
+        return np.nonzero(self._handle >= 0)[0]
+
+    def refuse_twice(self, slots: Ints) -> None:
+        """Raises if a request is named twice."""
+        order = np.arange(len(slots))
+        self._mark[slots] = order
+        if (self._mark[slots] != order).any():
+            raise BlockError(f"{len(slots)} requests are named, {len(np.unique(slots))} are there")

@@ -1,0 +1,149 @@
+"""Table: the ids that every request has in one group, as one array.
+
+    slot     fixed      ring: logical block k at column fixed + (k - fixed) % ring
+    0      │ 12 13 │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
+    1      │  5  6 │  ·  ·  · 70 71 72 73 · │
+
+Full attention has fixed columns only, a window ring columns only, a window with a sink
+both. The ring is as wide as the longest stretch that was ever held, for any length.
+"""
+
+import numpy as np
+
+from kvstow.plan.blocklist import Blocks, Ints
+from kvstow.plan.group import Group
+from kvstow.plan.spec import Chunk, Encoder, Full, Retention, Sink, State, Window
+
+
+def first_seen(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints:
+    """Per request, the first block, sinks apart, that a token at `num_tokens` or later sees."""
+    match retention:
+        case Window(tokens) | Sink(_, tokens):
+            return np.maximum(num_tokens - tokens + 1, 0) // block_tokens
+        case Chunk(tokens):
+            return (num_tokens - num_tokens % tokens) // block_tokens
+        case Full() | Encoder() | State():
+            return np.zeros_like(num_tokens)
+
+
+def sink_blocks(retention: Retention, block_tokens: int) -> int:
+    """Blocks at the beginning that are held for good although a window moves on."""
+    return -(-retention.sink_tokens // block_tokens) if isinstance(retention, Sink) else 0
+
+
+class Table:
+    """Ids of logical blocks `[0, end)` of every request, less those it gave back."""
+
+    def __init__(self, group: Group) -> None:
+        self.block_tokens = group.block_tokens
+        self.retention = group.retention
+        self.moves = isinstance(group.retention, Window | Chunk | Sink)
+        self.fixed = sink_blocks(group.retention, group.block_tokens)
+        self.first = np.zeros(0, np.int64)
+        self.end = np.zeros(0, np.int64)
+        self._ids = np.zeros((0, self.fixed + 8), np.int64)
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for so many requests."""
+        grown = np.zeros((num_slots, self._ids.shape[1]), np.int64)
+        grown[: len(self._ids)] = self._ids
+        self._ids = grown
+        self.first = np.concatenate((self.first, np.zeros(num_slots - len(self.first), np.int64)))
+        self.end = np.concatenate((self.end, np.zeros(num_slots - len(self.end), np.int64)))
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    def held(self, slot: int) -> Ints:
+        """Logical blocks that the request holds, ascending."""
+        first, end = int(self.first[slot]), int(self.end[slot])
+        if not self.fixed or first <= self.fixed:
+            return np.arange(0 if self.fixed else first, end)
+        return np.concatenate((np.arange(min(self.fixed, end)), np.arange(first, end)))
+
+    def ids(self, slot: int, logical: Ints) -> Ints:
+        return self._ids[slot, self._columns(logical)]
+
+    def all_ids(self, slot: int) -> Ints:
+        """Ids of everything that the request holds, by logical block."""
+        if not self.moves:
+            return self._ids[slot, : self.end[slot]].copy()
+        return self.ids(slot, self.held(slot))
+
+    def blocks(self, slot: int) -> Blocks:
+        logical = self.held(slot)
+        return Blocks(self.ids(slot, logical), logical)
+
+    def last_ids(self, slots: Ints) -> Ints:
+        """The id of each request's last block, 0 where there is none."""
+        last = self.end[slots] - 1
+        ids = self._ids[slots, self._columns(np.maximum(last, 0))]
+        return ids if len(last) == 0 or last.min() >= 0 else np.where(last < 0, 0, ids)
+
+    # ── changes ───────────────────────────────────────────────────────────────────
+
+    def open(self, slot: int, first: int, end: int) -> None:
+        """Begin a request that has blocks `[first, end)`, and sinks before them."""
+        self.first[slot] = first
+        self.end[slot] = end
+        self._widen(end, end - first)
+
+    def write(self, slot: int, logical: Ints, ids: Ints) -> None:
+        self._ids[slot, self._columns(logical)] = ids
+
+    def append(self, slot: int, ids: Ints) -> None:
+        """Add blocks behind the last one."""
+        end = int(self.end[slot])
+        self._widen(end + len(ids), end + len(ids) - int(self.first[slot]))
+        self.write(slot, np.arange(end, end + len(ids)), ids)
+        self.end[slot] = end + len(ids)
+
+    def append_one_each(self, slots: Ints, ids: Ints) -> None:
+        """Add one block to each request, each named once."""
+        end = self.end[slots]
+        self._widen(int(end.max()) + 1, int((end - self.first[slots]).max()) + 1)
+        self._ids[slots, self._columns(end)] = ids
+        self.end[slots] = end + 1
+
+    def replace_last(self, slot: int, row: int) -> None:
+        self.write(slot, self.end[slot : slot + 1] - 1, np.array([row]))
+
+    def slide(self, slots: Ints, num_tokens: Ints) -> Ints:
+        """Give up what no token at `num_tokens` or later sees; its ids."""
+        seen = first_seen(self.retention, num_tokens, self.block_tokens)
+        seen = np.minimum(np.maximum(seen, self.fixed), self.end[slots])
+        moved = np.nonzero(seen > self.first[slots])[0]
+        if not len(moved):
+            return moved
+        slots, seen = slots[moved], seen[moved]
+        first = np.maximum(self.first[slots], self.fixed)
+        gone = seen - first
+        self.first[slots] = seen
+        if gone.max() == 1:
+            one = gone == 1
+            return self._ids[slots[one], self._columns(first[one])]
+        lines = np.repeat(slots, gone)
+        steps = np.arange(int(gone.sum())) - np.repeat(gone.cumsum() - gone, gone)
+        return self._ids[lines, self._columns(np.repeat(first, gone) + steps)]
+
+    def _columns(self, logical: Ints) -> Ints:
+        if not self.moves:
+            return logical
+        ring = self._ids.shape[1] - self.fixed
+        if not self.fixed:
+            return logical % ring
+        return np.where(logical < self.fixed, logical, self.fixed + (logical - self.fixed) % ring)
+
+    def _widen(self, end: int, stretch: int) -> None:
+        """Make room for a request that holds so many blocks, or a stretch of them."""
+        needed = self.fixed + stretch if self.moves else end
+        width = self._ids.shape[1]
+        if needed <= width:
+            return
+        before, slots = self._ids, np.nonzero(self.end > 0)[0]
+        columns = [self._columns(self.held(int(slot))) for slot in slots]
+        self._ids = np.zeros((len(before), max(needed, 2 * width)), np.int64)
+        if not self.moves:
+            self._ids[:, :width] = before
+            return
+        for slot, column in zip(slots.tolist(), columns, strict=True):
+            self.write(slot, self.held(slot), before[slot, column])

@@ -1,0 +1,51 @@
+"""Small layouts for tests of pools and ledgers: few slabs, so that everything runs out."""
+
+from dataclasses import replace
+
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.spec import Chunk, Encoder, LayerSpec, Retention, Sink, State, Window
+from planning import attention, recurrent
+
+
+def state(name: str, *, tokens: int = 4, checkpoints: int = 0, channels: int = 64) -> LayerSpec:
+    layer = recurrent(name, channels=channels)
+    return replace(layer, block_tokens=tokens, retention=State(checkpoints=checkpoints))
+
+
+def layer(name: str, retention: Retention | None = None, *, tokens: int = 2, dim: int = 32) -> LayerSpec:
+    return attention(name, tokens=tokens, dim=dim, retention=retention)
+
+
+ALONE = (layer("a"), layer("b"))
+HYBRID = (layer("a"), layer("b", Window(5)), layer("c", Window(5)), layer("d", Window(5)))
+RECURRENT = (layer("a"), state("b"), state("c"))
+CHECKPOINTED = (layer("a"), state("b", checkpoints=2))
+MIXED = (
+    layer("a", tokens=4),
+    layer("b", Window(6), tokens=2, dim=48),
+    layer("c", Chunk(4), tokens=2, dim=80),
+    layer("d", Sink(3, 4), tokens=1, dim=16),
+    layer("e", Encoder(3), tokens=2),
+)
+WINDOWS = (layer("a", Window(3), tokens=2), layer("b", Window(3), tokens=2))
+
+
+def packed_layout(layers: tuple[LayerSpec, ...], num_slabs: int) -> Layout:
+    return packed(grouped(layers), num_slabs=num_slabs)
+
+
+def layouts() -> dict[str, Layout]:
+    """Layouts by name, of every kind of sharing."""
+    return {
+        "alone": packed_layout(ALONE, 12),
+        "hybrid": packed_layout(HYBRID, 9),
+        "recurrent": packed_layout(RECURRENT, 6),
+        "checkpointed": packed_layout(CHECKPOINTED, 6),
+        "mixed": packed_layout(MIXED, 9),
+        "windows": packed_layout(WINDOWS, 9),
+        "union": union(grouped(HYBRID), num_slabs=24),
+        "separate": separate(grouped(HYBRID), num_slabs=6, context_tokens=8),
+        "two": packed_layout(HYBRID, 2),
+    }
