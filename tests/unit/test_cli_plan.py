@@ -238,7 +238,7 @@ def test_notes_of_the_model_go_to_stderr(tmp_path):
         (["llama-3.1-8b", "--memory", "3MB"], 1, ["3000000", "2097152", "hint:"]),
         (["llama-3.1-8b", "--tp", "3"], 1, ["error:", "3"]),
         (["llama-3.1-8b", "--pp", "33"], 1, ["32", "33", "hint:"]),
-        (["llama-3.1-8b", "--kv-dtype", "fp9"], 1, ["fp9", "hint:"]),
+        (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason_and_no_data(arguments, code, words):

@@ -19,7 +19,10 @@ File = Annotated[
 
 
 def check(file: File, json: options.Json = False) -> None:
-    """Verify a manifest against the laws; exit code 1 if it breaks one or is none."""
+    """Verify a manifest against the laws.
+
+    Exit code 1 if it breaks one, or is no manifest.
+    """
     from kvstow.plan.manifest import decode
 
     data = _content(file)

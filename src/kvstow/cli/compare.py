@@ -24,7 +24,7 @@ def compare(
     align: options.Align = None,
     json: options.Json = False,
 ) -> None:
-    """The layouts of a model under every order and packing, side by side."""
+    """Every order and packing of a model, side by side."""
     deployment = Deployment(
         model=model,
         tp=tp,

@@ -92,10 +92,13 @@ def served(deployment: Deployment) -> Served:
     """Read the model. Says on stderr what was assumed; ends with 2 on contradictory options."""
     from kvstow.plan.group import grouped
     from kvstow.plan.models import load_model, model_layers
+    from kvstow.plan.models.precision import precision
 
     _check(deployment)
     try:
         config = load_model(deployment.model)
+        if deployment.kv_dtype is not None and deployment.kv_dtype.lower() != "auto":
+            precision(deployment.kv_dtype)
     except ModelError as error:
         refuse(str(error), code=MISUSED)
     model = model_layers(

@@ -22,6 +22,7 @@ _UNITS = {"": 1, "b": 1} | {
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _SIZE_HINT = "hint: for example 20GiB, 512MB, 1.5TiB or 1073741824"
 _SIZE_LIMIT = 1 << 63
+_USUAL = Alignment()
 
 
 def size(text: str) -> int:
@@ -44,8 +45,7 @@ def alignment(wishes: Iterable[str]) -> Alignment:
     A bare size is one for pages, and so for rows. The base becomes a multiple of all of
     them: an offset in the arena is only as aligned as the arena is.
     """
-    usual = Alignment()
-    asked = {"page": usual.page, "row": usual.row, "base": usual.base}
+    asked = {"page": _USUAL.page, "row": _USUAL.row, "base": _USUAL.base}
     demands: list[Demand] = []
     for wish in wishes:
         what, _, text = wish.rpartition("=")
@@ -117,7 +117,7 @@ Align = Annotated[
         metavar="[WHAT=]SIZE",
         help="Where pages start; with page=, row=, base= or a pattern of layer names and = in "
         "front, where those do. May be given several times.",
-        show_default="page=16 row=256 base=4096",
+        show_default=f"page={_USUAL.page} row={_USUAL.row} base={_USUAL.base}",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

@@ -25,7 +25,7 @@ def plan(
     manifest: options.ManifestFile = None,
     json: options.Json = False,
 ) -> None:
-    """The layout of a model: groups, rows, slabs, what a transfer needs, what fits."""
+    """The layout of a model, what it costs and what fits."""
     deployment = Deployment(
         model=model,
         tp=tp,
