@@ -101,10 +101,10 @@ def pairs(
     """Every pair of listed blocks with tokens in common; and the pairs `(destination
     logical block, first token, end token)` for which the source lists no block."""
     s_span, d_span = spans
-    wanted = (destination.index + 1) * d_span > tokens.first
-    wanted &= destination.index * d_span < tokens.end
-    lo = np.maximum(destination.index[wanted] * d_span, tokens.first)
-    hi = np.minimum((destination.index[wanted] + 1) * d_span, tokens.end)
+    lo = np.maximum(destination.index * d_span, tokens.first)
+    hi = np.minimum((destination.index + 1) * d_span, tokens.end)
+    wanted = lo < hi
+    lo, hi = lo[wanted], hi[wanted]
     first = lo // s_span
     counts = -(-hi // s_span) - first
     row = np.repeat(np.arange(len(lo)), counts)

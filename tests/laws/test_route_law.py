@@ -1,0 +1,222 @@
+"""Law 4: a route carries every byte that both sides hold to its place exactly once.
+
+It runs over padding and unfilled slots of the request's own rows where that joins two
+copies, touches nothing else, and its number of copies is minimal.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import strategies
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Layout
+from kvstow.plan.moves import Moves
+from kvstow.plan.route import Route, route
+from kvstow.plan.sources import sources
+from kvstow.plan.spec import Encoder, Sink, State
+from strategies import Bytes, group_bytes, own_bytes, value
+
+LARGEST_ARENA = 1 << 21
+
+quick = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much,
+                           HealthCheck.data_too_large],
+)  # fmt: skip
+
+
+class Side:
+    """A layout, a request's blocks in it, and their bytes."""
+
+    def __init__(self, layout: Layout, blocks: Mapping[int, Blocks]) -> None:
+        self.layout, self.blocks = layout, blocks
+        self.bytes = {g: group_bytes(layout, g, blocks[g]) for g in blocks}
+
+    def filled(self) -> np.ndarray:
+        """An arena of 0xA5 with the request's field bytes in their places."""
+        arena = np.full(self.layout.nbytes, 0xA5, np.uint8)
+        for held in self.bytes.values():
+            arena[held.address] = value(held.layer, held.number)
+        return arena
+
+
+class Case:
+    """What a route between two groups has to do, byte by byte."""
+
+    def __init__(self, source: Side, destination: Side, groups: tuple[int, int],
+                 tokens: tuple[int, int], exact: bool) -> None:  # fmt: skip
+        s, d = source.bytes[groups[0]], destination.bytes[groups[1]]
+        retention = destination.layout.groups[groups[1]].group.retention
+        first, end = tokens
+        if isinstance(retention, State):
+            first, end = 0, min(1, end)
+        if isinstance(retention, Encoder):
+            first, end = 0, retention.tokens if end else 0
+        wanted = (d.first_token < end) & (d.end_token > first) & (first < end)
+        s_at, d_at = matched(s, d[wanted])
+        self.source_at, self.destination_at = s.address[s_at], d[wanted].address[d_at]
+        self.free = tuple(
+            free(side, group, held, len(held.address) and (held.first_token < end) | exact)
+            for side, group, held in zip((source, destination), groups, (s, d), strict=True)
+        )
+
+    def fewest(self) -> int:
+        """Maximal runs in which both sides advance together, joined over free bytes."""
+        if not len(self.source_at):
+            return 0
+        order = np.argsort(self.destination_at)
+        s, d = self.source_at[order], self.destination_at[order]
+        step = np.diff(s)
+        together = (step == np.diff(d)) & (step > 0)
+        for at, free_bytes in ((s, self.free[0]), (d, self.free[1])):
+            sums = np.concatenate([[0], np.cumsum(free_bytes)])
+            free_between = sums[at[1:]] - sums[np.minimum(at[:-1] + 1, at[1:])]
+            together &= free_between == at[1:] - at[:-1] - 1
+        return 1 + int((~together).sum())
+
+
+def free(side: Side, group: int, held: Bytes, filled: object) -> np.ndarray:
+    mask = own_bytes(side.layout, group, side.blocks[group])
+    if len(held.address):
+        mask[held.address[filled]] = False
+    return mask
+
+
+def matched(s: Bytes, d: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of places of the same logical byte."""
+    known = {key: i for i, key in enumerate(zip(s.layer.tolist(), s.number.tolist(), strict=True))}
+    pairs = [
+        (known[key], j)
+        for j, key in enumerate(zip(d.layer.tolist(), d.number.tolist(), strict=True))
+        if key in known
+    ]
+    both = np.array(pairs, np.int64).reshape(-1, 2)  # fmt: skip
+    return both[:, 0], both[:, 1]
+
+
+def crossings(way: Route) -> list[tuple[int, int]]:
+    return [crossing.groups for crossing in way.crossings]
+
+
+def run(moves: Moves, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+    """Executes the moves; returns how often each destination byte was written."""
+    written = np.zeros(len(destination), np.int64)
+    for s, d, n in zip(moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist(),
+                       strict=True):  # fmt: skip
+        assert 0 <= s < s + n <= len(source)
+        assert 0 <= d < d + n <= len(destination)
+        destination[d : d + n] = source[s : s + n]
+        written[d : d + n] += 1
+    return written
+
+
+def touched(moves: Moves, nbytes: int) -> np.ndarray:
+    mask = np.zeros(nbytes, np.bool_)
+    for s, n in zip(moves.source.tolist(), moves.nbytes.tolist(), strict=True):
+        mask[s : s + n] = True
+    return mask
+
+
+def sides(data: st.DataObject, most_tokens: int, tps: st.SearchStrategy[int] = strategies.TP):
+    """One model served twice, one rank of each, a request on both."""
+    model = data.draw(strategies.models())
+    num_tokens = data.draw(st.integers(0, 2 * most_tokens))
+    found = []
+    for _ in range(2):
+        how = data.draw(strategies.served(model, tps=tps, most_tokens=most_tokens))
+        ranks = data.draw(st.integers(0, how.tp - 1)), data.draw(st.integers(0, how.pp - 1))
+        layout = how.layout(model, *ranks, num_tokens)
+        assume(layout.nbytes <= LARGEST_ARENA)
+        found.append((how, layout))
+    return model, num_tokens, found
+
+
+def lists(data: st.DataObject, layout: Layout, num_tokens: int) -> dict[int, Blocks]:
+    return data.draw(strategies.listed(layout, num_tokens))
+
+
+@quick
+@given(st.data())
+def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObject) -> None:
+    _, num_tokens, ((_, a), (_, b)) = sides(data, 16)
+    source, destination = (Side(x, lists(data, x, num_tokens)) for x in (a, b))
+    exact = data.draw(st.booleans())
+    start = data.draw(st.integers(0, num_tokens))
+    way = route(a, b)
+    moves = way.moves(source.blocks, destination.blocks, num_tokens, exact=exact,
+                      start_token=start)  # fmt: skip
+    here = source.filled()
+    there = np.random.default_rng(0).integers(0, 256, b.nbytes, np.uint8)
+    before = there.copy()
+    written = run(moves, here, there)
+    expected, may_change = before.copy(), np.zeros(b.nbytes, np.bool_)
+    may_read = np.zeros(a.nbytes, np.bool_)
+    fewest = 0
+    for groups in crossings(way):
+        case = Case(source, destination, groups, (start, num_tokens), exact)
+        expected[case.destination_at] = here[case.source_at]
+        may_change |= case.free[1]
+        may_change[case.destination_at] = True
+        may_read |= case.free[0]
+        may_read[case.source_at] = True
+        assert (written[case.destination_at] == 1).all()
+        fewest += case.fewest()
+    assert written.max(initial=0) <= 1
+    assert not (written > 0)[~may_change].any()
+    assert not touched(moves, a.nbytes)[~may_read].any()
+    strict = ~may_change
+    for groups in crossings(way):
+        strict[Case(source, destination, groups, (start, num_tokens), exact).destination_at] = True
+    assert (there[strict] == expected[strict]).all()
+    assert len(moves) == fewest
+
+
+@quick
+@given(st.data())
+def test_all_sources_together_write_every_byte_exactly_once(data: st.DataObject) -> None:
+    model, num_tokens, ((how, _), (_, b)) = sides(data, 8)
+    destination = Side(b, lists(data, b, num_tokens))
+    peers = [how.layout(model, r, p, num_tokens) for p in range(how.pp) for r in range(how.tp)]
+    assume(sum(peer.nbytes for peer in peers) <= LARGEST_ARENA)
+    there = np.random.default_rng(0).integers(0, 256, b.nbytes, np.uint8)
+    written = np.zeros(b.nbytes, np.int64)
+    turn = data.draw(st.integers(0, 3))
+    for source in sources(peers, b, turn=turn):
+        side = Side(peers[source.index], lists(data, peers[source.index], num_tokens))
+        moves = source.route.moves(side.blocks, destination.blocks, num_tokens, exact=True)
+        written += run(moves, side.filled(), there)
+    for g, held in destination.bytes.items():
+        retention = b.groups[g].group.retention
+        end = (min(1, num_tokens) if isinstance(retention, State) else
+               retention.tokens * (num_tokens > 0) if isinstance(retention, Encoder)
+               else num_tokens)  # fmt: skip
+        mine = held[held.first_token < end]
+        if not hasattr(retention, "tokens") or isinstance(retention, Encoder | Sink):
+            assert (written[mine.address] == 1).all()
+        arrived = mine[written[mine.address] > 0]
+        assert (there[arrived.address] == value(arrived.layer, arrived.number)).all()
+    assert written.max(initial=0) <= 1
+
+
+@quick
+@given(st.data())
+def test_equal_layouts_take_one_move_per_strip_and_run_of_blocks(data: st.DataObject) -> None:
+    model = data.draw(strategies.models())
+    num_tokens = data.draw(st.integers(1, 40))
+    how = data.draw(strategies.served(model, most_tokens=8))
+    layout = how.layout(model, 0, 0, num_tokens)
+    assume(layout.nbytes <= LARGEST_ARENA)
+    ours, theirs = (lists(data, layout, num_tokens) for _ in range(2))
+    theirs = {g: Blocks(theirs[g].ids[-len(ours[g]):] if len(theirs[g]) >= len(ours[g])
+                        else ours[g].ids, ours[g].index) for g in ours}  # fmt: skip
+    most = 0
+    for g, blocks in ours.items():
+        pairs = sorted(zip(blocks.ids.tolist(), theirs[g].ids.tolist(), strict=True))
+        neighbours = sum((a[0] + 1, a[1] + 1) == b for a, b in pairwise(pairs))
+        most += (len(pairs) - neighbours) * len(layout.footprints[g].strips)
+    assert len(route(layout, layout).moves(ours, theirs, num_tokens)) <= most

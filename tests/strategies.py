@@ -1,0 +1,346 @@
+"""Random models, split over ranks, laid out and handed to requests; and a byte oracle.
+
+The oracle knows the address law only: it lists, byte by byte, which logical byte of the
+model (layer, field, head, state, place in the field) lies where.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvstow.plan.align import Alignment, Site
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.group import Group, grouped
+from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.spec import (
+    Chunk,
+    DType,
+    Encoder,
+    Extent,
+    Field,
+    Full,
+    LayerSpec,
+    Retention,
+    Sink,
+    State,
+    Window,
+)
+
+PACKS = {"packed": packed, "union": union, "separate": separate}
+
+# ── models ────────────────────────────────────────────────────────────────────────────
+
+
+def share(units: int, rank: int, size: int) -> tuple[int, int]:
+    """Contiguous and nearly even; the same unit on several ranks where there are too few."""
+    lo = rank * units // size
+    return lo, max(lo + 1, (rank + 1) * units // size)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer of the whole model. `parts` are sub-projections of a recurrent layer."""
+
+    retention: Retention
+    heads: int
+    fields: tuple[tuple[str, DType, int], ...]
+    state_tokens: int = 1
+    parts: tuple[int, ...] = ()
+    align: int = 1
+
+    def spec(self, name: str, tp: tuple[int, int], states: int) -> LayerSpec:
+        """One rank's part of it."""
+        if self.parts:
+            return self._recurrent(name, tp)
+        return LayerSpec(
+            name=name,
+            retention=self.retention,
+            block_tokens=states * self.state_tokens,
+            states=states,
+            heads=Extent("head", self.heads, (share(self.heads, *tp),)),
+            fields=tuple(Field(field, dtype, (Extent.whole("content", size),))
+                         for field, dtype, size in self.fields),
+            align=self.align,
+        )  # fmt: skip
+
+    def _recurrent(self, name: str, tp: tuple[int, int]) -> LayerSpec:
+        pieces: list[tuple[int, int]] = []
+        start = 0
+        for units in self.parts:
+            lo, hi = share(units, *tp)
+            pieces.append((start + lo, start + hi))
+            start += units
+        heads = Extent("ssm_head", self.heads, (share(self.heads, *tp),))
+        return LayerSpec(
+            name=name,
+            retention=State(),
+            block_tokens=32,
+            states=1,
+            heads=Extent.whole("head", 1),
+            fields=(
+                Field("conv", DType.BFLOAT16,
+                      (Extent("channel", start, tuple(pieces)), Extent.whole("tap", 2))),
+                Field("ssm", DType.FLOAT32, (heads, Extent.whole("state", 2))),
+            ),
+            align=self.align,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """How one side serves a model: ranks, tokens per block by retention, order, packing."""
+
+    tp: int
+    pp: int
+    states: Mapping[Retention, int]
+    order: str
+    pack: str
+    alignment: Alignment
+
+    def layers(self, kinds: tuple[Kind, ...], tp_rank: int, pp_rank: int) -> list[LayerSpec]:
+        """One rank's layers. Tokens per block are a multiple of what any state stands for."""
+        lo, hi = share(len(kinds), pp_rank, self.pp)
+        return [
+            kind.spec(f"layers.{i}", (tp_rank, self.tp), self._states(kinds, kind))
+            for i, kind in enumerate(kinds)
+            if lo <= i < hi
+        ]
+
+    def _states(self, kinds: tuple[Kind, ...], kind: Kind) -> int:
+        step = np.lcm.reduce([k.state_tokens for k in kinds if k.retention == kind.retention])
+        return int(step) * self.states.get(kind.retention, 1) // kind.state_tokens
+
+    def layout(
+        self, kinds: tuple[Kind, ...], tp_rank: int, pp_rank: int, num_tokens: int
+    ) -> Layout:
+        """One rank's layout, with room for a request of `num_tokens` and some more."""
+        groups = grouped(self.layers(kinds, tp_rank, pp_rank))
+        site = Site(model="random", order=self.order, tp=(tp_rank, self.tp),
+                    pp=(pp_rank, self.pp), alignment=self.alignment)  # fmt: skip
+        pack = PACKS[self.pack]
+        small = pack(groups, num_slabs=2, site=site)
+        slabs = 2 + sum(
+            -(-blocks_of(rows.group, num_tokens) // rows.rows_per_slab) for rows in small.groups
+        )
+        return pack(groups, num_slabs=slabs, site=site)
+
+
+def blocks_of(group: Group, num_tokens: int) -> int:
+    match group.retention:
+        case State():
+            return 1
+        case Encoder(tokens):
+            return -(-tokens // group.block_tokens)
+        case _:
+            return -(-num_tokens // group.block_tokens)
+
+
+SIZES = st.sampled_from([1, 2, 2, 3, 4, 6, 8])
+TP = st.sampled_from([1, 2, 3, 4, 6, 8])
+RETENTIONS = st.one_of(
+    st.just(Full()), st.builds(Window, st.integers(1, 12)), st.builds(Chunk, st.integers(1, 12)),
+    st.builds(Sink, st.integers(1, 4), st.integers(1, 8)), st.builds(Encoder, st.integers(1, 9)),
+)  # fmt: skip
+DTYPES = st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3, DType.INT4])
+
+
+@st.composite
+def kinds(draw: st.DrawFn, retention: Retention) -> Kind:
+    shape = draw(st.sampled_from(["kv", "kv", "scaled", "latent", "recurrent"]))
+    align = draw(st.sampled_from([1, 1, 4, 12]))
+    if shape == "recurrent":
+        parts = tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
+        return Kind(State(), draw(SIZES), (), parts=parts, align=align)
+    dtype = draw(DTYPES)
+    size = 2 * draw(st.sampled_from([1, 2, 3]))
+    fields = [("k", dtype, size), ("v", dtype, size)]
+    if shape == "scaled":
+        fields += [("k_scale", DType.FLOAT32, 1), ("v_scale", DType.UINT8, 1)]
+    if shape == "latent":
+        state_tokens = draw(st.sampled_from([1, 1, 2, 4]))
+        return Kind(retention, 1, (("latent", dtype, size),), state_tokens, align=align)
+    return Kind(retention, draw(SIZES), tuple(fields), align=align)
+
+
+@st.composite
+def models(draw: st.DrawFn, *, most_layers: int = 5) -> tuple[Kind, ...]:
+    retentions = draw(st.lists(RETENTIONS, min_size=1, max_size=2, unique=True))
+    found: list[Kind] = []
+    while len(found) < most_layers and (not found or draw(st.booleans())):
+        if found and draw(st.booleans()):
+            found.append(found[-1])
+        else:
+            found.append(draw(kinds(draw(st.sampled_from(retentions)))))
+    return tuple(found)
+
+
+ALIGNMENTS = st.builds(
+    Alignment,
+    page=st.sampled_from([1, 4, 16]),
+    row=st.sampled_from([1, 8, 64]),
+    base=st.just(64),
+)
+
+
+@st.composite
+def served(
+    draw: st.DrawFn, model: tuple[Kind, ...], *, tps: st.SearchStrategy[int] = TP,
+    most_tokens: int = 64
+) -> Served:  # fmt: skip
+    tokens = st.one_of(st.sampled_from([1, 2, 3, 4]), st.integers(1, most_tokens))
+    return Served(
+        tp=draw(tps),
+        pp=draw(st.integers(1, min(4, len(model)))),
+        states={kind.retention: draw(tokens) for kind in model},
+        order=draw(st.sampled_from(ORDERS)),
+        pack=draw(st.sampled_from(sorted(PACKS))),
+        alignment=draw(ALIGNMENTS),
+    )
+
+
+# ── requests ──────────────────────────────────────────────────────────────────────────
+
+
+def first_block(group: Group, num_tokens: int, spare: int) -> int:
+    """The first logical block that a windowed group lists, `spare` more than it needs."""
+    match group.retention:
+        case Window(tokens):
+            first = max(0, num_tokens - tokens + 1)
+        case Chunk(tokens):
+            first = num_tokens - num_tokens % tokens
+        case _:
+            first = 0
+    return max(0, min(first, max(0, num_tokens - 1)) // group.block_tokens - spare)
+
+
+@st.composite
+def listed(draw: st.DrawFn, layout: Layout, num_tokens: int) -> dict[int, Blocks]:
+    """Blocks for a request: slabs dealt to groups, ids in them mixed or in order."""
+    found: dict[int, Blocks] = {}
+    random = draw(st.randoms(use_true_random=False))
+    for members in layout.sharing:
+        slabs = list(range(1, layout.num_slabs))
+        if draw(st.booleans()):
+            random.shuffle(slabs)
+        for g in members:
+            rows = layout.groups[g]
+            count = blocks_of(rows.group, num_tokens)
+            need = -(-count // rows.rows_per_slab)
+            mine, slabs = (slabs[:need], slabs[need:]) if len(members) > 1 else (slabs, slabs)
+            ids = [s * rows.rows_per_slab + r for s in mine for r in range(rows.rows_per_slab)]
+            if draw(st.booleans()):
+                random.shuffle(ids)
+            index = np.arange(count, dtype=np.int64)
+            keep = index >= first_block(rows.group, num_tokens, draw(st.integers(0, 2)))
+            found[g] = Blocks(np.array(ids[:count], np.int64)[keep], index[keep])
+    return found
+
+
+# ── the oracle ────────────────────────────────────────────────────────────────────────
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def coordinates(extent: Extent, per_unit: int = 1) -> Ints:
+    """Of each unit held, its place on the whole axis."""
+    return np.concatenate(
+        [np.arange(lo // per_unit, hi // per_unit, dtype=np.int64) for lo, hi in extent.pieces]
+    )
+
+
+def field_bytes(
+    layout: Layout, layer: str, name: str, block: int, logical: int
+) -> tuple[Ints, Ints, Ints]:
+    """Of each byte of a field in one block: where it lies, what it is, its global state.
+
+    What it is: one number for (field, head, place in the whole field, state).
+    """
+    _, spec, _ = layout.layers[layer]
+    field, view = spec.field(name), layout.field(layer, name)
+    address = np.array(view.offset + block * view.axis("block").stride, np.int64)
+    number = np.array(0, np.int64)
+    states = logical * spec.states + np.arange(spec.states)
+    axes = [("head", spec.heads.total, coordinates(spec.heads), view.axes[1].stride)]
+    for k, extent in enumerate(field.axes):
+        per_unit = field.dtype.per_unit if k == len(field.axes) - 1 else 1
+        axes.append((extent.name, extent.total // per_unit, coordinates(extent, per_unit),
+                     view.axes[3 + k].stride))  # fmt: skip
+    axes.append(("byte", field.dtype.unit, np.arange(field.dtype.unit), 1))
+    for _, total, places, stride in axes:
+        address = address[..., None] + np.arange(len(places)) * stride
+        number = number[..., None] * total + places
+    address = address[..., None] + np.arange(spec.states) * view.axes[2].stride
+    which = sorted(f.name for f in spec.fields).index(name)
+    number = (which << 56) + number[..., None] * (1 << 20) + states
+    state = np.broadcast_to(states, address.shape)
+    return address.ravel(), number.ravel(), state.ravel()
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of a request in one group: where, which layer, what, and of which tokens."""
+
+    address: Ints
+    layer: Ints
+    number: Ints
+    first_token: Ints
+    end_token: Ints
+
+    def __getitem__(self, which: object) -> "Bytes":
+        return Bytes(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+def group_bytes(layout: Layout, group: int, blocks: Blocks) -> Bytes:
+    """Every field byte of the listed blocks."""
+    rows: list[tuple[Ints, ...]] = []
+    for spec in layout.groups[group].group.layers:
+        span = 1 if isinstance(spec.retention, State) else spec.block_tokens // spec.states
+        for field in spec.fields:
+            for block, logical in zip(blocks.ids.tolist(), blocks.index.tolist(), strict=True):
+                address, number, state = field_bytes(layout, spec.name, field.name, block, logical)
+                layer = np.full(len(address), int(spec.name.split(".")[1]), np.int64)
+                rows.append((address, layer, number, state * span, (state + 1) * span))
+    if not rows:
+        return Bytes(*(np.empty(0, np.int64) for _ in range(5)))
+    return Bytes(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+
+
+def value(layer: Ints, number: Ints) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """What a logical byte contains: a function of what it is."""
+    mixed = (number.astype(np.uint64) * np.uint64(131) + layer.astype(np.uint64)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    return (mixed >> np.uint64(56)).astype(np.uint8)
+
+
+def own_bytes(
+    layout: Layout, group: int, blocks: Blocks
+) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    """Per byte of the arena, whether it lies in the listed rows or in padding between two
+    neighbouring ones that no other block can ever use at the same time."""
+    mine = np.zeros(layout.nbytes, np.bool_)
+    for block in blocks.ids.tolist():
+        for run in layout.runs(group, block):
+            mine[run.offset : run.end] = True
+    for a, b in pairwise(sorted(blocks.ids.tolist())):
+        if b == a + 1:
+            for one, other in zip(layout.runs(group, a), layout.runs(group, b), strict=True):
+                if not any(lo < other.offset and hi > one.end
+                           for lo, hi in foreign_runs(layout, group, a)):  # fmt: skip
+                    mine[one.end : other.offset] = True
+    return mine
+
+
+def foreign_runs(layout: Layout, group: int, block: int) -> Iterator[tuple[int, int]]:
+    """Runs of all other blocks that may be in use while `block` is."""
+    partners = next(members for members in layout.sharing if group in members)
+    slab = block // layout.groups[group].rows_per_slab
+    for g, rows in enumerate(layout.groups):
+        for other in range(layout.num_blocks(g)):
+            shared = g in partners and g != group and other // rows.rows_per_slab == slab
+            if not shared:
+                yield from ((run.offset, run.end) for run in layout.runs(g, other))
