@@ -14,7 +14,9 @@ def state(name: str, *, tokens: int = 4, checkpoints: int = 0, channels: int = 6
     return replace(layer, block_tokens=tokens, retention=State(checkpoints=checkpoints))
 
 
-def layer(name: str, retention: Retention | None = None, *, tokens: int = 2, dim: int = 32) -> LayerSpec:
+def layer(
+    name: str, retention: Retention | None = None, *, tokens: int = 2, dim: int = 32
+) -> LayerSpec:
     return attention(name, tokens=tokens, dim=dim, retention=retention)
 
 

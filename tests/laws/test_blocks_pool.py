@@ -209,8 +209,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_balance(self) -> None:
-        if not hasattr(self, "pool"):
-            return
         self.pool.check()
         for g in range(len(self.sets.layout.groups)):
             holds = self.pool.holds(g, np.arange(self.sets.layout.num_blocks(g)))
@@ -220,16 +218,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_slab_has_one_owner(self) -> None:
-        if not hasattr(self, "pool"):
-            return
         owners: dict[tuple[int, int], int] = {}
         for row in self.sets.used():
             assert owners.setdefault(self.sets.slab(row), row[0]) == row[0]
 
     @invariant()
     def rows_in_use_keep_their_generation(self) -> None:
-        if not hasattr(self, "pool"):
-            return
         for group, block in self.sets.used():
             assert self.pool.generations[group][block] == self.tickets[group, block]
 

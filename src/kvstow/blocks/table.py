@@ -110,17 +110,16 @@ class Table:
     def slide(self, slots: Ints, num_tokens: Ints) -> Ints:
         """Give up what no token at `num_tokens` or later sees; its ids."""
         seen = first_seen(self.retention, num_tokens, self.block_tokens)
-        seen = np.minimum(np.maximum(seen, self.fixed), self.end[slots])
-        moved = np.nonzero(seen > self.first[slots])[0]
+        seen = np.minimum(seen, self.end[slots])
+        first = np.maximum(self.first[slots], self.fixed) if self.fixed else self.first[slots]
+        moved = np.nonzero(seen > first)[0]
         if not len(moved):
             return moved
-        slots, seen = slots[moved], seen[moved]
-        first = np.maximum(self.first[slots], self.fixed)
+        slots, seen, first = slots[moved], seen[moved], first[moved]
         gone = seen - first
         self.first[slots] = seen
         if gone.max() == 1:
-            one = gone == 1
-            return self._ids[slots[one], self._columns(first[one])]
+            return self._ids[slots, self._columns(first)]
         lines = np.repeat(slots, gone)
         steps = np.arange(int(gone.sum())) - np.repeat(gone.cumsum() - gone, gone)
         return self._ids[lines, self._columns(np.repeat(first, gone) + steps)]
