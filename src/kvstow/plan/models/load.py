@@ -11,6 +11,8 @@ from kvstow.plan.models.config import Config
 
 Source = str | Path | Mapping[str, object] | Config
 
+MAX_CONFIG_BYTES = 16 << 20
+
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 # Facts that released files leave out because their class has them as defaults.
@@ -73,7 +75,11 @@ def _from_file(path: Path) -> Config:
     path = path.expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
-        facts: object = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            data = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise ModelError(f"{file}: above {MAX_CONFIG_BYTES} bytes, no config.json is")
+        facts: object = json.loads(data)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
