@@ -129,7 +129,11 @@ class TransferError(KvstowError):
 
 
 class StoreError(KvstowError):
-    """An offload tier that refused, lost or dropped rows."""
+    """An offload tier that refused, lost or dropped rows; `blocks` are `(group, id)` pairs."""
+
+    def __init__(self, message: str, *, blocks: tuple[tuple[int, int], ...] = ()) -> None:
+        self.blocks = blocks
+        super().__init__(message)
 
 
 class BackendMissing(KvstowError):

@@ -1,0 +1,312 @@
+"""The disk tier: rows in preallocated files, an index in SQLite, a checksum on every row.
+
+    store   lease slots (index) → write rows → fdatasync → enter rows (index)
+    load    look up (index) → read slots → record and checksum must match → used
+
+Between the two transactions the slots belong to nobody's row, so a process may die anywhere. A
+reader takes no lock: if a slot was given to another row while it was being read, generation or
+checksum do not match, and that is a miss. Several processes may use one store.
+"""
+
+import json
+import logging
+import time
+from collections import Counter as Tally
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from kvstow.errors import StoreError
+from kvstow.offload import owner
+from kvstow.offload.ages import Ages
+from kvstow.offload.files import Files
+from kvstow.offload.heal import Dropped, Place
+from kvstow.offload.index import FREE, RETIRED, Entry, Found, Index, Write
+from kvstow.offload.policies import PolicyName, mark
+from kvstow.offload.record import Link, Record
+from kvstow.offload.room import Room
+from kvstow.offload.segments import Segments, Slotted
+from kvstow.offload.tier import (
+    Bools,
+    Bytes,
+    Counter,
+    Counts,
+    Usage,
+    checked_keys,
+    checked_rows,
+    firsts,
+)
+from kvstow.plan.layout import Layout
+
+log = logging.getLogger("kvstow.offload")
+
+LEASE_BYTES = 128 << 20
+"""A store call leases, writes and enters slots in parts of about so many bytes."""
+
+BEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Where rows stand in their sequences; tokens are theirs, as little-endian int32."""
+
+    links: Sequence[Link]
+    tokens: Sequence[bytes] = ()
+
+    def link(self, i: int) -> Link:
+        return self.links[i] if self.links else Link()
+
+    def block_tokens(self, i: int) -> bytes:
+        return self.tokens[i] if self.tokens else b""
+
+
+UNCHAINED = Chain(())
+
+
+class DiskTier:
+    """Rows of one layout in a directory, within `capacity` bytes of data files.
+
+    `layout` may be that of any arena whose rows are to be kept; the tier's own is the layout
+    that the directory states, and `layout=None` asks for just that. `dropped` says what was
+    lost when the store was opened after a crash.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, path: Path, layout: Layout | None = None, *, capacity: int | None = None,
+        policy: PolicyName = "lru", files: Files | None = None, threads: int = 4,
+    ) -> None:  # fmt: skip
+        self._place = Place(
+            path, layout, capacity=capacity, files=files or Files(), threads=threads
+        )
+        self.path = path
+        self.layout = self._place.layout
+        self.dropped: tuple[Dropped, ...] = self._place.dropped
+        for dropped in self.dropped:
+            log.warning("store %s: %s", path, dropped)
+        self._index: Index = self._place.index
+        self._segments: Segments = self._place.segments
+        self._ages = Ages(self._index, policy, self._segments.slots, self._place.max_segments)
+        self._room = Room(self._place, self._ages)
+        self._reading: tuple[Tally[int], ...] = tuple(Tally() for _ in self.layout.groups)
+        self._lock = Lock()
+        self._counter = Counter()
+        self._beaten = 0.0
+
+    def close(self) -> None:
+        """Write down what was used, and give up everything that is held."""
+        with self._index.write() as write:
+            self._ages.flush(write)
+            write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._place.owner)
+            write.tell("DELETE FROM owners WHERE id = ?", self._place.owner)
+        self._place.close()
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    @property
+    def index(self) -> Index:
+        return self._index
+
+    @property
+    def segments(self) -> Segments:
+        return self._segments
+
+    @property
+    def counts(self) -> Counts:
+        return self._counter.now
+
+    @property
+    def usage(self) -> Usage:
+        nbytes = len(self._index.segments()) * self._segments.segment_bytes
+        return Usage(rows=self._index.num_rows(), nbytes=nbytes, capacity=self._place.capacity)
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        return self._index.contains(group, checked_keys(self.layout, group, keys))
+
+    # ── store ─────────────────────────────────────────────────────────────────────
+
+    def store(
+        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], chain: Chain = UNCHAINED
+    ) -> Bools:
+        """Keep rows; which of them are kept now.
+
+        Rows for which there is no room are not kept. Raises StoreError when the medium or the
+        index fails; rows that were entered before stay.
+        """
+        checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
+        kept = self._index.contains(group, keys)
+        missing = firsts(keys, ~kept)
+        step = max(1, LEASE_BYTES // self._segments.slot_bytes[group])
+        done: set[bytes] = set()
+        for start in range(0, len(missing), step):
+            part = missing[start : start + step]
+            done |= self._store_part(group, [(keys[i], rows[i], chain, i) for i in part])
+        return kept | np.array([key in done for key in keys], bool)
+
+    def _store_part(
+        self, group: int, rows: Sequence[tuple[bytes, Bytes, Chain, int]]
+    ) -> set[bytes]:
+        places, first = self._room.lease(group, [mark(key) for key, *_ in rows], self._busy())
+        slotted = [
+            Slotted(at, self._record(group, key, first + n, chain.link(i)), row)
+            for n, (at, (key, row, chain, i)) in enumerate(zip(places, rows, strict=False))
+        ]
+        try:
+            records = self._segments.write(group, slotted)
+        except BaseException:
+            self._release(places, to=FREE)
+            raise
+        good = [(s.place, r, chain.block_tokens(i))
+                for s, r, (_, _, chain, i) in zip(slotted, records, rows, strict=False)
+                if isinstance(r, Record)]  # fmt: skip
+        entered = self._enter(group, good)
+        bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
+        if bad:
+            self._release(bad, to=FREE)
+            self._counter.add(Counts(failures=len(bad)))
+            raise StoreError(f"{self.path}: {len(bad)} of {len(rows)} rows were not written: "
+                             f"{next(iter(bad.values()))}")  # fmt: skip
+        return entered
+
+    def _record(self, group: int, key: bytes, generation: int, link: Link) -> Record:
+        return Record(
+            generation=generation, group=group, key=key, checksum=0, link=link,
+            row_bytes=self.layout.row_bytes(group),
+        )  # fmt: skip
+
+    def _enter(self, group: int, good: Sequence[tuple[int, Record, bytes]]) -> set[bytes]:
+        """Turn what is on the medium into rows; their keys."""
+        entries = [
+            Entry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent, tokens)
+            for at, r, tokens in good
+        ]
+        with self._index.write() as write:
+            entered = write.enter(group, entries, self._place.owner)
+            self._beat(write)
+        keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
+        nbytes = len(keys) * self.layout.row_bytes(group)
+        self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
+        return keys
+
+    def _release(self, places: Sequence[int] | dict[int, OSError], *, to: int) -> None:
+        with self._index.write() as write:
+            write.release(places, self._place.owner, to=to)
+
+    # ── load ──────────────────────────────────────────────────────────────────────
+
+    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        """Copy rows out; which of them were here, and whole.
+
+        A row whose bytes are not what they were is dropped, counted as a failure and noted
+        in the index; the caller sees a miss.
+        """
+        checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
+        found = self._index.find(group, keys)
+        wanted = [
+            Slotted(place, self._expected(group, keys[i], generation, checksum), rows[i])
+            for i, place, generation, checksum in found.rows()
+        ]
+        with self._pinned(group, found):
+            results = self._segments.read(group, wanted)
+        good = np.array([result is True for result in results], bool)
+        if not good.all():
+            self._dismiss(group, wanted, results)
+        self._count_load(group, len(keys), int(good.sum()))
+        if self._ages.use(group, found.place[good]):
+            with self._index.write() as write:
+                self._ages.flush(write)
+                self._beat(write)
+        mask = np.zeros(len(keys), bool)
+        mask[found.position[good]] = True
+        return mask
+
+    def _expected(self, group: int, key: bytes, generation: int, checksum: int) -> Record:
+        return Record(
+            generation=generation, group=group, key=key, checksum=checksum, link=Link(),
+            row_bytes=self.layout.row_bytes(group),
+        )  # fmt: skip
+
+    def _count_load(self, group: int, asked: int, loaded: int) -> None:
+        nbytes = loaded * self.layout.row_bytes(group)
+        self._counter.add(
+            Counts(hits=loaded, misses=asked - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
+        )
+
+    def _busy(self) -> list[set[int]]:
+        with self._lock:
+            return [{at for at, num in tally.items() if num} for tally in self._reading]
+
+    @contextmanager
+    def _pinned(self, group: int, found: Found) -> Generator[None]:
+        """Rows being read are not given up by this process."""
+        places = found.place.tolist()
+        tally = self._reading[group]
+        with self._lock:
+            tally.update(places)
+        try:
+            yield
+        finally:
+            with self._lock:
+                tally.subtract(places)
+                for at in places:
+                    if not tally[at]:
+                        del tally[at]
+
+    def _dismiss(
+        self, group: int, rows: Sequence[Slotted], results: Sequence[bool | OSError]
+    ) -> None:
+        """Drop rows that could not be read, unless they were replaced while we read."""
+        with self._index.write() as write:
+            for row, result in zip(rows, results, strict=True):
+                if result is True:
+                    continue
+                unreadable = isinstance(result, OSError)
+                still = write.ask("SELECT 1 FROM rows WHERE place = ? AND generation = ?",
+                                  row.place, row.record.generation)  # fmt: skip
+                if not still:
+                    continue
+                write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
+                why = f"cannot be read ({result})" if unreadable else "is not what was written"
+                what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
+                write.note(what, 1)
+                log.warning("store %s: %s", self.path, what)
+                self._counter.add(Counts(failures=1))
+
+    # ── evict ─────────────────────────────────────────────────────────────────────
+
+    def evict(self, group: int, keys: Sequence[bytes]) -> int:
+        found = self._index.find(group, checked_keys(self.layout, group, keys))
+        with self._index.write() as write:
+            count = write.drop(group, found.place.tolist())
+        self._ages.forget(group, found.place)
+        self._counter.add(Counts(evicted_rows=count))
+        return count
+
+    def prune(self, nbytes: int) -> int:
+        """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
+        count = self._room.shrink(nbytes)
+        self._counter.add(Counts(evicted_rows=count))
+        return count
+
+    def beat(self) -> None:
+        """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
+        with self._index.write() as write:
+            self._ages.flush(write)
+            self._beaten = 0.0
+            self._beat(write)
+
+    def _beat(self, write: Write) -> None:
+        now = time.monotonic()
+        if now - self._beaten >= BEAT_SECONDS:
+            self._beaten = now
+            counts = {**asdict(self.counts), "evicted_rows": self._evicted}
+            owner.beat(write, self._place.owner, json.dumps(counts))
+
+    @property
+    def _evicted(self) -> int:
+        return self.counts.evicted_rows + self._room.evicted

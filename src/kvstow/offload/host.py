@@ -1,0 +1,236 @@
+"""The host tier: an arena of the same rows in host memory, pinned when CUDA is there.
+
+A row is *reserved* while it is filled, then *kept*; one that is *held* is being read. Reserved
+and held rows are never given up.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstow.errors import StoreError
+from kvstow.memory.arena import Arena
+from kvstow.offload.image import pooled
+from kvstow.offload.numa import on_node
+from kvstow.offload.policies import Ints, Policy, PolicyName, mark, policy
+from kvstow.offload.slots import Slots
+from kvstow.offload.tier import (
+    Bools,
+    Bytes,
+    Counter,
+    Counts,
+    Usage,
+    checked_keys,
+    checked_rows,
+    firsts,
+)
+from kvstow.plan.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """Rows to be filled: key `keys[i]` gets row `ids[i]` of the tier's arena."""
+
+    group: int
+    keys: tuple[bytes, ...]
+    ids: Ints
+
+
+class HostTier:
+    """Rows of one layout in one host arena of at most `capacity` bytes."""
+
+    name = "host"
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        capacity: int,
+        policy_name: PolicyName = "lru",
+        numa_node: int | None = None,
+    ) -> None:
+        self.layout = pooled(layout, capacity)
+        with on_node(numa_node):
+            self.arena = Arena(self.layout, pinned=torch.cuda.is_available(), huge_pages=True)
+        self._slots = Slots(self.layout)
+        groups = range(len(self.layout.groups))
+        self._policies: tuple[Policy, ...] = tuple(
+            policy(policy_name, self.layout.num_blocks(g)) for g in groups
+        )
+        self._ids: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
+        self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)
+        self._lock = RLock()
+        self._counter = Counter()
+
+    def close(self) -> None:
+        self.arena.close()
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    @property
+    def counts(self) -> Counts:
+        return self._counter.now
+
+    @property
+    def usage(self) -> Usage:
+        with self._lock:
+            rows = [len(ids) for ids in self._ids]
+        nbytes = sum(n * self.layout.row_bytes(g) for g, n in enumerate(rows))
+        return Usage(rows=sum(rows), nbytes=nbytes, capacity=self.layout.nbytes)
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        ids = self._ids[group]
+        checked_keys(self.layout, group, keys)
+        with self._lock:
+            return np.fromiter((key in ids for key in keys), bool, len(keys))
+
+    def views(self, group: int, ids: Ints) -> list[Bytes]:
+        """The bytes of rows, in place."""
+        memory: npt.NDArray[np.uint8] = self.arena.bytes.numpy()
+        strip = self.layout.footprints[group].strips[0]
+        starts = (strip.offset + ids * strip.stride).tolist()
+        return [memory[start : start + strip.nbytes] for start in starts]
+
+    # ── filling ───────────────────────────────────────────────────────────────────
+
+    def reserve(self, group: int, keys: Sequence[bytes]) -> Reservation:
+        """Rows for those keys that are not here yet, each once; others are given up for them.
+
+        Fewer rows where everything else is in use. End it by `keep` or `abandon`.
+        """
+        checked_keys(self.layout, group, keys)
+        with self._lock:
+            absent = np.fromiter((key not in self._ids[group] for key in keys), bool, len(keys))
+            new = [keys[i] for i in firsts(keys, absent)]
+            ids = self._room(group, new)
+            self._slots.pins[group][ids] += 1
+            return Reservation(group, tuple(new[: len(ids)]), ids)
+
+    def keep(self, reservation: Reservation, filled: Bools | None = None) -> None:
+        """The rows hold what their keys say; those not `filled` are given back."""
+        group, ids = reservation.group, reservation.ids
+        done = np.ones(len(ids), bool) if filled is None else filled
+        with self._lock:
+            kept: list[int] = []
+            for key, row, good in zip(reservation.keys, ids.tolist(), done.tolist(), strict=True):
+                if good and key not in self._ids[group]:
+                    self._ids[group][key] = row
+                    self._keys[group][row] = key
+                    kept.append(row)
+            self._slots.pins[group][ids] -= 1
+            rows = np.array(kept, np.int64)
+            self._policies[group].size = max(1, self._slots.num_rows(group))
+            self._policies[group].insert(rows, [mark(self._keys[group][row]) for row in kept])
+            self._slots.touch(group, rows)
+            self._slots.give_back(group, np.setdiff1d(ids, rows))
+        nbytes = len(kept) * self.layout.row_bytes(group)
+        self._counter.add(Counts(stored_rows=len(kept), stored_bytes=nbytes))
+
+    def abandon(self, reservation: Reservation) -> None:
+        """The rows were not filled."""
+        self.keep(reservation, np.zeros(len(reservation.ids), bool))
+
+    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        checked_rows(self.layout, group, keys, rows)
+        reservation = self.reserve(group, keys)
+        where = {key: i for i, key in reversed(list(enumerate(keys)))}
+        try:
+            for key, view in zip(reservation.keys, self.views(group, reservation.ids), strict=True):
+                view[:] = rows[where[key]]
+        except BaseException:
+            self.abandon(reservation)
+            raise
+        self.keep(reservation)
+        return self.contains(group, keys)
+
+    # ── reading ───────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def held(self, group: int, keys: Sequence[bytes]) -> Generator[tuple[Bools, Ints]]:
+        """Which keys are here, and their rows, which stay as they are until the end."""
+        checked_keys(self.layout, group, keys)
+        with self._lock:
+            found = [self._ids[group].get(key) for key in keys]
+            mask = np.array([row is not None for row in found], bool)
+            ids = np.array([row for row in found if row is not None], np.int64)
+            np.add.at(self._slots.pins[group], ids, 1)
+            self._policies[group].touch(ids)
+            self._slots.touch(group, ids)
+        try:
+            yield mask, ids
+        finally:
+            with self._lock:
+                np.subtract.at(self._slots.pins[group], ids, 1)
+
+    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        checked_rows(self.layout, group, keys, rows)
+        with self.held(group, keys) as (mask, ids):
+            wanted = np.flatnonzero(mask).tolist()
+            for i, view in zip(wanted, self.views(group, ids), strict=True):
+                rows[i][:] = view
+        self.count_load(group, len(keys), len(wanted))
+        return mask
+
+    def count_load(self, group: int, asked: int, loaded: int) -> None:
+        """Enter a load into the counts."""
+        nbytes = loaded * self.layout.row_bytes(group)
+        self._counter.add(
+            Counts(hits=loaded, misses=asked - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
+        )
+
+    # ── giving up ─────────────────────────────────────────────────────────────────
+
+    def evict(self, group: int, keys: Sequence[bytes]) -> int:
+        """Forget rows that nobody reads; how many."""
+        checked_keys(self.layout, group, keys)
+        with self._lock:
+            found = {self._ids[group][key] for key in keys if key in self._ids[group]}
+            rows = np.array(sorted(found), np.int64)
+            rows = rows[self._slots.pins[group][rows] == 0]
+            self._policies[group].remove(rows)
+            self._forget(group, rows)
+            return len(rows)
+
+    def _room(self, group: int, keys: Sequence[bytes]) -> Ints:
+        """Rows for new keys: free ones, slabs of groups that sleep, then own victims."""
+        found = self._slots.take_free(group, len(keys))
+        while len(found) < len(keys) and self._take_over(group, older_than_own=True):
+            found = np.append(found, self._slots.take_free(group, len(keys) - len(found)))
+        if len(found) < len(keys):
+            marks = [mark(key) for key in keys[len(found) :]]
+            victims = self._policies[group].victims(marks, self._slots.pins[group] > 0)
+            self._forget(group, victims)
+            found = np.append(found, self._slots.take_free(group, len(victims)))
+        while len(found) < len(keys) and self._take_over(group, older_than_own=False):
+            found = np.append(found, self._slots.take_free(group, len(keys) - len(found)))
+        return found
+
+    def _take_over(self, group: int, *, older_than_own: bool) -> bool:
+        other, rows = self._slots.coldest_slab(group, older_than_own=older_than_own)
+        if not len(rows):
+            return False
+        self._policies[other].remove(rows)
+        self._forget(other, rows)
+        return True
+
+    def _forget(self, group: int, rows: Ints) -> None:
+        for row in rows.tolist():
+            del self._ids[group][self._keys[group].pop(row)]
+        self._slots.give_back(group, rows)
+        self._counter.add(Counts(evicted_rows=len(rows)))
+
+    def check(self) -> None:
+        """Raises with the numbers that do not add up; changes nothing."""
+        with self._lock:
+            for group, ids in enumerate(self._ids):
+                pinned = int(np.count_nonzero(self._slots.pins[group]))
+                used = int(np.count_nonzero(self._slots.used[group]))
+                known = len(self._policies[group])
+                if not len(ids) == known <= used <= known + pinned:
+                    raise StoreError(f"group {group}: {len(ids)} keys, {known} rows in the policy, "
+                                     f"{used} rows in use, {pinned} pinned")  # fmt: skip

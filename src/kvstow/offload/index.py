@@ -1,0 +1,335 @@
+"""The index of a disk store: SQLite in WAL mode, shared by every process that uses the store.
+
+    rows      one per row that may be served: where it is, and what its bytes must sum to
+    slots     one per slot that holds no row: free (owner 0), being written (owner > 0, a
+              process), or retired after a medium error (owner -1)
+    segments  one per data file
+    owners    one per process that has the store open
+    events    what was dropped, and why
+
+A *place* is `segment << 24 | slot`. A row is entered only after its bytes are on the medium, so
+a process may die anywhere: what it had not finished is a slot with a dead owner.
+"""
+
+import sqlite3
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import StoreError
+
+FORMAT = 1
+SLOT_BITS = 24
+FREE = 0
+RETIRED = -1
+BATCH = 1024
+BUSY_SECONDS = 30.0
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE segments (id INTEGER PRIMARY KEY, grp INTEGER NOT NULL, slots INTEGER NOT NULL);
+CREATE TABLE slots (place INTEGER PRIMARY KEY, grp INTEGER NOT NULL, owner INTEGER NOT NULL);
+CREATE INDEX slots_free ON slots (grp, place) WHERE owner = 0;
+CREATE TABLE rows (
+    place INTEGER PRIMARY KEY, grp INTEGER NOT NULL, key BLOB NOT NULL,
+    generation INTEGER NOT NULL, checksum INTEGER NOT NULL,
+    block INTEGER NOT NULL, parent BLOB NOT NULL, tokens BLOB NOT NULL, seq INTEGER NOT NULL);
+CREATE UNIQUE INDEX rows_key ON rows (key, grp);
+CREATE INDEX rows_seq ON rows (grp, seq);
+CREATE TABLE owners (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, started INTEGER NOT NULL,
+    host TEXT NOT NULL, beat REAL NOT NULL, counts TEXT NOT NULL DEFAULT '{}');
+CREATE TABLE events (time REAL NOT NULL, what TEXT NOT NULL, rows INTEGER NOT NULL);
+INSERT INTO meta VALUES ('clock', 0);
+"""
+
+
+def place(segment: int, slot: int) -> int:
+    return segment << SLOT_BITS | slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """Rows that were found: `position[i]` among the keys asked for."""
+
+    position: Ints
+    place: Ints
+    generation: Ints
+    checksum: Ints
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """The same as plain numbers, row by row."""
+        columns = (self.position, self.place, self.generation, self.checksum)
+        return zip(*(cast(list[int], column.tolist()) for column in columns), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row to be entered."""
+
+    place: int
+    key: bytes
+    generation: int
+    checksum: int
+    block: int
+    parent: bytes
+    tokens: bytes
+
+
+@contextmanager
+def _translated(path: Path) -> Generator[None]:
+    """What SQLite raises becomes ours."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        kind = IndexBroken if _broken(error) else StoreError
+        raise kind(f"index {path}: {error}") from error
+
+
+def _broken(error: sqlite3.DatabaseError) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class IndexBroken(StoreError):
+    """The index file is not a database any more; the data files may still be good."""
+
+
+class Index:
+    """One process's view of the index. Methods of `Write` change it, inside `write()`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = RLock()
+        self._sql = sqlite3.connect(
+            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False,
+            cached_statements=256,
+        )  # fmt: skip
+        try:
+            with _translated(path):
+                self._prepare()
+        except BaseException:
+            self._sql.close()
+            raise
+
+    def _prepare(self) -> None:
+        self._sql.execute("PRAGMA journal_mode = WAL")
+        self._sql.execute("PRAGMA synchronous = NORMAL")
+        self._sql.execute("PRAGMA cache_size = -16384")
+        self._sql.execute("PRAGMA mmap_size = 1073741824")
+        with self.write() as write:
+            write.create()
+
+    def close(self) -> None:
+        with self._lock:
+            self._sql.close()
+
+    @contextmanager
+    def write(self) -> "Generator[Write]":
+        """One transaction; all of it happens or none. Other processes wait meanwhile."""
+        with self._lock, _translated(self.path):
+            self._sql.execute("BEGIN IMMEDIATE")
+            try:
+                yield Write(self._sql)
+                self._sql.execute("COMMIT")
+            except BaseException:
+                if self._sql.in_transaction:
+                    self._sql.execute("ROLLBACK")
+                raise
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    def ask(self, question: str, *values: Any) -> list[Any]:
+        """The answer to a question in SQL; it must change nothing."""
+        with self._lock, _translated(self.path):
+            return self._sql.execute(question, values).fetchall()
+
+    def sound(self) -> bool:
+        """Whether SQLite finds nothing wrong with the file."""
+        return self.ask("PRAGMA quick_check(1)") == [("ok",)]
+
+    def meta(self, name: str) -> Any:
+        """A value kept with the store; None where there is none."""
+        rows = self.ask("SELECT value FROM meta WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which keys have a row."""
+        mask = np.zeros(len(keys), bool)
+        for start, batch in _batches(keys):
+            found = self.ask(_question("v.column1", len(batch)), *batch, group)
+            mask[[start + i for (i,) in found]] = True
+        return mask
+
+    def find(self, group: int, keys: Sequence[bytes]) -> Found:
+        """The rows of these keys, in the order of their places."""
+        columns = "v.column1, r.place, r.generation, r.checksum"
+        found: list[tuple[int, int, int, int]] = []
+        for start, batch in _batches(keys):
+            answer = self.ask(_question(columns, len(batch)), *batch, group)
+            found += [(start + i, *rest) for i, *rest in answer]
+        found.sort(key=lambda row: row[1])
+        table = np.array(found, np.int64).reshape(-1, 4)
+        return Found(*(np.ascontiguousarray(column) for column in table.T))
+
+    def num_rows(self) -> int:
+        return self.ask("SELECT COUNT(*) FROM rows")[0][0]
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """Every data file: its number, its group, its slots."""
+        return self.ask("SELECT id, grp, slots FROM segments ORDER BY id")
+
+    def since(self, group: int, seq: int) -> tuple[Ints, Ints, list[int], int]:
+        """Rows entered or used after `seq`: places, generations, marks of keys, newest."""
+        rows = self.ask(
+            "SELECT place, generation, substr(key, 1, 8), seq FROM rows WHERE grp = ? AND seq > ? "
+            "ORDER BY seq", group, seq,
+        )  # fmt: skip
+        places = np.array([row[0] for row in rows], np.int64)
+        generations = np.array([row[1] for row in rows], np.int64)
+        marks = [int.from_bytes(row[2], "little") for row in rows]
+        return places, generations, marks, rows[-1][3] if rows else seq
+
+
+class Write:
+    """The commands of one transaction."""
+
+    def __init__(self, sql: sqlite3.Connection) -> None:
+        self._sql = sql
+
+    def ask(self, question: str, *values: Any) -> list[Any]:
+        return self._sql.execute(question, values).fetchall()
+
+    def tell(self, command: str, *values: Any) -> int:
+        """Run one statement; how many rows it changed."""
+        return self._sql.execute(command, values).rowcount
+
+    def create(self) -> None:
+        """The tables, where they are missing; refuses another format."""
+        if not self.ask("SELECT name FROM sqlite_master WHERE name = 'meta'"):
+            for statement in _SCHEMA.split(";\n"):
+                self._sql.execute(statement)
+            self.set_meta("format", FORMAT)
+        found = self.ask("SELECT value FROM meta WHERE name = 'format'")
+        if found != [(FORMAT,)]:
+            raise StoreError(
+                f"the index has format {found}, not {FORMAT}\n\n"
+                "hint: open the store with the version of kvstow that made it"
+            )
+
+    def set_meta(self, name: str, value: Any) -> None:
+        self.tell("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, value)
+
+    def tick(self, count: int) -> int:
+        """Advance the store's clock; the first of `count` numbers that nobody else has."""
+        end = self.ask(
+            "UPDATE meta SET value = value + ? WHERE name = 'clock' RETURNING value", count
+        )
+        return end[0][0] - count + 1
+
+    def free(self, group: int, count: int) -> list[int]:
+        """The first free places of a group, ascending."""
+        rows = self.ask(
+            "SELECT place FROM slots WHERE grp = ? AND owner = 0 ORDER BY place LIMIT ?",
+            group, count,
+        )  # fmt: skip
+        return [row[0] for row in rows]
+
+    def lease(self, group: int, places: Iterable[int], owner: int) -> None:
+        """These places, free until now or freed by `drop`, are being written by `owner`."""
+        self._sql.executemany(
+            "INSERT OR REPLACE INTO slots VALUES (?, ?, ?)",
+            ((place, group, owner) for place in places),
+        )
+
+    def release(self, places: Iterable[int], owner: int, *, to: int = FREE) -> None:
+        """Give up leases; those that somebody has taken away stay as they are."""
+        self._sql.executemany(
+            "UPDATE slots SET owner = ? WHERE place = ? AND owner = ?",
+            ((to, place, owner) for place in places),
+        )
+
+    def enter(self, group: int, entries: Sequence[Entry], owner: int) -> list[bool]:
+        """Turn leases into rows; which of them are rows now.
+
+        A lease that was taken away stays lost. The slot of a row that somebody else has
+        entered meanwhile is free again.
+        """
+        seq = self.tick(len(entries))
+        entered: list[bool] = []
+        for i, e in enumerate(entries):
+            if not self.tell("DELETE FROM slots WHERE place = ? AND owner = ?", e.place, owner):
+                entered.append(False)
+                continue
+            done = self.tell(
+                "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, e.tokens,
+                seq + i,
+            )  # fmt: skip
+            if not done:
+                self.lease(group, [e.place], FREE)
+            entered.append(True)
+        return entered
+
+    def drop(self, group: int, places: Iterable[int], *, to: int = FREE) -> int:
+        """Forget the rows at these places, which become free (or retired); how many were."""
+        count = 0
+        for at in places:
+            if self.tell("DELETE FROM rows WHERE place = ?", at):
+                self.lease(group, [at], to)
+                count += 1
+        return count
+
+    def add_segment(self, segment: int, group: int, slots: int) -> None:
+        """A data file whose slots are all free."""
+        self.tell("INSERT INTO segments VALUES (?, ?, ?)", segment, group, slots)
+        first = place(segment, 0)
+        self.lease(group, range(first, first + slots), FREE)
+
+    def remove_segment(self, segment: int) -> int:
+        """Forget a data file and everything in it; how many rows that were."""
+        first, end = place(segment, 0), place(segment + 1, 0)
+        self.tell("DELETE FROM segments WHERE id = ?", segment)
+        self.tell("DELETE FROM slots WHERE place >= ? AND place < ?", first, end)
+        return self.tell("DELETE FROM rows WHERE place >= ? AND place < ?", first, end)
+
+    def use(self, places: Iterable[int]) -> None:
+        """These rows were used, in this order."""
+        ordered = list(places)
+        seq = self.tick(len(ordered))
+        self._sql.executemany(
+            "UPDATE rows SET seq = ? WHERE place = ?",
+            ((seq + i, place) for i, place in enumerate(ordered)),
+        )
+
+    def note(self, what: str, rows: int) -> None:
+        """Write down that rows were dropped; the last thousand notes are kept."""
+        self.tell("INSERT INTO events VALUES (?, ?, ?)", time.time(), what, rows)
+        self.tell("DELETE FROM events WHERE rowid <= (SELECT MAX(rowid) FROM events) - 1000")
+
+
+def _question(columns: str, count: int) -> str:
+    values = ",".join(f"({i},?)" for i in range(count))
+    return (
+        f"SELECT {columns} FROM (VALUES {values}) v CROSS JOIN rows r "
+        "ON r.key = v.column2 AND r.grp = ?"
+    )
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[tuple[int, list[bytes | None]]]:
+    """Keys in batches as long as a power of two, the last one filled up with nothing: so
+    there are few different statements, and SQLite compiles each of them once."""
+    for start in range(0, len(keys), BATCH):
+        batch: list[bytes | None] = list(keys[start : start + BATCH])
+        batch += [None] * ((1 << (len(batch) - 1).bit_length()) - len(batch))
+        yield start, batch

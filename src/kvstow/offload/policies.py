@@ -1,0 +1,287 @@
+"""Which row goes first: LRU, ARC, S3-FIFO.
+
+A policy knows rows by small whole numbers (the tier's slots) and, for the ghosts that ARC and
+S3-FIFO keep of rows long gone, by a 64-bit mark of the row's key. Its tier tells it what came
+(`insert`), was used (`touch`) or went (`remove`), and asks whom to give up (`victims`).
+All operations take arrays; each row costs O(1), amortised.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+import numpy as np
+
+from kvstow.offload.queue import Bools, Ints, Queue
+
+PolicyName = Literal["lru", "arc", "s3fifo"]
+
+
+def mark(key: bytes) -> int:
+    """64 bits of a key, by which ghosts are remembered."""
+    return int.from_bytes(key[:8], "little")
+
+
+class Policy(Protocol):
+    """What a tier asks of an eviction policy."""
+
+    size: int
+    """Rows that the tier has room for now; it may change while slabs change hands."""
+
+    def insert(self, slots: Ints, marks: Iterable[int]) -> None:
+        """These slots hold new rows now."""
+        ...
+
+    def touch(self, slots: Ints) -> None:
+        """These rows were used; slots that hold none are ignored."""
+        ...
+
+    def remove(self, slots: Ints) -> None:
+        """These rows went for another reason than age; nothing remembers them."""
+        ...
+
+    def victims(self, marks: Iterable[int], pinned: Bools) -> Ints:
+        """Rows to give up so that as many new ones, with these marks, can come.
+
+        They are out of the policy when it returns. Fewer, where the rest is pinned.
+        """
+        ...
+
+    def __len__(self) -> int:
+        """Rows known."""
+        ...
+
+
+def policy(name: PolicyName, num_slots: int) -> Policy:
+    """The policy of that name for a tier of `num_slots` slots."""
+    match name:
+        case "lru":
+            return Lru(num_slots)
+        case "arc":
+            return Arc(num_slots)
+        case "s3fifo":
+            return S3Fifo(num_slots)
+
+
+class Lru:
+    """The row that was not used for longest goes first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.size = num_slots
+        self._queue = Queue(num_slots)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def insert(self, slots: Ints, marks: Iterable[int]) -> None:
+        self._queue.push(slots)
+
+    def touch(self, slots: Ints) -> None:
+        self._queue.push(_last_uses(slots[self._queue.has(slots)]))
+
+    def remove(self, slots: Ints) -> None:
+        self._queue.drop(slots)
+
+    def victims(self, marks: Iterable[int], pinned: Bools) -> Ints:
+        return self._queue.pop(sum(1 for _ in marks), pinned)
+
+
+class _Ghosts:
+    """Marks of rows long gone, oldest first."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __contains__(self, mark: int) -> bool:
+        return mark in self._marks
+
+    def add(self, mark: int) -> None:
+        self._marks.pop(mark, None)
+        self._marks[mark] = None
+
+    def discard(self, mark: int) -> None:
+        self._marks.pop(mark, None)
+
+    def shrink(self, count: int) -> None:
+        """Forget the oldest until at most `count` are left."""
+        while len(self._marks) > max(0, count):
+            del self._marks[next(iter(self._marks))]
+
+
+class Arc:
+    """Megiddo and Modha's adaptive replacement cache.
+
+    Rows used once and rows used again stand in two LRU lists; ghosts of both tell which of
+    the two deserves more room.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.size = num_slots
+        self._once, self._again = Queue(num_slots), Queue(num_slots)
+        self._once_ghosts, self._again_ghosts = _Ghosts(), _Ghosts()
+        self._marks = np.zeros(num_slots, np.uint64)
+        self._returning: set[int] = set()
+        self._target = 0.0
+        """How many rows used once may stay."""
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)
+
+    def insert(self, slots: Ints, marks: Iterable[int]) -> None:
+        known = list(marks)
+        self._marks[slots] = np.array(known, np.uint64)
+        again = np.array([self._recall(m) for m in known], bool)
+        self._once.push(slots[~again])
+        self._again.push(slots[again])
+
+    def touch(self, slots: Ints) -> None:
+        used = _last_uses(slots[self._once.has(slots) | self._again.has(slots)])
+        self._once.drop(used)
+        self._again.push(used)
+
+    def remove(self, slots: Ints) -> None:
+        self._once.drop(slots)
+        self._again.drop(slots)
+
+    def victims(self, marks: Iterable[int], pinned: Bools) -> Ints:
+        taken = [slot for mark in marks for slot in self._replaced(mark, pinned)]
+        return np.array(taken, np.int64)
+
+    def _recall(self, mark: int) -> bool:
+        """Whether the row was here before; the ghosts that say so have done their work."""
+        if mark in self._returning:
+            self._returning.discard(mark)
+            return True
+        return self._adapted(mark)
+
+    def _adapted(self, mark: int) -> bool:
+        """Whether some ghost has the mark; it moves the target and goes."""
+        once, again = len(self._once_ghosts), len(self._again_ghosts)
+        if mark in self._once_ghosts:
+            self._target = min(self.size, self._target + max(1.0, again / once))
+            self._once_ghosts.discard(mark)
+            return True
+        if mark in self._again_ghosts:
+            self._target = max(0.0, self._target - max(1.0, once / again))
+            self._again_ghosts.discard(mark)
+            return True
+        return False
+
+    def _replaced(self, mark: int, pinned: Bools) -> list[int]:
+        wanted_again = mark in self._again_ghosts
+        if self._adapted(mark):
+            _remember(self._returning, mark, self.size)
+        elif len(self._once) + len(self._once_ghosts) >= self.size:
+            if not self._once_ghosts:
+                return self._once.pop(1, pinned).tolist() or self._again.pop(1, pinned).tolist()
+            self._once_ghosts.shrink(len(self._once_ghosts) - 1)
+        elif len(self) + len(self._once_ghosts) + len(self._again_ghosts) >= 2 * self.size:
+            self._again_ghosts.shrink(len(self._again_ghosts) - 1)
+        once = len(self._once)
+        over = once > self._target or (wanted_again and once == self._target)
+        return self._evicted(pinned, once_first=once > 0 and over)
+
+    def _evicted(self, pinned: Bools, *, once_first: bool) -> list[int]:
+        sides = [(self._once, self._once_ghosts), (self._again, self._again_ghosts)]
+        for queue, ghosts in sides if once_first else reversed(sides):
+            slots = queue.pop(1, pinned).tolist()
+            for slot in slots:
+                ghosts.add(int(self._marks[slot]))
+            if slots:
+                return slots
+        return []
+
+
+class S3Fifo:
+    """Three first-in-first-out queues (Yang et al., SOSP 2023).
+
+    New rows wait in a small queue (a tenth); those used at least twice there go on to the
+    main queue, the others leave a ghost, and a ghost that returns goes straight to main.
+    """
+
+    SMALL = 0.1
+    PROMOTED = 2
+    MOST = 3
+
+    def __init__(self, num_slots: int) -> None:
+        self.size = num_slots
+        self._small, self._main = Queue(num_slots), Queue(num_slots)
+        self._ghosts = _Ghosts()
+        self._uses = np.zeros(num_slots, np.uint8)
+        self._marks = np.zeros(num_slots, np.uint64)
+        self._returning: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def insert(self, slots: Ints, marks: Iterable[int]) -> None:
+        known = list(marks)
+        self._marks[slots] = np.array(known, np.uint64)
+        self._uses[slots] = 0
+        back = np.array([self._recall(m) for m in known], bool)
+        self._small.push(slots[~back])
+        self._main.push(slots[back])
+
+    def touch(self, slots: Ints) -> None:
+        used = slots[self._small.has(slots) | self._main.has(slots)]
+        distinct, counts = np.unique(used, return_counts=True)
+        self._uses[distinct] = np.minimum(self._uses[distinct] + counts, self.MOST)
+
+    def remove(self, slots: Ints) -> None:
+        self._small.drop(slots)
+        self._main.drop(slots)
+
+    def victims(self, marks: Iterable[int], pinned: Bools) -> Ints:
+        taken: list[int] = []
+        for mark in marks:
+            if mark in self._ghosts:
+                _remember(self._returning, mark, self.size)
+            taken += self._evicted(pinned)
+        return np.array(taken, np.int64)
+
+    def _recall(self, mark: int) -> bool:
+        back = mark in self._returning or mark in self._ghosts
+        self._returning.discard(mark)
+        self._ghosts.discard(mark)
+        return back
+
+    def _evicted(self, pinned: Bools) -> list[int]:
+        slots: list[int] = []
+        if len(self._small) >= self.SMALL * self.size:
+            slots = self._from_small(pinned)
+        return slots or self._from_main(pinned) or self._from_small(pinned)
+
+    def _from_small(self, pinned: Bools) -> list[int]:
+        while len(slots := self._small.pop(1, pinned)):
+            if self._uses[slots[0]] < self.PROMOTED:
+                self._ghosts.add(int(self._marks[slots[0]]))
+                self._ghosts.shrink(round(self.size * (1 - self.SMALL)))
+                return slots.tolist()
+            self._main.push(slots)
+        return []
+
+    def _from_main(self, pinned: Bools) -> list[int]:
+        while len(slots := self._main.pop(1, pinned)):
+            if self._uses[slots[0]] == 0:
+                return slots.tolist()
+            self._uses[slots] -= 1
+            self._main.push(slots)
+        return []
+
+
+def _remember(returning: set[int], mark: int, limit: int) -> None:
+    """Rows announced to `victims` that never came are forgotten some day."""
+    if len(returning) >= max(1, limit):
+        returning.clear()
+    returning.add(mark)
+
+
+def _last_uses(slots: Ints) -> Ints:
+    """Each slot once, in the order of its last mention."""
+    if len(slots) < 2:
+        return slots
+    backwards = slots[::-1]
+    _, first = np.unique(backwards, return_index=True)
+    return backwards[np.sort(first)][::-1]

@@ -1,0 +1,91 @@
+"""The record that ends every slot of a data file: which row the slot holds, and its checksum.
+
+    slot                                                       slot_bytes, a multiple of 4096
+    ┌──────────────────────────────┬─────────┬──────────┐
+    │ row                          │ padding │ record   │
+    └──────────────────────────────┴─────────┴──────────┘
+     row_bytes                                 160 bytes
+
+    record, little endian
+      0  magic       8   "kvstowR1"
+      8  generation  8   unique to this write of this slot, over the life of the store
+     16  row_bytes   8
+     24  checksum    4   CRC-32 of the row's bytes
+     28  group       4
+     32  block       4   logical number of the block in its sequence
+     36  key_bytes   2
+     38  parent_bytes 2
+     40  key        32   zeros after key_bytes
+     72  parent     32   the key of the block before, zeros for the first
+    104  reserved   52   zeros
+    156  own        4    CRC-32 of bytes [0, 156) of the record
+
+A write that was torn, or a slot that was written again, shows: the record's generation or the
+row's checksum is not the one that the index (or the record itself) states.
+"""
+
+import struct
+from dataclasses import dataclass
+from zlib import crc32
+
+from kvstow.offload.files import BLOCK, Bytes
+from kvstow.plan.view import align_up
+
+MAGIC = b"kvstowR1"
+RECORD_BYTES = 160
+_FIELDS = struct.Struct("<8sQQIIIHH32s32s52x")
+_OWN = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a block stands in its sequence: its number, and the key of the block before it."""
+
+    block: int = 0
+    parent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a slot says of itself."""
+
+    generation: int
+    group: int
+    key: bytes
+    row_bytes: int
+    checksum: int
+    link: Link
+
+    def encode(self) -> bytes:
+        """The record's bytes."""
+        body = _FIELDS.pack(
+            MAGIC, self.generation, self.row_bytes, self.checksum, self.group, self.link.block,
+            len(self.key), len(self.link.parent), self.key, self.link.parent,
+        )  # fmt: skip
+        return body + _OWN.pack(crc32(body))
+
+
+def decode(data: bytes) -> Record | None:
+    """The record, or None where the bytes are not one: never written, or torn."""
+    body = data[: _FIELDS.size]
+    if len(data) != RECORD_BYTES or crc32(body) != _OWN.unpack(data[_FIELDS.size :])[0]:
+        return None
+    magic, generation, row_bytes, checksum, group, block, key_bytes, parent_bytes, key, parent = (
+        _FIELDS.unpack(body)
+    )
+    if magic != MAGIC:
+        return None
+    return Record(
+        generation=generation, group=group, key=key[:key_bytes], row_bytes=row_bytes,
+        checksum=checksum, link=Link(block, parent[:parent_bytes]),
+    )  # fmt: skip
+
+
+def slot_bytes(row_bytes: int) -> int:
+    """Bytes of the slot for a row: row, padding, record."""
+    return align_up(row_bytes + RECORD_BYTES, BLOCK)
+
+
+def checksum(row: Bytes) -> int:
+    """CRC-32 (the one of zlib, gzip and PNG) of a row."""
+    return crc32(row.data)

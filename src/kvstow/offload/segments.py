@@ -1,0 +1,305 @@
+"""Data files of a store: a header, then slots of one size.
+
+    segment-000003.kv
+    ┌────────┬────────┬────────┬────────┬─
+    │ header │ slot 0 │ slot 1 │ slot 2 │ …
+    └────────┴────────┴────────┴────────┴─
+     4096     slot_bytes each
+
+    header, little endian, zeros after it
+      0  magic          8   "kvstowS1"
+      8  segment_bytes  8
+     16  slot_bytes     8
+     24  group          4
+     28  slots          4
+     32  fingerprint   32   of the store's layout
+     64  own            4   CRC-32 of bytes [0, 64)
+
+All files of a store are equally long, so one can pass from a group to another.
+"""
+
+import os
+import queue
+import struct
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from threading import Lock
+from zlib import crc32
+
+import numpy as np
+
+from kvstow.offload.files import BLOCK, Bytes, Files, aligned
+from kvstow.offload.index import SLOT_BITS
+from kvstow.offload.record import RECORD_BYTES, Record, checksum, decode, slot_bytes
+from kvstow.plan.layout import Layout
+
+MAGIC = b"kvstowS1"
+CHUNK_BYTES = 4 << 20
+"""Adjacent slots are read and written together up to this length."""
+
+_HEADER = struct.Struct("<8sQQII32s")
+_OWN = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a data file says of itself."""
+
+    segment_bytes: int
+    slot_bytes: int
+    group: int
+    slots: int
+    fingerprint: bytes
+
+    def encode(self) -> bytes:
+        body = _HEADER.pack(
+            MAGIC, self.segment_bytes, self.slot_bytes, self.group, self.slots, self.fingerprint
+        )
+        return (body + _OWN.pack(crc32(body))).ljust(BLOCK, b"\0")
+
+
+def decode_header(data: bytes) -> Header | None:
+    """The header, or None where the bytes are not one."""
+    body = data[: _HEADER.size]
+    end = _HEADER.size + _OWN.size
+    if len(data) < end or crc32(body) != _OWN.unpack(data[_HEADER.size : end])[0]:
+        return None
+    magic, *fields = _HEADER.unpack(body)
+    return Header(*fields) if magic == MAGIC else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """A row and the place it goes to or comes from, with what its record must say."""
+
+    place: int
+    record: Record
+    row: Bytes
+
+
+class Segments:
+    """The data files of one store, opened when first used; I/O on several threads."""
+
+    def __init__(
+        self, path: Path, layout: Layout, segment_bytes: int, fingerprint: str, *, files: Files,
+        threads: int,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.segment_bytes = segment_bytes
+        self.slot_bytes = tuple(slot_bytes(layout.row_bytes(g)) for g in range(len(layout.groups)))
+        self.slots = tuple((segment_bytes - BLOCK) // n for n in self.slot_bytes)
+        self._fingerprint = bytes.fromhex(fingerprint)
+        self._files = files
+        self._open: dict[int, int] = {}
+        self._gone: list[int] = []
+        self._lock = Lock()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstow-disk")
+        self._buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+        chunk = max(CHUNK_BYTES, *self.slot_bytes)
+        for _ in range(threads):
+            self._buffers.put(aligned(chunk))
+
+    # ── files ─────────────────────────────────────────────────────────────────────
+
+    def file(self, segment: int) -> Path:
+        return self.path / f"segment-{segment:06}.kv"
+
+    def numbers(self) -> set[int]:
+        """The data files that are there."""
+        return {int(file.stem.split("-")[1]) for file in self.path.glob("segment-*.kv")}
+
+    def nbytes(self, segment: int) -> int | None:
+        """Bytes of a data file; None where it is missing."""
+        return self._files.size(self.file(segment))
+
+    def create(self, segment: int, group: int) -> None:
+        """A new data file, its space set aside. Raises OSError, having left nothing."""
+        path = self.file(segment)
+        fd = self._files.open(path, create=True)
+        try:
+            self._files.allocate(fd, self.segment_bytes)
+            self._write_header(fd, group)
+            self._files.sync_directory(self.path)
+        except BaseException:
+            self._files.close(fd)
+            self._files.remove(path)
+            raise
+        with self._lock:
+            self._open[segment] = fd
+
+    def restore(self, segment: int) -> None:
+        """A data file that was cut short has its full length again."""
+        self._files.allocate(self._fd(segment), self.segment_bytes)
+
+    def hand_over(self, segment: int, group: int) -> None:
+        """The data file belongs to another group; nothing in it is a row any more."""
+        self._write_header(self._fd(segment), group)
+
+    def header(self, segment: int) -> Header | None:
+        """What the file says of itself; None where that is unreadable."""
+        buffer = aligned(BLOCK)
+        if self._files.read(self._fd(segment), buffer, 0) < BLOCK:
+            return None
+        return decode_header(buffer.tobytes())
+
+    def owns(self, header: Header) -> bool:
+        """Whether a header is what this store would write for that group."""
+        return header.group < len(self.slots) and header == self._header(header.group)
+
+    def remove(self, segment: int) -> None:
+        """The data file is gone."""
+        with self._lock:
+            if segment in self._open:
+                self._gone.append(self._open.pop(segment))
+        self._files.remove(self.file(segment))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        with self._lock:
+            for fd in (*self._open.values(), *self._gone):
+                self._files.close(fd)
+            self._open.clear()
+            self._gone.clear()
+
+    def _write_header(self, fd: int, group: int) -> None:
+        buffer = aligned(BLOCK)
+        buffer[:] = np.frombuffer(self._header(group).encode(), np.uint8)
+        self._files.write(fd, buffer, 0)
+        self._files.sync(fd)
+
+    def _header(self, group: int) -> Header:
+        return Header(
+            self.segment_bytes, self.slot_bytes[group], group, self.slots[group],
+            self._fingerprint,
+        )  # fmt: skip
+
+    def _fd(self, segment: int) -> int:
+        """A descriptor of the file that has that name now: another process may have removed
+        the one we knew, and made a new one."""
+        with self._lock:
+            fd = self._open.get(segment)
+            if fd is not None and os.fstat(fd).st_nlink == 0:
+                self._gone.append(self._open.pop(segment))
+            if segment not in self._open:
+                self._open[segment] = self._files.open(self.file(segment))
+            return self._open[segment]
+
+    # ── rows ──────────────────────────────────────────────────────────────────────
+
+    def write(self, group: int, rows: Sequence[Slotted]) -> list[Record | OSError]:
+        """Write rows, ascending by place, and wait until they are on the medium.
+
+        Per row: its record, completed by the checksum, or why it is not there.
+        """
+        chunks = self._chunks(group, rows)
+        results = list(self._threads.map(self._write_chunk, repeat(group), chunks))
+        failed = self._synced({row.place >> SLOT_BITS for row in rows})
+        return [
+            failed.get(row.place >> SLOT_BITS, result)
+            for row, result in zip(rows, (r for chunk in results for r in chunk), strict=True)
+        ]
+
+    def read(self, group: int, rows: Sequence[Slotted]) -> list[bool | OSError]:
+        """Read rows, ascending by place, into `row.row`.
+
+        Per row: whether its bytes are those of its record, or why they could not be read.
+        """
+        chunks = self._chunks(group, rows)
+        results = self._threads.map(self._read_chunk, repeat(group), chunks)
+        return [result for chunk in results for result in chunk]
+
+    def records(self, segment: int, group: int) -> list[Record | None]:
+        """The record of every slot of a data file, whatever the index says."""
+        found: list[Record | None] = []
+        buffer = aligned(BLOCK)
+        step = self.slot_bytes[group]
+        for slot in range(self.slots[group]):
+            end = BLOCK + (slot + 1) * step
+            count = self._files.read(self._fd(segment), buffer, end - BLOCK)
+            whole = count == BLOCK
+            found.append(decode(buffer[-RECORD_BYTES:].tobytes()) if whole else None)
+        return found
+
+    def _chunks(self, group: int, rows: Sequence[Slotted]) -> list[list[Slotted]]:
+        """Rows in adjacent slots together, as many as fit into a buffer."""
+        most = max(1, CHUNK_BYTES // self.slot_bytes[group])
+        chunks: list[list[Slotted]] = []
+        for row in rows:
+            near = chunks and chunks[-1][-1].place + 1 == row.place
+            if near and len(chunks[-1]) < most:
+                chunks[-1].append(row)
+            else:
+                chunks.append([row])
+        return chunks
+
+    @contextmanager
+    def _buffer(self, nbytes: int) -> Generator[Bytes]:
+        buffer = self._buffers.get()
+        try:
+            yield buffer[:nbytes]
+        finally:
+            self._buffers.put(buffer)
+
+    def _where(self, group: int, at: int) -> tuple[int, int]:
+        """The descriptor and the offset of a place."""
+        slot = at & ((1 << SLOT_BITS) - 1)
+        return self._fd(at >> SLOT_BITS), BLOCK + slot * self.slot_bytes[group]
+
+    def _write_chunk(self, group: int, rows: Sequence[Slotted]) -> list[Record | OSError]:
+        step = self.slot_bytes[group]
+        try:
+            with self._buffer(len(rows) * step) as buffer:
+                records = [
+                    _fill(buffer[i * step : (i + 1) * step], row) for i, row in enumerate(rows)
+                ]
+                fd, offset = self._where(group, rows[0].place)
+                self._files.write(fd, buffer, offset)
+        except OSError as error:
+            return [error] * len(rows)
+        return list(records)
+
+    def _read_chunk(self, group: int, rows: Sequence[Slotted]) -> list[bool | OSError]:
+        step = self.slot_bytes[group]
+        try:
+            with self._buffer(len(rows) * step) as buffer:
+                fd, offset = self._where(group, rows[0].place)
+                count = self._files.read(fd, buffer, offset)
+                return [
+                    count >= (i + 1) * step and _take(buffer[i * step : (i + 1) * step], row)
+                    for i, row in enumerate(rows)
+                ]
+        except OSError as error:
+            return [error] * len(rows)
+
+    def _synced(self, segments: set[int]) -> dict[int, OSError]:
+        """Make the files durable; those for which that failed."""
+        failed: dict[int, OSError] = {}
+        for segment in segments:
+            try:
+                self._files.sync(self._fd(segment))
+            except OSError as error:
+                failed[segment] = error
+        return failed
+
+
+def _fill(slot: Bytes, row: Slotted) -> Record:
+    """Put a row and its record into a slot."""
+    slot[: row.row.nbytes] = row.row
+    record = replace(row.record, checksum=checksum(slot[: row.row.nbytes]))
+    slot[-RECORD_BYTES:] = np.frombuffer(record.encode(), np.uint8)
+    return record
+
+
+def _take(slot: Bytes, row: Slotted) -> bool:
+    """Copy a row out of a slot, if the slot holds the row that its record says."""
+    found = decode(slot[-RECORD_BYTES:].tobytes())
+    if found is None or replace(found, link=row.record.link) != row.record:
+        return False
+    if checksum(slot[: row.row.nbytes]) != row.record.checksum:
+        return False
+    row.row[:] = slot[: row.row.nbytes]
+    return True

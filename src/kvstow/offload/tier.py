@@ -1,0 +1,138 @@
+"""What a tier is: a place that keeps rows by key, within bounds, and may forget them.
+
+    device arena ⇄ host tier ⇄ disk tier ⇄ anything else that keeps this protocol
+
+A row is known by its group and the hash of its block, a string of 1 to 32 bytes that names
+the content and all content before it: two rows of one name are equal. A tier never promises to
+keep a row; it promises never to return another one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import StoreError
+from kvstow.plan.layout import Layout
+
+MAX_KEY_BYTES = 32
+
+Bools = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Rows kept, the bytes that are set aside for them, and the most there may be."""
+
+    rows: int
+    nbytes: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a tier has done since it was opened."""
+
+    hits: int = 0
+    misses: int = 0
+    stored_rows: int = 0
+    stored_bytes: int = 0
+    loaded_rows: int = 0
+    loaded_bytes: int = 0
+    evicted_rows: int = 0
+    failures: int = 0
+    """Rows that could not be written, or were read and not what they should have been."""
+
+
+@dataclass(slots=True)
+class Counter:
+    """Counts that several threads add to."""
+
+    _now: Counts = Counts()
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def now(self) -> Counts:
+        return self._now
+
+    def add(self, more: Counts) -> None:
+        with self._lock:
+            self._now = Counts(*(
+                getattr(self._now, name) + getattr(more, name) for name in Counts.__slots__
+            ))  # fmt: skip
+
+
+class Tier(Protocol):
+    """Rows by key. `rows` are flat byte arrays, one per key, as long as the group's row."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout:
+        """The layout whose rows are kept; only the shape of the rows matters."""
+        ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def counts(self) -> Counts: ...
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which rows are here now. A row may be gone a moment later."""
+        ...
+
+    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        """Keep rows; which of them are kept now. A row already there counts as kept."""
+        ...
+
+    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        """Copy rows out; which of them were here. The others' bytes are unspecified."""
+        ...
+
+    def evict(self, group: int, keys: Sequence[bytes]) -> int:
+        """Forget rows; how many were here."""
+        ...
+
+    def close(self) -> None:
+        """Let go of memory and files."""
+        ...
+
+
+def checked_keys(layout: Layout, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys, once it is certain that they are keys, and the group is a group."""
+    if not 0 <= group < len(layout.groups):
+        raise StoreError(f"no group {group}: the layout has {len(layout.groups)}")
+    for key in keys:
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise StoreError(f"key {key.hex()!r} has {len(key)} bytes, not 1 to {MAX_KEY_BYTES}")
+    return keys
+
+
+def checked_rows(layout: Layout, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> None:
+    """Refuses rows that are not one per key, and each as long as the group's."""
+    if len(keys) != len(rows):
+        raise StoreError(f"{len(keys)} keys for {len(rows)} rows")
+    nbytes = layout.row_bytes(group)
+    for row in rows:
+        if row.nbytes != nbytes:
+            raise StoreError(
+                f"group {layout.groups[group].group.name!r}: a row of {row.nbytes} bytes, "
+                f"not {nbytes}"
+            )
+
+
+def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
+    """Positions of the wanted keys, each key once."""
+    seen: set[bytes] = set()
+    positions: list[int] = []
+    for i in np.flatnonzero(wanted).tolist():
+        if keys[i] not in seen:
+            seen.add(keys[i])
+            positions.append(i)
+    return positions
