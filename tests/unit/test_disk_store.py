@@ -57,7 +57,9 @@ def test_blocks_come_back_to_an_arena_of_any_order_with_nothing_else_touched(tmp
             target = filled(layout, seed=9)
             expected = target.bytes.numpy().copy()
             for start, block in zip(ids, ids[::-1], strict=True):
-                for a, b in zip(layout.runs(group, int(start)), layout.runs(group, int(block))):
+                for a, b in zip(
+                    layout.runs(group, int(start)), layout.runs(group, int(block)), strict=False
+                ):
                     expected[b.offset : b.end] = source.bytes.numpy()[a.offset : a.end]
             assert store.load(target, group, keys, ids[::-1]).all()
             got = target.bytes.numpy()
@@ -98,8 +100,11 @@ def test_rows_survive_closing_and_the_capacity_and_layout_are_remembered(tmp_pat
     tier.close()
     again = DiskTier(tmp_path)
     found, got = loaded(again, 1, keys)
-    assert kept.all() and found.all() and all((a == b).all() for a, b in zip(rows, got))
-    assert again.usage.capacity == 4 * MIB and again.dropped == ()
+    assert kept.all()
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(rows, got, strict=False))
+    assert again.usage.capacity == 4 * MIB
+    assert again.dropped == ()
     assert fingerprint(again.layout) == fingerprint(image(layout))
     again.close()
 
@@ -113,7 +118,8 @@ def test_a_key_stored_twice_is_kept_once(tmp_path):
     row = random_rows(tier.layout.row_bytes(0), 1, 0)[0]
     assert tier.store(0, [b"a", b"a"], [row, row]).all()
     assert tier.store(0, [b"a"], [row]).all()
-    assert tier.usage.rows == 1 and tier.counts.stored_rows == 1
+    assert tier.usage.rows == 1
+    assert tier.counts.stored_rows == 1
     tier.close()
 
 
@@ -123,9 +129,8 @@ def test_one_key_in_two_groups_is_two_rows(tmp_path):
         tier.store(group, [b"same"], random_rows(tier.layout.row_bytes(group), 1, group))
     for group in range(2):
         found, got = loaded(tier, group, [b"same"])
-        assert (
-            found.all() and (got[0] == random_rows(tier.layout.row_bytes(group), 1, group)[0]).all()
-        )
+        assert found.all()
+        assert (got[0] == random_rows(tier.layout.row_bytes(group), 1, group)[0]).all()
     tier.close()
 
 
@@ -186,10 +191,11 @@ def test_a_full_store_stays_within_its_capacity_and_serves_only_what_it_kept(tmp
     for lo in range(0, 700, 50):
         tier.store(0, keys[lo : lo + 50], rows[lo : lo + 50])
     files = sum(file.stat().st_size for file in tmp_path.glob("segment-*.kv"))
-    assert files <= MIB and files == tier.usage.nbytes
+    assert files <= MIB
+    assert files == tier.usage.nbytes
     found, got = loaded(tier, 0, keys)
     assert 100 < found.sum() < 700
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert found.sum() == tier.usage.rows == tier.contains(0, keys).sum()
     tier.close()
 
@@ -203,7 +209,9 @@ def test_the_row_that_was_read_stays_longer_than_the_one_that_was_not(tmp_path):
     assert loaded(tier, 0, keys[:5])[0].all()
     tier.store(0, keys[room:], rows[room:])
     kept = tier.contains(0, keys)
-    assert kept[:5].all() and not kept[5:15].any() and kept[15:].all()
+    assert kept[:5].all()
+    assert not kept[5:15].any()
+    assert kept[15:].all()
     tier.close()
 
 
@@ -216,7 +224,9 @@ def test_the_order_of_use_survives_closing(tmp_path):
     tier = DiskTier(tmp_path)
     tier.store(0, [b"new1", b"new2"], rows[:2])
     kept = tier.contains(0, keys)
-    assert kept[:5].all() and not kept[5:7].any() and kept[7:].all()
+    assert kept[:5].all()
+    assert not kept[5:7].any()
+    assert kept[7:].all()
     tier.close()
 
 
@@ -227,7 +237,7 @@ def test_a_data_file_passes_to_the_group_that_needs_it(tmp_path):
     assert kept.sum() > 50
     found, got = loaded(tier, 1, keys)
     assert (found == kept).all()
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert {group for _, group, _ in tier.index.segments()} == {1}
     tier.close()
 
@@ -239,7 +249,7 @@ def test_prune_removes_files_and_forgets_their_rows(tmp_path):
     assert sum(f.stat().st_size for f in tmp_path.glob("segment-*.kv")) <= MIB // 4
     found, got = loaded(tier, 0, keys)
     assert found.sum() == 200 - dropped
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert tier.store(0, keys, rows).all()
     tier.close()
 
@@ -250,7 +260,8 @@ def test_evicted_rows_are_gone_and_their_slots_used_again(tmp_path):
     assert tier.evict(0, [*keys[:4], b"unknown"]) == 4
     assert tier.contains(0, keys).tolist() == [False] * 4 + [True] * 6
     before = tier.usage.nbytes
-    assert tier.store(0, [b"new"], rows[:1]).all() and tier.usage.nbytes == before
+    assert tier.store(0, [b"new"], rows[:1]).all()
+    assert tier.usage.nbytes == before
     tier.close()
 
 
@@ -268,7 +279,9 @@ def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     data = next(tmp_path.glob("segment-*.kv")).read_bytes()
     assert data[:8] == b"kvstowS1"
     segment_bytes, slot_bytes, group, slots = struct.unpack("<QQII", data[8:32])
-    assert segment_bytes == len(data) and group == 1 and slots == (len(data) - 4096) // slot_bytes
+    assert segment_bytes == len(data)
+    assert group == 1
+    assert slots == (len(data) - 4096) // slot_bytes
     assert data[32:64].hex() == fingerprint(image(hybrid()))
     assert struct.unpack("<I", data[64:68])[0] == zlib.crc32(data[:64])
     slot = data[4096 : 4096 + slot_bytes]
@@ -278,9 +291,12 @@ def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     generation, nbytes, crc, group, block, key_bytes, parent_bytes = struct.unpack(
         "<QQIIIHH", record[8:40]
     )
-    assert generation > 0 and nbytes == len(row) and crc == zlib.crc32(row.tobytes())
+    assert generation > 0
+    assert nbytes == len(row)
+    assert crc == zlib.crc32(row.tobytes())
     assert (group, block, key_bytes, parent_bytes) == (1, 7, 7, 6)
-    assert record[40:72].rstrip(b"\0") == b"the key" and record[72:104].rstrip(b"\0") == b"parent"
+    assert record[40:72].rstrip(b"\0") == b"the key"
+    assert record[72:104].rstrip(b"\0") == b"parent"
     assert struct.unpack("<I", record[156:])[0] == zlib.crc32(record[:156])
 
 
@@ -309,7 +325,8 @@ def test_a_flipped_bit_on_the_way_in_is_a_miss_and_drops_the_row(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB, files=files)
     keys, _, _ = stored(tier, 0, 1)
     assert not loaded(tier, 0, keys)[0].any()
-    assert tier.counts.failures == 1 and tier.usage.rows == 0
+    assert tier.counts.failures == 1
+    assert tier.usage.rows == 0
     files.fault = lambda op, n: None
     assert not loaded(tier, 0, keys)[0].any()
     tier.close()
@@ -325,7 +342,8 @@ def test_a_write_that_lies_is_found_out_when_the_row_is_read(tmp_path, fault):
     assert tier.store(0, [b"a", b"b"], rows).all()
     files.fault = lambda op, n: None
     found, got = loaded(tier, 0, [b"a", b"b", key(0, 0)])
-    assert found[2] and not found.all()
+    assert found[2]
+    assert not found.all()
     for i in np.flatnonzero(found[:2]):
         assert (got[i] == rows[i]).all()
     tier.close()
@@ -372,8 +390,9 @@ def test_no_space_for_a_data_file_evicts_instead_of_failing(tmp_path):
     rows = random_rows(tier.layout.row_bytes(0), 100, 4)
     keys = [key(5, i) for i in range(100)]
     kept = tier.store(0, keys, rows)
-    found, got = loaded(tier, 0, keys)
-    assert (found == kept).all() and 10 < kept.sum() < 100
+    found, _got = loaded(tier, 0, keys)
+    assert (found == kept).all()
+    assert 10 < kept.sum() < 100
     assert len(tier.index.segments()) == 1
     assert len(list(tmp_path.glob("segment-*.kv"))) == 1
     tier.close()
@@ -392,7 +411,7 @@ def test_a_missing_data_file_costs_its_rows_and_is_reported(tmp_path):
     assert [d.what for d in tier.dropped] == [f"{lost.name} is missing"]
     found, got = loaded(tier, 0, keys)
     assert 100 - found.sum() == tier.dropped[0].rows > 0
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert tier.store(0, keys, rows).all()
     tier.close()
 
@@ -407,7 +426,7 @@ def test_a_data_file_cut_short_costs_what_was_behind_the_cut(tmp_path, nbytes):
     found, got = loaded(tier, 0, keys)
     assert found.sum() == max(0, (nbytes - 4096) // tier.segments.slot_bytes[0])
     assert tier.dropped[0].rows == 30 - found.sum()
-    assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert tier.store(0, keys, rows).all()
     tier.close()
 
@@ -482,7 +501,8 @@ def test_two_tiers_on_one_directory_see_each_others_rows(tmp_path):
     other = DiskTier(tmp_path)
     keys, rows, _ = stored(one, 0, 20)
     found, got = loaded(other, 0, keys)
-    assert found.all() and all((a == b).all() for a, b in zip(rows, got))
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(rows, got, strict=False))
     other.evict(0, keys[:5])
     assert one.contains(0, keys).tolist() == [False] * 5 + [True] * 15
     one.close()
@@ -499,7 +519,7 @@ def test_two_tiers_that_overflow_one_store_never_read_a_wrong_row(tmp_path):
         tier.store(0, keys[lo : lo + 60], rows[lo : lo + 60])
         found, got = loaded(reader, 0, keys)
         assert found[lo : lo + 60].all()
-        assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+        assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
     assert one.counts.failures == other.counts.failures == 0
     one.close()
     other.close()

@@ -46,22 +46,27 @@ def test_rows_come_back_and_only_their_own_bytes_change(tier):
     with tier.held(1, keys) as (mask, ids):
         owned = {byte for i in ids for run in tier.layout.runs(1, int(i))
                  for byte in range(run.offset, run.end)}  # fmt: skip
-    assert kept.all() and mask.all() and set(changed.tolist()) <= owned
+    assert kept.all()
+    assert mask.all()
+    assert set(changed.tolist()) <= owned
     found, got = loaded(tier, 1, [*keys, b"unknown"])
     assert found.tolist() == [True] * 5 + [False]
     assert all((a == b).all() for a, b in zip(rows, got, strict=False))
-    assert tier.counts.hits == 5 and tier.counts.misses == 1
+    assert tier.counts.hits == 5
+    assert tier.counts.misses == 1
 
 
 def test_a_full_tier_gives_up_its_oldest_rows(tier):
-    keys, rows, kept = stored(tier, 0, range(400))
+    keys, _rows, kept = stored(tier, 0, range(400))
     room = int(kept.sum())
     assert 20 < room < 400
-    loaded(tier, 0, [k for k, ok in zip(keys, kept) if ok])
+    loaded(tier, 0, [k for k, ok in zip(keys, kept, strict=False) if ok])
     new, new_rows, _ = stored(tier, 0, range(1000, 1000 + room // 2))
     found, got = loaded(tier, 0, new)
-    assert found.all() and all((a == b).all() for a, b in zip(new_rows, got))
-    assert tier.usage.rows == room and tier.usage.nbytes <= tier.usage.capacity
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(new_rows, got, strict=False))
+    assert tier.usage.rows == room
+    assert tier.usage.nbytes <= tier.usage.capacity
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
@@ -73,40 +78,44 @@ def test_every_policy_serves_only_what_was_stored(policy):
         keys, rows, kept = stored(tier, group, np.unique(dice.integers(0, 300, 20)).tolist())
         found, got = loaded(tier, group, keys)
         assert (found == kept).all()
-        assert all((a == b).all() for a, b, ok in zip(rows, got, found) if ok)
+        assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
         tier.check()
     tier.close()
 
 
 def test_held_rows_stay_whatever_comes(tier):
-    keys, rows, kept = stored(tier, 0, range(10))
+    keys, _rows, _kept = stored(tier, 0, range(10))
     with tier.held(0, keys) as (mask, ids):
         before = [view.copy() for view in tier.views(0, ids)]
         for start in range(1000, 3000, 50):
             stored(tier, 0, range(start, start + 50))
             stored(tier, 1, range(start, start + 50))
-        assert all((a == b).all() for a, b in zip(before, tier.views(0, ids)))
+        assert all((a == b).all() for a, b in zip(before, tier.views(0, ids), strict=False))
         assert tier.evict(0, keys) == 0
-        assert mask.all() and tier.contains(0, keys).all()
+        assert mask.all()
+        assert tier.contains(0, keys).all()
     assert tier.evict(0, keys) == 10
 
 
 def test_reserved_rows_are_nobodys_until_they_are_kept(tier):
     reservation = tier.reserve(0, [b"a", b"b", b"a"])
-    assert reservation.keys == (b"a", b"b") and not tier.contains(0, [b"a"]).any()
+    assert reservation.keys == (b"a", b"b")
+    assert not tier.contains(0, [b"a"]).any()
     for start in range(0, 2000, 50):
         stored(tier, 0, range(start, start + 50))
     for view in tier.views(0, reservation.ids):
         view[:] = 7
     tier.keep(reservation, np.array([True, False]))
     found, got = loaded(tier, 0, [b"a", b"b"])
-    assert found.tolist() == [True, False] and (got[0] == 7).all()
+    assert found.tolist() == [True, False]
+    assert (got[0] == 7).all()
 
 
 def test_an_abandoned_reservation_leaves_the_tier_as_it_was(tier):
     used = tier.usage
     tier.abandon(tier.reserve(0, [b"a", b"b"]))
-    assert tier.usage == used and len(tier.reserve(0, [b"a"]).keys) == 1
+    assert tier.usage == used
+    assert len(tier.reserve(0, [b"a"]).keys) == 1
 
 
 def test_two_reservations_of_one_key_keep_one_row(tier):
@@ -115,12 +124,14 @@ def test_two_reservations_of_one_key_keep_one_row(tier):
         tier.views(0, reservation.ids)[0][:] = value
         tier.keep(reservation)
     found, got = loaded(tier, 0, [b"a"])
-    assert found.all() and (got[0] == 1).all() and tier.usage.rows == 1
+    assert found.all()
+    assert (got[0] == 1).all()
+    assert tier.usage.rows == 1
 
 
 def test_slabs_pass_to_the_group_that_is_used(tier):
     keys, _, kept = stored(tier, 0, range(400))
-    new, rows, got = stored(tier, 1, range(400))
+    _new, _rows, got = stored(tier, 1, range(400))
     assert got.sum() > 20
     assert not tier.contains(0, keys).all() or not kept.all()
     again, _, _ = stored(tier, 0, range(5000, 5010))

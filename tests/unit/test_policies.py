@@ -168,7 +168,8 @@ def test_arc_keeps_what_was_used_twice_while_a_scan_passes():
     cache = Cache("arc", 4)
     for x in (1, 2, 1, 2, *range(100, 140)):
         cache.request(x)
-    assert cache.request(1) and cache.request(2)
+    assert cache.request(1)
+    assert cache.request(2)
     lru = Cache("lru", 4)
     for x in (1, 2, 1, 2, *range(100, 140)):
         lru.request(x)
@@ -206,7 +207,8 @@ def test_touching_what_is_not_there_changes_nothing(kind):
     policy = kind(3)
     policy.insert(np.array([1]), [5])
     policy.touch(np.array([0, 1, 2, 1]))
-    assert len(policy) == 1 and policy.victims([1, 2], np.zeros(3, bool)).tolist() == [1]
+    assert len(policy) == 1
+    assert policy.victims([1, 2], np.zeros(3, bool)).tolist() == [1]
 
 
 @given(st.data())
@@ -242,7 +244,8 @@ def test_a_queue_stays_small_however_often_its_slots_move():
     queue = Queue(4)
     for _ in range(10_000):
         queue.push(np.arange(4))
-    assert len(queue) == 4 and queue.pop(9, np.zeros(4, bool)).tolist() == [0, 1, 2, 3]
+    assert len(queue) == 4
+    assert queue.pop(9, np.zeros(4, bool)).tolist() == [0, 1, 2, 3]
     assert len(queue._slots) <= 256
 
 
