@@ -1,0 +1,1 @@
+"""Engines that keep their caches in kvstow rows: one package per engine, imported by nobody."""

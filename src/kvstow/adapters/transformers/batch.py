@@ -1,0 +1,291 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+"""The sequences behind one cache: requests of the ledger, their tables, their states.
+
+A forward pass asks layer by layer. The first attention layer that brings more tokens than
+there is room for makes the ledger grow for all layers; those that follow find the rows there.
+
+Recurrent layers may come before that: they change the running rows before the ledger has had
+a chance to say that the states of now are to be copied aside. So where such a layer is the
+first that a pass touches, the rows are copied before it touches them, and what the ledger
+wants copied then comes from there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.pages import Table, gathered, one_stride, write
+from kvstow.blocks.copies import Copy
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import BlockError
+from kvstow.plan.spec import State
+
+Tensor = torch.Tensor
+
+
+class Batch:
+    """Sequences of one length; `num_tokens` of each have their rows."""
+
+    def __init__(
+        self, memory: ModelMemory, *, requests: Sequence[int] = (), num_tokens: int = 0
+    ) -> None:
+        self.memory = memory
+        self.requests: list[int] = list(requests)
+        self.num_tokens = num_tokens
+        self.hit_tokens = num_tokens
+        self._known = 0
+        self._seen: dict[str, int] = {}
+        self._tables: dict[int, Table] = {}
+        self._running: dict[int, Tensor] = {}
+        self._lent: dict[tuple[str, str], Tensor] = {}
+        self._first_touched = ""
+        self._before: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._before_tokens = -1
+        if self.requests:
+            self._refresh()
+
+    # ── sequences ─────────────────────────────────────────────────────────────────
+
+    def admit(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """Admit sequences whose tokens are known; equally long hits are not computed again."""
+        ledger = self.memory.ledger
+        prompts = prompts_of(tokens, mask)
+        hits = {ledger.hit_tokens(prompt) for prompt in prompts}
+        if len(hits) == 1:
+            self._admit(prompts)
+            self._known = tokens.shape[1]
+            self.num_tokens = self.hit_tokens = hits.pop()
+        else:
+            self.begin(len(prompts))
+
+    def begin(self, batch_size: int) -> None:
+        """Admit sequences of which nothing is known, unless there are some already."""
+        if self.requests:
+            if len(self.requests) != batch_size:
+                raise BlockError(f"a cache of {len(self.requests)} sequences was given "
+                                 f"{batch_size}")  # fmt: skip
+            return
+        self._admit([1] * batch_size)
+        self.num_tokens = 0
+
+    def _admit(self, wanted: Sequence[Prompt | int]) -> None:
+        """All sequences or none."""
+        ledger = self.memory.ledger
+        admitted: list[int] = []
+        try:
+            for each in wanted:
+                admission = ledger.admit(each, num_tokens=1)
+                admitted.append(admission.request)
+                self.memory.copy(admission.copies)
+        except BaseException:
+            for request in admitted:
+                ledger.release(request)
+            raise
+        self.requests = admitted
+        self._refresh()
+
+    def release(self) -> None:
+        """Give all rows back."""
+        for request in self.requests:
+            self.memory.ledger.release(request)
+        self.requests = []
+        self.num_tokens = self.hit_tokens = self._known = 0
+        self._seen.clear()
+        self._lent.clear()
+        self._before.clear()
+        self._before_tokens = -1
+
+    def rearrange(self, origins: Sequence[int]) -> None:
+        """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
+        self.settle()
+        ledger = self.memory.ledger
+        left = set(range(len(self.requests)))
+        forked: list[int] = []
+        try:
+            for origin in origins:
+                if origin in left:
+                    left.remove(origin)
+                    forked.append(self.requests[origin])
+                else:
+                    forked.append(self._fork(self.requests[origin]))
+        except BaseException:
+            for request in set(forked) - set(self.requests):
+                ledger.release(request)
+            raise
+        for origin in left:
+            ledger.release(self.requests[origin])
+        self.requests = forked
+        self._before_tokens = -1
+        self._refresh()
+
+    def _fork(self, request: int) -> int:
+        fork = self.memory.ledger.fork(request)
+        self.memory.copy(fork.copies)
+        return fork.request
+
+    def remember(self, tokens: Tensor) -> None:
+        """Say which tokens the sequences are, so that later ones may begin like them.
+
+        Whole blocks of them stay cached when the sequences are released.
+        """
+        if not self._known:
+            raise BlockError(
+                "sequences that began without their tokens cannot be remembered\n\n"
+                "hint: give the cache its tokens: KvstowCache(memory, tokens=input_ids)"
+            )
+        given = tokens[:, self._known : self.num_tokens].cpu().numpy()
+        for request, row in zip(self.requests, given, strict=True):
+            self.memory.ledger.append(request, row)
+        self._known = max(self._known, self.num_tokens)
+
+    # ── tokens ────────────────────────────────────────────────────────────────────
+
+    def seen(self, layer: str) -> int:
+        """Tokens that one layer has stored."""
+        return self._seen.get(layer, self.hit_tokens)
+
+    def step(self, layer: str, tokens: int) -> None:
+        """Make room for so many more tokens of a layer, and of all others that follow."""
+        self._first_touched = self._first_touched or layer
+        wanted = self.seen(layer) + tokens
+        if wanted > self.num_tokens:
+            self._grow(wanted)
+
+    def _grow(self, wanted: int) -> None:
+        if wanted > 1 or self.num_tokens:
+            self.settle()
+            self._copy(self.memory.ledger.grow(self.requests, wanted))
+        self.num_tokens = wanted
+        self._refresh()
+
+    def _copy(self, copies: tuple[Copy, ...]) -> None:
+        """Copy rows as they were when this pass began."""
+        rest: list[Copy] = []
+        for copy in copies:
+            before = self._before.get((copy.group, copy.source))
+            if before is None or self._before_tokens != self.num_tokens:
+                rest.append(copy)
+                continue
+            now = self.memory.row(copy.group, copy.destination)
+            for source, destination in zip(before, now, strict=True):
+                destination.copy_(source)
+        self.memory.copy(tuple(rest))
+
+    def store(self, layer: str, field: str, states: Tensor, start: int) -> Tensor:
+        """Write new tokens, and return all from `start` on."""
+        pages = self.memory.arena.field(layer, field)
+        if states.dtype != pages.dtype:
+            raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
+        table = self._tables[self.memory.layout.layers[layer][0]]
+        seen = self.seen(layer)
+        write(pages, table, states, seen)
+        if seen == start:
+            return states.contiguous()
+        return gathered(pages, table, start, seen + states.shape[2])
+
+    def done(self, layer: str, tokens: int) -> None:
+        """Note that a layer has stored so many more tokens."""
+        self._seen[layer] = self.seen(layer) + tokens
+
+    # ── states ────────────────────────────────────────────────────────────────────
+
+    def fields(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's fields by name."""
+        spec = self.memory.layout.layers[layer][1]
+        return {field.name: field.shape for field in spec.fields}
+
+    def lend(self, layer: str, field: str) -> Tensor | None:
+        """The states of all sequences; changes reach the rows, at once or by `settle`."""
+        if field not in self.fields(layer) or not self.requests:
+            return None
+        self._touch(layer)
+        if (layer, field) not in self._lent:
+            self._lent[layer, field] = self._states(layer, field)
+        return self._lent[layer, field]
+
+    def put(self, layer: str, field: str, states: Tensor) -> None:
+        """Overwrite the states of all sequences."""
+        lent = self.lend(layer, field)
+        if lent is None or lent.shape != states.shape or lent.dtype != states.dtype:
+            raise BlockError(
+                f"layer {layer!r}: {field!r} cannot hold {states.dtype} {tuple(states.shape)}"
+            )
+        lent.copy_(states)
+
+    def _states(self, layer: str, field: str) -> Tensor:
+        rows = self._rows(layer, field)
+        running = self._running[self.memory.layout.layers[layer][0]]
+        step = one_stride(running)
+        if step is None:
+            return rows.index_select(0, running)
+        first = int(running[0])
+        return rows[first : first + (len(running) - 1) * step + 1 : step]
+
+    def _rows(self, layer: str, field: str) -> Tensor:
+        """A state field of all blocks, without its axes of size one for head and token."""
+        return self.memory.arena.field(layer, field)[:, 0, 0]
+
+    def settle(self) -> None:
+        """Bring lent copies back into their rows."""
+        for (layer, field), lent in self._lent.items():
+            rows = self._rows(layer, field)
+            if lent.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+                running = self._running[self.memory.layout.layers[layer][0]]
+                rows.index_copy_(0, running, lent)
+
+    def _touch(self, layer: str) -> None:
+        """Keep the rows as they are before a pass, where a pass begins with this layer."""
+        self._first_touched = self._first_touched or layer
+        if layer != self._first_touched or self._before_tokens == self.num_tokens:
+            return
+        self.settle()
+        self._before = {
+            (group, block): tuple(part.clone() for part in self.memory.row(group, block))
+            for group, running in self._running.items()
+            if self.num_tokens % self.memory.ledger.groups[group].block_tokens == 0
+            for block in running.tolist()
+        }
+        self._before_tokens = self.num_tokens
+
+    # ── tables ────────────────────────────────────────────────────────────────────
+
+    def _refresh(self) -> None:
+        """Read the ledger's tables anew; lent states go back, their rows may be others."""
+        device = self.memory.arena.device
+        blocks = [self.memory.ledger.blocks(request) for request in self.requests]
+        for g, group in enumerate(self.memory.ledger.groups):
+            ids = np.stack([each[g].ids for each in blocks])
+            placed = torch.from_numpy(ids).to(device)
+            if isinstance(group.retention, State):
+                self._set_running(g, placed[:, 0])
+            else:
+                first = int(blocks[0][g].index[0]) if ids.shape[1] else 0
+                self._tables[g] = Table(placed, first, group.block_tokens)
+
+    def _set_running(self, group: int, running: Tensor) -> None:
+        before = self._running.get(group)
+        if before is not None and torch.equal(before, running):
+            return
+        self._running[group] = running
+        for layer, field in [*self._lent]:
+            if self.memory.layout.layers[layer][0] == group:
+                del self._lent[layer, field]
+
+
+def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[Prompt]:
+    """Sequences as prompts; equal tokens behind different padding are different prompts."""
+    given: Any = tokens.cpu().numpy()
+    padding = np.zeros(len(given), np.int64)
+    if mask is not None:
+        seen: Any = mask.cpu().numpy()
+        padding = (seen == 0).sum(axis=1)
+        if ((seen == 0).cumprod(axis=1).sum(axis=1) != padding).any():
+            raise BlockError("the attention mask hides tokens that are not padding on the left")
+    return [
+        Prompt.of(row, salt=b"" if pad == 0 else f"padded by {pad}".encode())
+        for row, pad in zip(given, padding.tolist(), strict=True)
+    ]

@@ -1,0 +1,136 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+"""A transformers `Cache` whose every byte lies in kvstow rows."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import Cache
+
+from kvstow.adapters.transformers.batch import Batch
+from kvstow.adapters.transformers.layers import (
+    EmptyLayer,
+    IndexedRowsLayer,
+    RowsLayer,
+    StateAndRowsLayer,
+    StateLayer,
+)
+from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.spec import LayerSpec, Window
+
+
+class KvstowCache(Cache):
+    """The cache of one batch of sequences, for `generate` or a forward pass.
+
+    `KvstowCache(memory)` admits its sequences when the first keys arrive. Give `tokens`
+    (`input_ids`, and `attention_mask` where there is padding) to admit them at once: then
+    what the memory still knows of a common prefix is not computed again. Or give the
+    `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones.
+
+    Rows go back when the cache is closed.
+    """
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        *,
+        tokens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        requests: Sequence[int] = (),
+        num_tokens: int = 0,
+    ) -> None:
+        self.batch = Batch(memory, requests=requests, num_tokens=num_tokens)
+        if tokens is not None:
+            self.batch.admit(tokens, attention_mask)
+        super().__init__(layers=[_layer(self.batch, i) for i in range(memory.num_layers)])
+
+    @property
+    def memory(self) -> ModelMemory:
+        return self.batch.memory
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The ledger's name of each sequence."""
+        return tuple(self.batch.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of every sequence, padding included."""
+        return self.batch.num_tokens
+
+    def blocks(self, sequence: int) -> dict[int, Blocks]:
+        """The blocks of one sequence by group, with everything written into them."""
+        self.batch.settle()
+        return self.memory.ledger.blocks(self.batch.requests[sequence])
+
+    def remember(self, tokens: torch.Tensor) -> None:
+        """Let later requests reuse these sequences' whole blocks: `generate`'s output."""
+        self.batch.remember(tokens)
+
+    # ── beams ─────────────────────────────────────────────────────────────────────
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence `i` goes on from what was sequence `beam_idx[i]`; rows are shared."""
+        self.batch.rearrange(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences only."""
+        kept = torch.arange(len(self.batch.requests), device=indices.device)[indices]
+        self.batch.rearrange(kept.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times, neighbours alike."""
+        self.batch.rearrange([i for i in range(len(self.batch.requests)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget all sequences; the next keys begin new ones."""
+        for layer in self.layers:
+            layer.reset()
+
+    # ── its end ───────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give all rows back."""
+        self.batch.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _layer(batch: Batch, index: int) -> Any:
+    """The layer object for one of the model's layers, by what it keeps."""
+    name = f"layers.{index}"
+    layers = batch.memory.layout.layers
+    attention = layers[name][1] if name in layers else None
+    state = layers[f"{name}.state"][1] if f"{name}.state" in layers else None
+    match attention, state:
+        case None, None:
+            return EmptyLayer()
+        case None, LayerSpec():
+            return StateLayer(batch, name, _num_states(state))
+        case LayerSpec(), LayerSpec():
+            return StateAndRowsLayer(batch, name, _window(attention), _num_states(state))
+        case LayerSpec(), None if f"{name}.indexer" in layers:
+            return IndexedRowsLayer(batch, name, None)
+        case _:
+            assert attention is not None
+            return RowsLayer(batch, name, _window(attention))
+
+
+def _num_states(spec: LayerSpec) -> int:
+    return len({field.name.lstrip("convret") for field in spec.fields})
+
+
+def _window(spec: LayerSpec) -> int | None:
+    return spec.retention.tokens if isinstance(spec.retention, Window) else None

@@ -1,0 +1,94 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+"""The memory of one model in one process: a layout, its arena, its ledger."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvstow.adapters.transformers.specs import ALL_HEADS, Shard, cache_layers, resumes
+from kvstow.blocks.copies import Copy
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.memory.arena import Arena
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout, Order
+from kvstow.plan.pack import Site, packed
+from kvstow.plan.spec import State
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ModelMemory:
+    """Rows for a model's caches. Made by `ModelMemory.of`, or from parts made elsewhere."""
+
+    arena: Arena
+    ledger: Ledger
+    num_layers: int
+    """Layers of the model, those that keep nothing included."""
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        *,
+        budget: int,
+        block_tokens: int = 16,
+        order: Order = "BLHNC",
+        shard: Shard = ALL_HEADS,
+        name: str | None = None,
+    ) -> Self:
+        """`budget` bytes on the model's device, in rows of what the model keeps.
+
+        Runs the model on a few tokens to see what that is. Prefixes are found again later,
+        unless the model cannot go on from a state (see `resumes`).
+        """
+        site = Site(
+            model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)
+        )
+        groups = grouped(cache_layers(model, block_tokens=block_tokens, shard=shard))
+        layout = packed(groups, budget=budget, site=site)
+        stateful = any(isinstance(group.retention, State) for group in groups)
+        return cls(
+            arena=Arena(layout, device=model.device),
+            ledger=Ledger(Pool(layout), caching=not stateful or resumes(model)),
+            num_layers=len(DynamicCache(config=model.config).layers),
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return self.arena.layout
+
+    @property
+    def pool(self) -> Pool:
+        return self.ledger.pool
+
+    def copy(self, copies: tuple[Copy, ...]) -> None:
+        """Copy whole rows, one after another."""
+        for copy in copies:
+            rows = self.row(copy.group, copy.source), self.row(copy.group, copy.destination)
+            for source, destination in zip(*rows, strict=True):
+                destination.copy_(source)
+
+    def row(self, group: int, block: int) -> tuple[torch.Tensor, ...]:
+        """The bytes of one block: one tensor where blocks are rows."""
+        return tuple(
+            self.arena.bytes[run.offset : run.end] for run in self.layout.runs(group, block)
+        )
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self.arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,244 @@
+"""What happens in a demo, in order."""
+
+import socket
+import time
+from collections.abc import Callable
+
+from kvstow.demo.child import Children, DemoError
+from kvstow.demo.messages import (
+    Continue,
+    Done,
+    Encode,
+    Encoded,
+    Failed,
+    Finish,
+    FromChild,
+    Judge,
+    Load,
+    Lost,
+    Prefill,
+    Prefilled,
+    Progress,
+    Pulled,
+    Ready,
+    Reload,
+    Reloaded,
+    Stored,
+    Token,
+)
+from kvstow.demo.settings import Settings
+from kvstow.demo.show import Show
+
+Redraw = Callable[[Show], None]
+SILENCE_SECONDS = 600.0
+REDRAW_SECONDS = 0.1
+
+
+def run(settings: Settings, redraw: Redraw) -> Show:
+    """Run the whole demo; `redraw` is called whenever something has happened.
+
+    Every process that was started has ended when this returns or raises.
+    """
+    began = time.monotonic()
+    show = Show.of(settings)
+    with Children() as children:
+        story = Story(show, children, redraw)
+        story.load()
+        story.encode()
+        for prompt in range(len(show.answers)):
+            story.ask(prompt)
+        if settings.offload is not None:
+            story.ask_the_store()
+        show.doing.clear()
+        show.seconds = time.monotonic() - began
+    redraw(show)
+    return show
+
+
+class Story:
+    """The demo's steps, each waiting for what it has set off."""
+
+    def __init__(self, show: Show, children: Children, redraw: Redraw) -> None:
+        self.show, self.children, self.redraw = show, children, redraw
+        self.settings = show.settings
+        self.prefill = [f"prefill{r}" for r in range(self.settings.tp_prefill)]
+        self.decode = [f"decode{r}" for r in range(self.settings.tp_decode)]
+
+    # ── getting ready ─────────────────────────────────────────────────────────────
+
+    def load(self) -> None:
+        """The judge first, alone: it may have to unpack the weights for all."""
+        self._start("single", Load(model=self.settings.model, role="single"))
+        self._wait(Ready, {"single"})
+        self._start_ranks("prefill", self.prefill)
+        self._start_ranks("decode", self.decode)
+        self._wait(Ready, {*self.prefill, *self.decode})
+
+    def _start(self, name: str, load: Load) -> None:
+        self.show.doing[name] = "starting"
+        self.children.start(name).send(load)
+
+    def _start_ranks(self, role: str, names: list[str]) -> None:
+        decodes = role == "decode"
+        meeting = free_port() if len(names) > 1 else 0
+        for rank, name in enumerate(names):
+            self._start(
+                name,
+                Load(
+                    model=self.settings.model,
+                    role=role,
+                    rank=rank,
+                    ranks=len(names),
+                    meeting=meeting,
+                    block_tokens=self.settings.block_tokens_decode
+                    if decodes
+                    else self.settings.block_tokens,
+                    order=self.settings.order_decode if decodes else self.settings.order,
+                    memory=self.settings.memory,
+                    store=str(self.settings.offload or "") if decodes else "",
+                ),
+            )
+
+    def encode(self) -> None:
+        self.children["single"].send(Encode(texts=self.settings.prompts))
+        self._wait(Encoded, {"single"})
+
+    # ── one prompt ────────────────────────────────────────────────────────────────
+
+    def ask(self, prompt: int) -> None:
+        """Prefill, hand over, decode; the judge answers meanwhile."""
+        answer = self.show.answers[prompt]
+        self._send(self.prefill, Prefill(prompt=prompt, tokens=answer.tokens))
+        self._wait(Prefilled, set(self.prefill))
+        tickets = tuple(part.ticket for part in answer.prefilled)
+        killed = self.settings.kill_prefill and prompt == len(self.show.answers) // 2
+        if killed:
+            self._kill_prefill(prompt)
+        limit = self.settings.new_tokens
+        first = answer.prefilled[0].first
+        answer.streamed = answer.prefilled[0].text
+        self.children["single"].send(Judge(prompt=prompt, tokens=answer.tokens, limit=limit))
+        self._send(
+            self.decode,
+            Continue(
+                prompt=prompt, tokens=answer.tokens, first=first, tickets=tickets, limit=limit
+            ),
+        )
+        self._wait(Done, {"single", *self.decode})
+        if killed and prompt + 1 < len(self.show.answers):
+            self._start_ranks("prefill", self.prefill)
+            self._wait(Ready, set(self.prefill))
+        elif not killed:
+            self._send(self.prefill, Finish(prompt=prompt))
+
+    def _kill_prefill(self, prompt: int) -> None:
+        for name in self.prefill:
+            self.children[name].kill()
+            self.show.doing[name] = "killed"
+        self.show.notes.append(
+            f"prompt {prompt + 1}: prefill was killed after it had handed out its ticket"
+        )
+
+    # ── the store ─────────────────────────────────────────────────────────────────
+
+    def ask_the_store(self) -> None:
+        """A fresh decode process answers from what the first one left on disk."""
+        for name in self.decode:
+            self.children[name].hang_up()
+            self.children[name].end()
+        self._start_ranks("decode", self.decode)
+        self._wait(Ready, set(self.decode))
+        for prompt, answer in enumerate(self.show.answers):
+            if not answer.stored:
+                continue
+            reload = Reload(
+                prompt=prompt,
+                tokens=answer.tokens,
+                first=answer.prefilled[0].first,
+                limit=self.settings.new_tokens,
+            )
+            answer.again = answer.prefilled[0].text
+            self._send(self.decode, reload)
+            self._wait(Done, set(self.decode))
+
+    # ── listening ─────────────────────────────────────────────────────────────────
+
+    def _send(self, names: list[str], message: Prefill | Finish | Continue | Reload) -> None:
+        for name in names:
+            self.children[name].send(message)
+
+    def _wait(self, kind: type[FromChild], names: set[str]) -> None:
+        """Listen until each of these processes has said something of that kind."""
+        waiting = set(names)
+        silent_since = time.monotonic()
+        while waiting:
+            event = self.children.next(REDRAW_SECONDS)
+            self.redraw(self.show)
+            if event is None:
+                if time.monotonic() - silent_since > SILENCE_SECONDS:
+                    raise DemoError(f"no word from {', '.join(sorted(waiting))} for "
+                                    f"{SILENCE_SECONDS:.0f} s")  # fmt: skip
+                continue
+            silent_since = time.monotonic()
+            name, message = event
+            self._note(name, message)
+            if isinstance(message, kind):
+                waiting.discard(name)
+
+    def _note(self, name: str, message: FromChild) -> None:
+        """Put what was said where the screen will find it."""
+        show = self.show
+        leads = not name[-1].isdigit() or name.endswith("0")
+        match message:
+            case Failed(error=error):
+                raise DemoError(error)
+            case Progress(what=what):
+                show.doing[name] = what
+            case Ready():
+                show.doing[name] = "ready"
+                show.model = message.model
+                if message.plan is not None and leads:
+                    show.plans[name.rstrip("0123456789")] = message.plan
+                    show.how[name.rstrip("0123456789")] = message.how
+            case Encoded(tokens=tokens):
+                for answer, own in zip(show.answers, tokens, strict=True):
+                    answer.tokens = own
+            case Prefilled():
+                show.answers[message.prompt].prefilled.append(message)
+            case Pulled():
+                show.answers[message.prompt].pulled.append(message)
+            case Lost():
+                show.answers[message.prompt].lost.append(message)
+            case Stored():
+                show.answers[message.prompt].stored.append(message)
+            case Reloaded():
+                show.answers[message.prompt].reloaded.append(message)
+            case Token() if name == "decode0":
+                self._add_text(message)
+            case Token():
+                pass
+            case Done():
+                self._finished(name, message)
+
+    def _add_text(self, message: Token) -> None:
+        answer = self.show.answers[message.prompt]
+        if answer.decoded is None:
+            answer.streamed += message.text
+        else:
+            answer.again += message.text
+
+    def _finished(self, name: str, message: Done) -> None:
+        answer = self.show.answers[message.prompt]
+        if name == "single":
+            answer.judged = message
+        elif name == "decode0" and answer.decoded is None:
+            answer.decoded = message
+        elif name == "decode0":
+            answer.from_store = message
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
