@@ -1,50 +1,40 @@
-"""The agent: one per process and arena. It offers blocks, pulls blocks, and keeps its word.
+"""The agent: one per process and arena. It offers blocks, pulls blocks, and keeps its word."""
 
-A thread of its own does all the talking and moving; callers wait on events. The blocks'
-owner (a pool, say) is only touched in the callers' thread: see `Agent.tend`.
-"""
-
-import logging
-import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from kvstow.blocks.ledger import Ledger
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.blocklist import Blocks
-from kvstow.transfer.channel import Channel, Keys, Line
+from kvstow.transfer.channel import Channel, Keys
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.generations import Owner, ids_of
 from kvstow.transfer.home import Home
 from kvstow.transfer.lease import EndReason, Lease, Leases
 from kvstow.transfer.leg import Goal, Leg
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
-from kvstow.transfer.path import Path
-from kvstow.transfer.pulling import Plans, Transfer
-from kvstow.transfer.serving import SILENT_BEATS, Serving
-from kvstow.transfer.status import status_document
+from kvstow.transfer.peer import Peer
+from kvstow.transfer.pulling import Transfer
+from kvstow.transfer.receiving import Arrival, Push
+from kvstow.transfer.service import Service
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport import Direction, Transport
-from kvstow.transfer.wire import DropReason, End
-
-log = logging.getLogger(__name__)
-
-IDLE_MS = 20
-BUSY_SLEEP = 20e-6
+from kvstow.transfer.wire import DropReason
 
 
 class Agent:
     """Moves rows between this arena and those of other agents.
 
     `owner` hands out the arena's block ids: a `Pool`, or `Generations` where an engine does
-    it. `listen` is a ZeroMQ address; anything but loopback needs `keys`.
+    it; it is only ever touched in the caller's thread (see `tend`). `listen` is a ZeroMQ
+    address; anything but loopback needs `keys`. Entering the agent starts its thread.
     """
 
     def __init__(
@@ -64,33 +54,39 @@ class Agent:
         self.options = options
         self.telemetry = telemetry or Telemetry()
         self._key = keys.public if keys else ""
+        self._home = Home(self.name, arena, owner, transport, self.telemetry, clock)
         self._channel = Channel(listen, keys, self._dropped)
-        self._metered = False
-        self.home = Home(self.name, arena, owner, transport, self.telemetry, clock)
-        self.leases = Leases()
-        self.serving = Serving(
-            self.home, self._channel, self.leases, self._ticket_of,
-            lambda: status_document(self), SILENT_BEATS * options.heartbeat_seconds,
-        )  # fmt: skip
-        self.contacts: dict[str, Contact] = {}
-        self.transfers: list[Transfer] = []
-        self._plans = Plans(self.home)
-        self._tickets: dict[int, Ticket] = {}
-        self._commands: deque[Callable[[], None]] = deque()
-        self._owed: deque[Callable[[], None]] = deque()
+        self.service = Service(self._home, self._channel, options)
         self._open: list[Transfer] = []
-        self._tending = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._channel.watch(self._wake)
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._tending = threading.RLock()
 
     @property
     def address(self) -> str:
         """Where other agents find this one."""
         return self._channel.address
 
+    def _dropped(self, reason: DropReason, detail: str) -> None:
+        self._home.metrics.messages.labels(reason).inc()
+        self._home.note("message-dropped", {"reason": reason, "detail": detail})
+
     # ── offering ──────────────────────────────────────────────────────────────────
+
+    def offer(
+        self,
+        ledger: Ledger,
+        request: int,
+        *,
+        num_tokens: int | None = None,
+        readers: int = 1,
+        lease_seconds: float | None = None,
+        on_end: Callable[[EndReason], None] | None = None,
+    ) -> Ticket:
+        """Let consumers pull a request's blocks; the request itself may end meanwhile."""
+        tokens = ledger.num_tokens(request) if num_tokens is None else num_tokens
+        blocks = ledger.blocks(request)
+        return self.offer_blocks(
+            blocks, tokens, readers=readers, lease_seconds=lease_seconds, on_end=on_end
+        )
 
     def offer_blocks(
         self,
@@ -107,7 +103,23 @@ class Agent:
         with the reason, in the thread of whoever calls this agent next.
         """
         self.tend()
-        home = self.home
+        ticket, lease = self._promised(blocks, num_tokens, readers, lease_seconds, on_end)
+        self.service.submit(lambda: self.service.grant(lease, ticket))
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a ticket back: its readers fail, its blocks are given back."""
+        self.service.submit(lambda: self.service.leases.end(ticket.lease, "withdrawn"))
+
+    def _promised(
+        self,
+        blocks: Mapping[int, Blocks],
+        num_tokens: int,
+        readers: int,
+        lease_seconds: float | None,
+        on_end: Callable[[EndReason], None] | None,
+    ) -> tuple[Ticket, Lease]:
+        home = self._home
         home.checked(blocks)
         self._share(blocks)
         seconds = lease_seconds or self.options.lease_seconds
@@ -123,53 +135,37 @@ class Agent:
             blocks=dict(blocks),
             generations=home.generations(blocks),
         )
+
+        tell = on_end
+
+        def ended(reason: EndReason) -> None:
+            self.service.lease_ended(ticket, reason)
+            self.service.owed.append(lambda: self._release(ticket.blocks))
+            if tell is not None:
+                self.service.owed.append(partial(tell, reason))
+
         lease = Lease(
             id=ticket.lease,
             digest=ticket.digest,
             seconds=seconds,
             readers=readers,
             deadline=home.clock() + seconds,
-            on_end=lambda reason: self._lease_ended(ticket, reason, on_end),
+            on_end=ended,
         )
-        self._submit(lambda: self._grant(lease, ticket))
-        return ticket
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """Take a ticket back: its readers fail, its blocks are given back."""
-        self._submit(lambda: self.leases.end(ticket.lease, "withdrawn"))
-
-    def _grant(self, lease: Lease, ticket: Ticket) -> None:
-        self._tickets[lease.id] = ticket
-        self.leases.grant(lease)
-        self.home.metrics.leases.inc()
-
-    def _ticket_of(self, lease: int) -> Ticket:
-        return self._tickets[lease]
-
-    def _lease_ended(
-        self, ticket: Ticket, reason: EndReason, on_end: Callable[[EndReason], None] | None
-    ) -> None:
-        del self._tickets[ticket.lease]
-        self.home.metrics.leases.dec()
-        self.home.metrics.lease_ends.labels(reason).inc()
-        self.home.note("lease-ended", {"lease": ticket.lease, "reason": reason})
-        self.serving.lease_ended(ticket.lease, reason)
-        self._owed.append(lambda: self._release(ticket.blocks))
-        if on_end is not None:
-            self._owed.append(lambda: on_end(reason))
+        return ticket, lease
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
-    def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> "Peer":
+    def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> Peer:
         """Meet the agent at an address; TransferError if it refuses or does not answer."""
         greeted = threading.Event()
-        contact = self._contact(address, key)
+        contact = self.service.contact(address, key)
 
         def greet() -> None:
-            contact.greet(self.home.clock())
+            contact.greet(self._home.clock())
             greeted.set()
 
-        self._submit(greet)
+        self.service.submit(greet)
         limit = time.monotonic() + (seconds or self.options.contact_seconds)
         while time.monotonic() < limit:
             if greeted.wait(0.0005) and contact.state == "ready":
@@ -196,53 +192,91 @@ class Agent:
         holds. The rows must be held by the caller. `deadline` is in seconds from now.
         """
         self.tend()
-        home = self.home
-        home.checked(into)
+        self._home.checked(into)
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
         lengths = {ticket.num_tokens for ticket in listed}
         if len(lengths) != 1:
             raise TransferError(f"tickets of {sorted(lengths)} tokens are not of one request",
                                 kind="ticket")  # fmt: skip
-        goal = Goal(
-            into=dict(into),
-            start_token=start_token,
-            num_tokens=lengths.pop() if num_tokens is None else num_tokens,
-            direction=direction or self.options.direction,
-            digest=digest or self.options.digest,
-        )
+        goal = self._goal(into, start_token, num_tokens or lengths.pop(), direction, digest)
+        sources = [(t, self.service.contact(t.address, t.key)) for t in listed]
         self._share(into)
-        until = home.clock() + (deadline or self.options.transfer_seconds)
-        legs = [Leg(home, self._contact(t.address, t.key), t, goal) for t in listed]
-        transfer = Transfer(home, goal, legs, until, self._plans, self.tend)
-        with self._tending:
-            self._open.append(transfer)
-        self._submit(lambda: self.transfers.append(transfer))
+        transfer = self._transfer(goal, sources, deadline)
+        self.service.submit(lambda: self.service.transfers.append(transfer))
         return transfer
+
+    def expect(
+        self,
+        into: Mapping[int, Blocks],
+        num_tokens: int,
+        *,
+        start_token: int = 0,
+        deadline: float | None = None,
+        direction: Direction | None = None,
+        digest: DigestPolicy | None = None,
+    ) -> Arrival:
+        """Wait for somebody to push a request into these rows; hand them `.ticket`."""
+        self.tend()
+        goal = self._goal(into, start_token, num_tokens, direction, digest)
+        ticket, lease = self._promised(into, num_tokens, 1, deadline, None)
+        self._share(into)
+        lease_over = lease.on_end
+
+        def start(sources: Sequence[tuple[Ticket, Contact]]) -> Transfer:
+            return self._transfer(goal, sources, deadline)
+
+        def ended(reason: EndReason) -> None:
+            if self.service.arrivals.pop(ticket.lease, None) is not None:
+                arrival.cancel(TransferError(f"nobody pushed: {reason}", kind="expired"))
+                self.service.owed.append(lambda: self._release(into))
+            lease_over(reason)
+
+        lease.on_end = ended
+        arrival = Arrival(ticket, start)
+        self.service.submit(lambda: self.service.expect(arrival, lease))
+        return arrival
+
+    def push(self, blocks: Mapping[int, Blocks], *, to: Ticket) -> Push:
+        """Have the agent that expects `to` pull these blocks of ours."""
+        push = Push(self.offer_blocks(blocks, to.num_tokens), to)
+        self.service.submit(lambda: self.service.push(push))
+        return push
 
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
-        self._submit(lambda: self._keep(ticket))
+        self.service.submit(lambda: self.service.keep(ticket))
 
     def drop(self, ticket: Ticket) -> None:
         """Tell the producer that nobody here will pull this ticket: it ends the lease."""
-        self._submit(lambda: self._drop(ticket))
+        self.service.submit(lambda: self.service.drop(ticket))
 
-    def _keep(self, ticket: Ticket) -> None:
-        contact = self._contact(ticket.address, ticket.key)
-        contact.kept[ticket.lease] = self.home.clock()
-        contact.greet(self.home.clock())
+    def _goal(
+        self,
+        into: Mapping[int, Blocks],
+        start_token: int,
+        num_tokens: int,
+        direction: Direction | None,
+        digest: DigestPolicy | None,
+    ) -> Goal:
+        return Goal(
+            into=dict(into),
+            start_token=start_token,
+            num_tokens=num_tokens,
+            direction=direction or self.options.direction,
+            digest=digest or self.options.digest,
+        )
 
-    def _drop(self, ticket: Ticket) -> None:
-        contact = self._contact(ticket.address, ticket.key)
-        contact.kept.pop(ticket.lease, None)
-        contact.greet(self.home.clock())
-        contact.send(End(0, ticket.lease, "aborted"))
-
-    def _contact(self, address: str, key: str) -> Contact:
-        if address not in self.contacts:
-            fresh = Contact(self.home, self._channel, self.options, address, key)
-            self.contacts.setdefault(address, fresh)
-        return self.contacts[address]
+    def _transfer(
+        self, goal: Goal, sources: Sequence[tuple[Ticket, Contact]], deadline: float | None
+    ) -> Transfer:
+        """A transfer whose rows are shared already."""
+        home = self._home
+        until = home.clock() + (deadline or self.options.transfer_seconds)
+        legs = [Leg(home, contact, ticket, goal) for ticket, contact in sources]
+        transfer = Transfer(home, goal, legs, until, self.service.plans, self.tend)
+        with self._tending:
+            self._open.append(transfer)
+        return transfer
 
     # ── the owner's blocks ────────────────────────────────────────────────────────
 
@@ -253,143 +287,51 @@ class Agent:
         called, so that blocks of leases and transfers that have ended come free.
         """
         with self._tending:
-            while self._owed:
-                self._owed.popleft()()
+            while self.service.owed:
+                self.service.owed.popleft()()
             for transfer in tuple(self._open):
                 self._settle(transfer)
 
     def _settle(self, transfer: Transfer) -> None:
-        into = transfer.goal.into
+        ids = ids_of(transfer.goal.into)
         if transfer.quiet:
-            for g, ids in ids_of(into).items():
-                if transfer.quarantined:
-                    self.home.owner.unquarantine(g, ids)
-                else:
-                    self.home.owner.release(g, ids)
+            if transfer.quarantined:
+                for g, each in ids.items():
+                    self._home.owner.unquarantine(g, each)
+            else:
+                self._release(transfer.goal.into)
             self._open.remove(transfer)
-        elif transfer.done and not transfer.quarantined:
-            for g, ids in ids_of(into).items():
-                self.home.owner.quarantine(g, ids)
-                self.home.owner.release(g, ids)
+        elif transfer.done and transfer.error is not None and not transfer.quarantined:
+            for g, each in ids.items():
+                self._home.owner.quarantine(g, each)
+            self._release(transfer.goal.into)
             transfer.quarantined = True
 
     def _share(self, blocks: Mapping[int, Blocks]) -> None:
+        """All blocks, or none and the owner's error."""
         shared: list[int] = []
         try:
             for g, ids in ids_of(blocks).items():
-                self.home.owner.share(g, ids)
+                self._home.owner.share(g, ids)
                 shared.append(g)
         except KvstowError:
-            for g in shared:
-                self.home.owner.release(g, blocks[g].ids)
+            self._release({g: blocks[g] for g in shared})
             raise
 
     def _release(self, blocks: Mapping[int, Blocks]) -> None:
         for g, ids in ids_of(blocks).items():
-            self.home.owner.release(g, ids)
+            self._home.owner.release(g, ids)
 
-    # ── the agent's own thread ────────────────────────────────────────────────────
+    # ── its life ──────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name=f"kvstow-{self.name}", daemon=True
-            )
-            self._thread.start()
-
-    def _submit(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        os.eventfd_write(self._wake, 1)
-
-    def _serve(self) -> None:
-        device = self.home.arena.device
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.set_device(device)
-            torch.cuda.synchronize(device)
-        busy = False
-        while not self._closing.is_set():
-            if busy:
-                time.sleep(BUSY_SLEEP)
-            busy = self.step(0 if busy else IDLE_MS)
-
-    def step(self, timeout_ms: int = 0) -> bool:
-        """One turn of everything; whether something is under way. For the agent's thread,
-        or for a caller that has not started one."""
-        self._obey()
-        for line, message in self._channel.heard(timeout_ms):
-            self._obey()
-            self._dispatch(line, message)
-        now = self.home.clock()
-        try:
-            self.home.transport.progress()
-        except TransferError as error:
-            log.warning("progress: %s", error)
-        self.serving.advance(now)
-        for contact in tuple(self.contacts.values()):
-            contact.advance(now)
-        for transfer in self.transfers:
-            transfer.advance(now)
-        self._retire()
-        self.leases.expire(now=now)
-        return bool(
-            self.transfers or self.serving.busy or any(c.busy for c in self.contacts.values())
-        )
-
-    def _obey(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        while self._commands:
-            self._commands.popleft()()
-
-    def _dispatch(self, line: Line, message: object) -> None:
-        now = self.home.clock()
-        if line.socket is None:
-            self.serving.hear(line, message, now)  # pyright: ignore[reportArgumentType]
-            return
-        for contact in self.contacts.values():
-            if contact.line is line:
-                contact.hear(message, now)  # pyright: ignore[reportArgumentType]
-                return
-
-    def _retire(self) -> None:
-        if any(transfer.quiet for transfer in self.transfers):
-            self.transfers = [t for t in self.transfers if not t.quiet]
-        failed = [t for t in self.transfers if t.done]
-        rows = sum(len(ids) for t in failed for ids in ids_of(t.goal.into).values())
-        if rows or self._metered:
-            self.home.metrics.quarantined.set(rows)
-            self._metered = bool(rows)
-
-    def _dropped(self, reason: DropReason, detail: str) -> None:
-        self.home.metrics.messages.labels(reason).inc()
-        self.home.note("message-dropped", {"reason": reason, "detail": detail})
-
-    # ── its end ───────────────────────────────────────────────────────────────────
+        """Start the agent's thread."""
+        self.service.start()
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        os.eventfd_write(self._wake, 1)
-        if self._thread is not None:
-            self._thread.join()
-        now = self.home.clock()
-        for transfer in self.transfers:
-            if not transfer.done:
-                transfer.fail(TransferError("the agent was closed", kind="aborted"), now)
-        for contact in self.contacts.values():
-            contact.fail(TransferError("the agent was closed", kind="aborted"))
-        self.leases.close()
-        self.home.transport.close()
-        for transfer in self.transfers:
-            transfer.rest()
+        self.service.close()
         self.tend()
-        self._channel.close()
-        os.close(self._wake)
 
     def __enter__(self) -> Self:
         self.start()
@@ -402,49 +344,3 @@ class Agent:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class Peer:
-    """An agent that we have met."""
-
-    def __init__(self, agent: Agent, contact: Contact) -> None:
-        self._agent = agent
-        self._contact = contact
-
-    @property
-    def name(self) -> str:
-        return self._contact.name
-
-    @property
-    def address(self) -> str:
-        return self._contact.address
-
-    @property
-    def path(self) -> Path | None:
-        """Which way bytes go between the two, and how that was decided."""
-        return self._contact.path
-
-    def pull(
-        self,
-        ticket: Ticket,
-        *,
-        into: Mapping[int, Blocks],
-        start_token: int = 0,
-        num_tokens: int | None = None,
-        deadline: float | None = None,
-        direction: Direction | None = None,
-        digest: DigestPolicy | None = None,
-    ) -> Transfer:
-        """Pull one ticket of this peer: see `Agent.pull`."""
-        if ticket.address != self.address:
-            raise TransferError(f"ticket is of the agent at {ticket.address}, not of this one at "
-                                f"{self.address}", kind="ticket", peer=self.name)  # fmt: skip
-        return self._agent.pull(
-            ticket,
-            into=into,
-            start_token=start_token,
-            num_tokens=num_tokens,
-            deadline=deadline,
-            direction=direction,
-            digest=digest,
-        )

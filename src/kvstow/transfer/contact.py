@@ -7,7 +7,6 @@
 Everything here runs in the agent's own thread.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -63,11 +62,11 @@ class Contact:
         self.fingerprint = ""
         self.path: Path | None = None
         self.legs: dict[int, Leg] = {}
-        self.kept: dict[int, float] = {}
+        self.kept: set[int] = set()
         self.heard_at = 0.0
         self.moved_bytes = 0
         self.moved_seconds = 0.0
-        self.on_other: Callable[[AnyMessage], None] = lambda message: None
+        self._unsent: list[AnyMessage] = []
         self._home = home
         self._channel = channel
         self._options = options
@@ -114,6 +113,14 @@ class Contact:
         if self._line is not None:
             self._channel.send(self._line, message)
 
+    def tell(self, message: AnyMessage, now: float) -> None:
+        """Send now, or as soon as we have met."""
+        if self.state == "ready":
+            self.send(message)
+        else:
+            self._unsent.append(message)
+            self.greet(now)
+
     def hear(self, message: AnyMessage, now: float) -> None:
         """Take in a message from this agent."""
         self.heard_at = now
@@ -137,7 +144,7 @@ class Contact:
                 if message.transfer in self.legs:
                     self.legs[message.transfer].hear(message, now)
             case _:
-                self.on_other(message)
+                pass
 
     def _welcomed(self, card: Card, now: float) -> None:
         try:
@@ -205,6 +212,9 @@ class Contact:
     def _ready(self, path: Path) -> None:
         self.path = path
         self.state = "ready"
+        for message in self._unsent:
+            self.send(message)
+        self._unsent.clear()
         self._home.metrics.peers.inc()
         self._home.note("connected", {
             "peer": self.name, "address": self.address, "direction": path.direction,
@@ -225,7 +235,7 @@ class Contact:
         elif self.state == "ready" and now >= self._beat_at:
             self._beat_at = now + self._options.heartbeat_seconds
             leases = {leg.ticket.lease for leg in self.legs.values() if leg.active}
-            self.send(Renew(tuple(leases | set(self.kept))))
+            self.send(Renew(tuple(leases | self.kept)))
 
     @property
     def busy(self) -> bool:
@@ -236,6 +246,7 @@ class Contact:
         was_ready = self.state == "ready"
         self.state, self.error = "broken", error
         self._probes.clear()
+        self._unsent.clear()
         if self._line is not None:
             self._channel.hang_up(self._line)
             self._line = None

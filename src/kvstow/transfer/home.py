@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ class Home:
         self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
         self._free_slots = deque(range(_SLOTS))
         self._attached: dict[str, int] = {}
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"kvstow-{name}-digest")
         for region in self._regions():
             transport.register(region)
         self.card = self._card()

@@ -1,7 +1,7 @@
-"""One source of a transfer: its rows moved, its fence passed, its digest compared.
+"""One source of a transfer: its rows moved, its fence passed.
 
-    waiting ─▶ met ─▶ moving ─▶ fencing ─▶ checking ─▶ clean
-       └────────┴────────┴─────────┴──────────┴──▶ failed, and later quiet
+    waiting ─▶ met ─▶ moving ─▶ fencing ─▶ clean
+       └────────┴────────┴─────────┴──▶ failed, and later quiet
 
 A leg is *quiet* when nothing can write to its destination rows any more: its own posts
 have ended or its peer was disconnected; a producer that writes has said that it stopped,
@@ -27,17 +27,20 @@ from kvstow.transfer.wire import (
     AnyMessage,
     Begin,
     Begun,
+    Claim,
     End,
     Failed,
     Ids,
     Refused,
+    Sample,
     Stop,
     Stopped,
+    TellDigest,
     Write,
     Written,
 )
 
-LegState = Literal["waiting", "met", "moving", "fencing", "checking", "clean", "failed"]
+LegState = Literal["waiting", "met", "moving", "fencing", "clean", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +52,14 @@ class Goal:
     num_tokens: int
     direction: Direction | None
     digest: DigestPolicy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What one source brings: nothing without a route, everything without claims."""
+
+    route: Route | None
+    claims: tuple[Claim, ...] | None
 
 
 class Leg:
@@ -63,7 +74,7 @@ class Leg:
         self.direction: Direction = "read"
         self.nbytes = 0
         self.descriptors = 0
-        self.digested = False
+        self.told: tuple[int, ...] | None = None
         self._home = home
         self._goal = goal
         self._mover: Mover | None = None
@@ -77,7 +88,7 @@ class Leg:
 
     @property
     def active(self) -> bool:
-        return self.state in ("moving", "fencing", "checking")
+        return self.state in ("moving", "fencing", "clean")
 
     @property
     def quiet(self) -> bool:
@@ -95,7 +106,7 @@ class Leg:
                 self._move(now)
             case "fencing":
                 self._check_fence(now)
-            case "met" | "checking" | "clean":
+            case "met" | "clean":
                 pass
             case "failed":
                 self._settle(now)
@@ -119,14 +130,14 @@ class Leg:
             self._greeted = True
             contact.greet(now)
 
-    def begin(self, route: Route | None, now: float) -> None:
-        """Start to move what the route says; nothing where other sources bring it all."""
+    def begin(self, plan: Plan, samples: tuple[Sample, ...], now: float) -> None:
+        """Start to move what the plan says; nothing where other sources bring it all."""
         contact, goal, ticket = self.contact, self._goal, self.ticket
         assert contact.layout is not None
         assert contact.path is not None
         assert contact.card is not None
         contact.legs[self.id] = self
-        contact.kept.pop(ticket.lease, None)
+        contact.kept.discard(ticket.lease)
         self.direction = goal.direction or contact.path.direction
         try:
             if ticket.fingerprint != contact.fingerprint:
@@ -134,10 +145,10 @@ class Leg:
                     f"ticket is for layout {ticket.fingerprint[:16]}, agent {contact.name!r} has "
                     f"{contact.fingerprint[:16]}", kind="ticket", peer=contact.name)  # fmt: skip
             check_blocks(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
-            if route is None:
+            if plan.route is None:
                 self.direction, self._arrived = "read", True
             elif self.direction == "read":
-                self._mover = self._made_mover(route)
+                self._mover = self._made_mover(plan.route)
         except RouteError as error:
             self.fail(TransferError(f"peer {contact.name!r}: {error}", kind="ticket",
                                     peer=contact.name), now)  # fmt: skip
@@ -146,7 +157,10 @@ class Leg:
             self.fail(error, now)
             return
         self.state = "moving"
-        contact.send(Begin(self.id, ticket.lease, ticket.digest, self._write_order()))
+        if plan.route is None:
+            samples, self.told = (), tuple(0 for _ in samples)
+        contact.send(Begin(self.id, ticket.lease, ticket.digest, plan.claims, self._write_order(),
+                           samples))  # fmt: skip
 
     def _made_mover(self, route: Route) -> Mover:
         card, goal, path = self.contact.card, self._goal, self.contact.path
@@ -229,6 +243,8 @@ class Leg:
                 self._told(kind, reason, now)
             case Stopped():
                 self._writer_quiet = True
+            case TellDigest(_, values):
+                self.told = values
             case _:
                 pass
 

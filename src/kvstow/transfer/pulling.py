@@ -3,17 +3,19 @@ at all."""
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import RouteError, TransferError
-from kvstow.plan.route import Route
 from kvstow.plan.sources import sources
 from kvstow.transfer.contact import Contact
+from kvstow.transfer.digesting import digests, mismatches, packed_claims, samples
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home, named
-from kvstow.transfer.leg import Goal, Leg
+from kvstow.transfer.leg import Goal, Leg, Plan
 from kvstow.transfer.transport import Direction
+from kvstow.transfer.wire import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Transfer:
         self.error: TransferError | None = None
         self.stats: Stats | None = None
         self.quarantined = False
+        self.on_end: Callable[[TransferError | None], None] = lambda error: None
         self._home = home
         self._plans = plans
         self._tend = tend
@@ -62,6 +65,8 @@ class Transfer:
         self._ended = threading.Event()
         self._quiet = threading.Event()
         self._aborted = False
+        self._samples: tuple[Sample, ...] = ()
+        self._local: Future[tuple[int, ...]] | None = None
 
     # ── for the caller ────────────────────────────────────────────────────────────
 
@@ -122,12 +127,16 @@ class Transfer:
     def _begin(self, now: float) -> None:
         """Every source is there: decide who brings what, and start."""
         try:
-            routes = self._plans.routes([leg.contact for leg in self.legs])
+            plans = self._plans.plans([leg.contact for leg in self.legs])
         except RouteError as error:
             self.fail(TransferError(f"sources do not make a whole:\n{error}", kind="refused"), now)
             return
-        for leg, route in zip(self.legs, routes, strict=True):
-            leg.begin(route, now)
+        goal = self.goal
+        self._samples = samples(
+            self._home.layout, goal.start_token, goal.num_tokens, goal.digest
+        )  # fmt: skip
+        for leg, plan in zip(self.legs, plans, strict=True):
+            leg.begin(plan, self._samples, now)
 
     def _judge(self, now: float) -> None:
         failed = next((leg.error for leg in self.legs if leg.error is not None), None)
@@ -135,13 +144,33 @@ class Transfer:
             self.fail(failed, now)
         elif self._aborted:
             self.fail(TransferError("transfer was aborted here", kind="aborted"), now)
-        elif all(leg.state == "clean" for leg in self.legs):
+        elif all(leg.state == "clean" for leg in self.legs) and self._digested(now):
             self._accept(now)
         elif now > self._deadline:
             late = [leg.contact.name for leg in self.legs if leg.state != "clean"]
             self.fail(TransferError(
                 f"peers {late}: no end within {self._deadline - self._started:.3g} s",
                 kind="timeout", peer=late[0]), now)  # fmt: skip
+
+    def _digested(self, now: float) -> bool:
+        """Whether the digests agree, once all are there; fails the transfer if they differ."""
+        if not self._samples:
+            return True
+        if self._local is None:
+            arena, into = self._home.arena, self.goal.into
+            self._local = self._home.worker.submit(digests, arena, into, self._samples, None)
+        there = [leg.told for leg in self.legs if leg.told is not None]
+        if not self._local.done() or len(there) < len(self.legs):
+            return False
+        wrong = mismatches(self._samples, self._local.result(), there)
+        if not wrong:
+            return True
+        text = "; ".join(
+            f"layers {list(w.sample.layers[:4])}, tokens [{w.sample.start_token}, "
+            f"{w.sample.stop_token}): {w.here:016x} here, {w.there:016x} there" for w in wrong
+        )  # fmt: skip
+        self.fail(TransferError(f"bytes differ from what was offered: {text}", kind="digest"), now)
+        return False
 
     def _accept(self, now: float) -> None:
         """The consumer's own fence: the rows must still be the ones that were given."""
@@ -158,12 +187,13 @@ class Transfer:
             seconds=now - self._started,
             sources=len(self.legs),
             directions=tuple(leg.direction for leg in self.legs),
-            digest="passed" if any(leg.digested for leg in self.legs) else "off",
+            digest="passed" if self._samples else "off",
         )
         for leg in self.legs:
             leg.end("accepted")
         self._count("accepted")
         self._ended.set()
+        self.on_end(None)
 
     def fail(self, error: TransferError, now: float) -> None:
         """End as an error that names the destination rows of every group."""
@@ -178,6 +208,7 @@ class Transfer:
             leg.end("aborted" if error.kind == "aborted" else "failed")
         self._count(error.kind)
         self._ended.set()
+        self.on_end(self.error)
 
     def _count(self, outcome: str) -> None:
         metrics = self._home.metrics
@@ -199,19 +230,24 @@ class Transfer:
 
 
 class Plans:
-    """Routes from sets of sources into this layout, each computed once."""
+    """Who brings what into this layout, for each set of sources computed once."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._known: dict[tuple[str, ...], tuple[Route | None, ...]] = {}
+        self._known: dict[tuple[str, ...], tuple[Plan, ...]] = {}
 
-    def routes(self, contacts: Sequence[Contact]) -> tuple[Route | None, ...]:
-        """One route per source; None where the others bring everything."""
+    def plans(self, contacts: Sequence[Contact]) -> tuple[Plan, ...]:
+        """One plan per source."""
         key = tuple(contact.fingerprint for contact in contacts)
         if key not in self._known:
             layouts = [contact.layout for contact in contacts if contact.layout is not None]
-            found = {s.index: s.route for s in sources(layouts, self._home.layout)}
-            self._known[key] = tuple(found.get(i) for i in range(len(contacts)))
+            found = {source.index: source for source in sources(layouts, self._home.layout)}
+            alone = len(contacts) == 1
+            self._known[key] = tuple(
+                Plan(found[i].route, None if alone else packed_claims(found[i].claims))
+                if i in found else Plan(None, None)
+                for i in range(len(contacts))
+            )  # fmt: skip
         return self._known[key]
 
 

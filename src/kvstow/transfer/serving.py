@@ -4,21 +4,27 @@ Everything here runs in the agent's own thread.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstow.errors import (
     FaultKind,
+    KvstowError,
     ManifestError,
     RouteError,
     SpecError,
     TransferError,
 )
+from kvstow.plan.agree import differences
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
-from kvstow.plan.route import Route, route
+from kvstow.plan.route import Claims, Route, route
+from kvstow.plan.sources import sources
 from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.digesting import digests, unpacked_claims
 from kvstow.transfer.home import PROBE_BYTES, Home, check_blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.mover import Mover, chunk_bytes
@@ -32,6 +38,7 @@ from kvstow.transfer.wire import (
     Begin,
     Begun,
     Card,
+    Claim,
     End,
     Failed,
     Hello,
@@ -39,10 +46,10 @@ from kvstow.transfer.wire import (
     Renew,
     Stop,
     Stopped,
+    TellDigest,
     TellProbe,
     TellStatus,
     Welcome,
-    Write,
     Written,
 )
 
@@ -53,14 +60,34 @@ SILENT_BEATS = 30
 class Guest:
     """An agent that dialled us."""
 
-    def __init__(self, line: Line, card: Card, layout: Layout, route: Route) -> None:
+    def __init__(self, line: Line, card: Card, layout: Layout) -> None:
         self.line = line
         self.card = card
         self.layout = layout
-        self.route = route
+        self._errands: dict[tuple[Claim, ...] | None, Errand] = {}
         self.heard_at = 0.0
         self.write_rate = 0.0
         self.reading: dict[int, int] = {}
+
+    def errand(self, mine: Layout, packed: tuple[Claim, ...] | None) -> "Errand":
+        """What we bring to this guest, computed once for each set of claims."""
+        if packed not in self._errands:
+            if packed is None:
+                alone = sources([mine], self.layout)[0]
+                made = Errand(alone.route, alone.claims)
+            else:
+                claims = unpacked_claims(packed)
+                made = Errand(route(mine, self.layout, claims=claims), claims)
+            self._errands[packed] = made
+        return self._errands[packed]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Errand:
+    """The way to a guest, and what counts for digests on it."""
+
+    route: Route
+    claims: Claims
 
 
 class Serving:
@@ -84,11 +111,12 @@ class Serving:
         self._silent_seconds = silent_seconds
         self._writings: dict[tuple[int, int], Writing] = {}
         self._probes: list[Probe] = []
+        self._digests: list[tuple[Guest, int, Future[tuple[int, ...]]]] = []
 
     @property
     def busy(self) -> bool:
         """Whether a guest needs this process to make progress."""
-        return bool(self._writings or self._probes) or any(
+        return bool(self._writings or self._probes or self._digests) or any(
             guest.reading for guest in self.guests.values()
         )
 
@@ -123,7 +151,10 @@ class Serving:
     def _greet(self, line: Line, card: Card, now: float) -> None:
         try:
             layout = decode(card.manifest)
-            guest = Guest(line, card, layout, route(self._home.layout, layout))
+            found = differences(self._home.layout, layout)
+            if found:
+                raise RouteError(found)
+            guest = Guest(line, card, layout)
         except (ManifestError, RouteError) as error:
             reasons = tuple(str(error).splitlines())
             self._home.note("refused", {"peer": card.agent, "why": str(error)})
@@ -147,9 +178,15 @@ class Serving:
         reader = (guest.line.session, begin.transfer)
         try:
             self._leases.open(begin.lease, begin.digest, reader, now=now)
+            ticket = self._ticket_of(begin.lease)
             if begin.write is not None:
-                ticket = self._ticket_of(begin.lease)
-                self._writings[reader] = Writing(self._home, guest, ticket, begin.write)
+                self._writings[reader] = Writing(self._home, guest, ticket, begin)
+            if begin.samples:
+                claims = guest.errand(self._home.layout, begin.claims).claims
+                told = self._home.worker.submit(
+                    digests, self._home.arena, ticket.blocks, begin.samples, claims
+                )
+                self._digests.append((guest, begin.transfer, told))
         except (TransferError, RouteError, SpecError) as error:
             self._leases.shut(begin.lease, reader, accepted=False)
             kind: FaultKind = error.kind if isinstance(error, TransferError) else "ticket"
@@ -205,10 +242,19 @@ class Serving:
             if told is not None:
                 self._probes.remove(probe)
                 self._channel.send(probe.guest.line, told)
+        for entry in [entry for entry in self._digests if entry[2].done()]:
+            self._digests.remove(entry)
+            self._tell_digest(*entry)
         for guest in list(self.guests.values()):
             if now - guest.heard_at > self._silent_seconds:
                 self._home.note("guest-silent", {"peer": guest.card.agent})
                 self._forget(guest)
+
+    def _tell_digest(self, guest: Guest, transfer: int, told: Future[tuple[int, ...]]) -> None:
+        try:
+            self._channel.send(guest.line, TellDigest(transfer, told.result()))
+        except KvstowError as error:
+            self._channel.send(guest.line, Failed(transfer, "digest", f"no digest: {error}"))
 
 
 def attached(home: Home, guest: Guest) -> None:
@@ -220,7 +266,9 @@ def attached(home: Home, guest: Guest) -> None:
 class Writing:
     """A write into a guest's rows."""
 
-    def __init__(self, home: Home, guest: Guest, ticket: Ticket, order: Write) -> None:
+    def __init__(self, home: Home, guest: Guest, ticket: Ticket, begin: Begin) -> None:
+        order = begin.write
+        assert order is not None
         self.guest = guest
         self._home = home
         self._stopped = False
@@ -230,7 +278,7 @@ class Writing:
         }
         check_blocks(guest.layout, into, whose=f"write order of {guest.card.agent!r}")
         attached(home, guest)
-        moves = guest.route.moves(
+        moves = guest.errand(home.layout, begin.claims).route.moves(
             ticket.blocks, into, order.num_tokens, start_token=order.start_token
         )
         spans = merged(Spans(moves.source + home.card.base, moves.destination + guest.card.base,

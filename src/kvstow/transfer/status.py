@@ -4,14 +4,14 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstow.transfer.agent import Agent
+    from kvstow.transfer.service import Service
 
 STATUS_VERSION = 1
 
 
-def status_document(agent: "Agent") -> bytes:
+def status_document(service: "Service") -> bytes:
     """The document; its keys are listed in docs/reference/wire.md."""
-    home = agent.home
+    home = service.home
     now = home.clock()
     peers = [
         {
@@ -26,7 +26,7 @@ def status_document(agent: "Agent") -> bytes:
             "moved_seconds": round(contact.moved_seconds, 6),
             "error": str(contact.error) if contact.error else None,
         }
-        for contact in tuple(agent.contacts.values())
+        for contact in tuple(service.contacts.values())
     ]
     guests = [
         {
@@ -34,21 +34,20 @@ def status_document(agent: "Agent") -> bytes:
             "silent_seconds": round(now - guest.heard_at, 3),
             "reading": len(guest.reading),
         }
-        for guest in tuple(agent.serving.guests.values())
+        for guest in tuple(service.serving.guests.values())
     ]
-    failed = [transfer for transfer in agent.transfers if transfer.done]
     return json.dumps({
         "version": STATUS_VERSION,
-        "agent": agent.name,
-        "address": agent.address,
+        "agent": home.name,
+        "address": service.channel.address,
         "start": home.transport.name,
         "model": home.layout.model,
         "fingerprint": home.fingerprint,
         "memory": f"{home.kind}:{home.device}",
         "arena_bytes": home.layout.nbytes,
-        "leases": len(agent.leases),
-        "transfers": len(agent.transfers) - len(failed),
-        "quarantined_rows": sum(len(b) for t in failed for b in t.goal.into.values()),
+        "leases": len(service.leases),
+        "transfers": sum(not transfer.done for transfer in service.transfers),
+        "quarantined_rows": service.quarantined_rows,
         "peers": peers,
         "guests": guests,
     }).encode()  # fmt: skip

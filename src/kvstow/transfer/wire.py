@@ -91,6 +91,24 @@ class Ids(msgspec.Struct, frozen=True, array_like=True):
     index: bytes
 
 
+Box = tuple[tuple[int, int], ...]
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """Which parts of these layers' fields a source shall bring."""
+
+    layers: tuple[str, ...]
+    fields: tuple[tuple[str, tuple[Box, ...]], ...]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `[start_token, stop_token)` of some layers, whose digest is compared."""
+
+    layers: tuple[str, ...]
+    start_token: int
+    stop_token: int
+
+
 class Write(msgspec.Struct, frozen=True, array_like=True):
     """Where a producer shall write, and which tokens."""
 
@@ -100,12 +118,18 @@ class Write(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """A consumer starts to read what a ticket names, or asks the producer to write it."""
+    """A consumer starts to read what a ticket names, or asks the producer to write it.
+
+    Without `claims` this source brings all that the consumer holds. The producer answers
+    with the digests of the samples when it has them.
+    """
 
     transfer: int
     lease: int
     digest: bytes
+    claims: tuple[Claim, ...] | None
     write: Write | None
+    samples: tuple[Sample, ...]
 
 
 class Begun(Message, frozen=True, tag="begun"):
@@ -162,20 +186,11 @@ class Alive(Message, frozen=True, tag="alive"):
     ended: tuple[int, ...]
 
 
-class AskDigest(Message, frozen=True, tag="ask-digest"):
-    """What is the digest of these tokens, as far as the asking rank holds them?"""
-
-    transfer: int
-    lease: int
-    start_token: int
-    stop_token: int
-
-
 class TellDigest(Message, frozen=True, tag="tell-digest"):
-    """The digest."""
+    """The digests of a transfer's samples, as far as this source brings them."""
 
     transfer: int
-    value: int
+    values: tuple[int, ...]
 
 
 class AskProbe(Message, frozen=True, tag="ask-probe"):
@@ -220,7 +235,7 @@ class TellStatus(Message, frozen=True, tag="tell-status"):
 
 AnyMessage = (
     Hello | Welcome | Refused | Stranger | Begin | Begun | Written | Failed | End | Stop | Stopped
-    | Renew | Alive | AskDigest | TellDigest | AskProbe | TellProbe | Deliver | Delivered
+    | Renew | Alive | TellDigest | AskProbe | TellProbe | Deliver | Delivered
     | AskStatus | TellStatus
 )  # fmt: skip
 

@@ -1,0 +1,238 @@
+"""The agent's own thread: it talks, moves, fences, and lets leases run out.
+
+Callers hand it commands; it hands results back through events and `owed`, a queue of
+things to do to the blocks' owner, which only callers may touch.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from kvstow.errors import KvstowError, TransferError
+from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.contact import Contact
+from kvstow.transfer.home import Home
+from kvstow.transfer.lease import EndReason, Lease, Leases
+from kvstow.transfer.options import Options
+from kvstow.transfer.pulling import Plans, Transfer
+from kvstow.transfer.receiving import Arrival, Push
+from kvstow.transfer.serving import SILENT_BEATS, Serving
+from kvstow.transfer.status import status_document
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.wire import AnyMessage, Deliver, Delivered, End
+
+log = logging.getLogger(__name__)
+
+IDLE_MS = 20
+BUSY_SLEEP = 20e-6
+
+
+class Service:
+    """Everything that happens between calls. `step` is one turn of it."""
+
+    def __init__(self, home: Home, channel: Channel, options: Options) -> None:
+        self.home = home
+        self.channel = channel
+        self.options = options
+        self.leases = Leases()
+        self.serving = Serving(home, channel, self.leases, self._ticket_of,
+                               lambda: status_document(self),
+                               SILENT_BEATS * options.heartbeat_seconds)  # fmt: skip
+        self.contacts: dict[str, Contact] = {}
+        self.transfers: list[Transfer] = []
+        self.plans = Plans(home)
+        self.owed: deque[Callable[[], None]] = deque()
+        self.arrivals: dict[int, Arrival] = {}
+        self._pushes: dict[int, Push] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._any_quarantined = False
+        channel.watch(self._wake)
+
+    # ── the thread ────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self._thread is None:
+            name = f"kvstow-{self.home.name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Have something done in the thread."""
+        self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        device = self.home.arena.device
+        if device.type == "cuda":  # the engine copies in this thread: it needs the context
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize(device)
+        busy = False
+        while not self._closing.is_set():
+            if busy:
+                time.sleep(BUSY_SLEEP)
+            try:
+                busy = self.step(0 if busy else IDLE_MS)
+            except KvstowError as error:
+                log.error("agent %s: %s", self.home.name, error)
+
+    def step(self, timeout_ms: int = 0) -> bool:
+        """One turn of everything; whether something is under way."""
+        for line, message in self.channel.heard(timeout_ms):
+            self._obey()
+            self._dispatch(line, message)
+        self._obey()
+        now = self.home.clock()
+        self.home.transport.progress()
+        self.serving.advance(now)
+        for contact in tuple(self.contacts.values()):
+            contact.advance(now)
+        for transfer in self.transfers:
+            transfer.advance(now)
+        self._retire()
+        self.leases.expire(now=now)
+        return bool(
+            self.transfers or self.serving.busy or any(c.busy for c in self.contacts.values())
+        )
+
+    def _obey(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._commands:
+            self._commands.popleft()()
+
+    def _dispatch(self, line: Line, message: AnyMessage) -> None:
+        now = self.home.clock()
+        if isinstance(message, Deliver):
+            self._deliver(line, message)
+        elif isinstance(message, Delivered):
+            if message.transfer in self._pushes:
+                self._pushes.pop(message.transfer).hear(message)
+        elif line.socket is None:
+            self.serving.hear(line, message, now)
+        else:
+            for contact in tuple(self.contacts.values()):
+                if contact.line is line:
+                    contact.hear(message, now)
+
+    def _retire(self) -> None:
+        """Forget transfers that are over; count rows that are not at rest."""
+        if any(transfer.quiet for transfer in self.transfers):
+            self.transfers = [t for t in self.transfers if not t.quiet]
+        rows = self.quarantined_rows
+        if rows or self._any_quarantined:
+            self.home.metrics.quarantined.set(rows)
+            self._any_quarantined = bool(rows)
+
+    @property
+    def quarantined_rows(self) -> int:
+        """Rows of failed transfers that something may still write to."""
+        return sum(len(b) for t in self.transfers if t.done for b in t.goal.into.values())
+
+    # ── leases ────────────────────────────────────────────────────────────────────
+
+    def grant(self, lease: Lease, ticket: Ticket) -> None:
+        self._tickets[lease.id] = ticket
+        self.leases.grant(lease)
+        self.home.metrics.leases.inc()
+
+    def _ticket_of(self, lease: int) -> Ticket:
+        return self._tickets[lease]
+
+    def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:
+        """Tell readers; owed to the owner is what the agent has put in the queue."""
+        del self._tickets[ticket.lease]
+        self.home.metrics.leases.dec()
+        self.home.metrics.lease_ends.labels(reason).inc()
+        self.home.note("lease-ended", {"lease": ticket.lease, "reason": reason})
+        self.serving.lease_ended(ticket.lease, reason)
+
+    def keep(self, ticket: Ticket) -> None:
+        contact = self.contact(ticket.address, ticket.key)
+        contact.kept.add(ticket.lease)
+        contact.greet(self.home.clock())
+
+    def drop(self, ticket: Ticket) -> None:
+        contact = self.contact(ticket.address, ticket.key)
+        contact.kept.discard(ticket.lease)
+        contact.tell(End(0, ticket.lease, "aborted"), self.home.clock())
+
+    def expect(self, arrival: Arrival, lease: Lease) -> None:
+        """Let somebody push under this lease; when it ends, nobody may any more."""
+        self.arrivals[arrival.ticket.lease] = arrival
+        self.grant(lease, arrival.ticket)
+
+    # ── peers ─────────────────────────────────────────────────────────────────────
+
+    def contact(self, address: str, key: str) -> Contact:
+        """The contact for an address, made when it is first asked for."""
+        if address not in self.contacts:
+            fresh = Contact(self.home, self.channel, self.options, address, key)
+            self.contacts.setdefault(address, fresh)
+        return self.contacts[address]
+
+    def push(self, push: Push) -> None:
+        """Ask the agent that expects something to pull what we offer."""
+        self._pushes[push.id] = push
+        target = push.target
+        contact = self.contact(target.address, target.key)
+        message = Deliver(push.id, target.lease, target.digest, push.source.to_bytes())
+        contact.tell(message, self.home.clock())
+
+    def _deliver(self, line: Line, message: Deliver) -> None:
+        """Somebody offers what we expect: pull it."""
+        try:
+            source = Ticket.from_bytes(message.source)
+            arrival = self.arrivals.get(message.target)
+            if arrival is None or arrival.ticket.digest != message.target_digest:
+                raise TransferError("nothing is expected under this ticket", kind="ticket")
+            del self.arrivals[message.target]
+            contact = self.contact(source.address, source.key)
+        except TransferError as error:
+            self.channel.send(line, Delivered(message.transfer, error.kind, str(error)))
+            return
+
+        def answer(error: TransferError | None) -> None:
+            kind, reason = (error.kind, str(error)) if error else (None, "")
+            self.channel.send(line, Delivered(message.transfer, kind, reason))
+
+        transfer = arrival.begin(source, contact, answer)
+        self.transfers.append(transfer)
+        self.leases.end(message.target, "read")
+
+    # ── its end ───────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Stop the thread; fail what has not ended; let go of engine and sockets."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not None:
+            self._thread.join()
+        self._obey()
+        closed = TransferError(f"agent {self.home.name!r} was closed", kind="aborted")
+        for transfer in self.transfers:
+            if not transfer.done:
+                transfer.fail(closed, self.home.clock())
+        for push in self._pushes.values():
+            push.fail(closed)
+        self.leases.close()
+        for contact in self.contacts.values():
+            contact.fail(closed)
+        self.home.worker.shutdown()
+        self.home.transport.close()
+        for transfer in self.transfers:
+            transfer.rest()
+        self.channel.close()
+        os.close(self._wake)
