@@ -19,7 +19,8 @@ from kvstow.errors import CopyError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.memory.host import move
-from kvstow.memory.moves import Moves, Spans, check_apart, check_inside, check_unread, merged, spans
+from kvstow.memory.moves import Spans, check_apart, check_inside, check_unread, merged, spans
+from kvstow.plan.moves import Moves
 
 Method = Literal["memmove", "batch", "kernel", "staged", "plain"]
 
@@ -62,7 +63,7 @@ class Copy:
 def copy(
     source: Arena,
     destination: Arena,
-    moves: Moves,
+    moves: Moves | Spans,
     *,
     method: Method | Literal["auto"] = "auto",
     stream: torch.cuda.Stream | None = None,

@@ -13,12 +13,16 @@ import torch
 
 from kvstow.errors import BlockError
 from kvstow.memory.arena import Arena
-from kvstow.memory.keys import CellKeys, Share, Words, cell_keys, seed, shares, state_keys
+from kvstow.memory.keys import CellKeys, Words, cell_keys, seed, shares, state_keys
 from kvstow.plan.blocklist import Blocks
+from kvstow.plan.group import Group
 from kvstow.plan.layout import Placement
-from kvstow.plan.spec import Chunk, Encoder, Full, LayerSpec, Sink, State, Window
+from kvstow.plan.pairing import Tokens
+from kvstow.plan.route import Claims
+from kvstow.plan.spec import LayerSpec
+from kvstow.plan.territory import state_tokens
 
-__all__ = ["Share", "counted_states", "digest", "shares"]
+__all__ = ["counted_states", "digest", "shares"]
 
 CHUNK_BYTES = 512 << 10
 """Cells gathered at a time on the host: they stay in the second-level cache."""
@@ -35,29 +39,29 @@ def digest(
     *,
     layers: Collection[str] | None = None,
     start_token: int = 0,
-    share: Share | None = None,
+    claims: Claims | None = None,
 ) -> int:
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
-    Sums over ranks, modulo 2^64, are digests of all that the ranks hold; `share` (from
-    `shares`) makes each of them count only its part of what several hold alike. Blocks of a
-    window group count as far as the window of the next token reaches. `layers` restricts it
-    to some layers. On CUDA it runs in the current stream, and waits for the result.
+    Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
+    to parts of fields, `layers` to some layers; `shares` makes claims by which several ranks
+    count what they hold alike only once. Blocks of a window group count as far as the window of
+    the next token reaches. On CUDA it runs in the current stream, and waits for the result.
     """
     total = 0
     for group, held in blocks.items():
         ids = arena.checked(group, held.ids)
         rows = arena.layout.groups[group]
         wanted = [
-            _Layer(spec, place, cell_keys(spec, share))
+            _Layer(spec, place, cell_keys(spec, claims))
             for spec, place in zip(rows.group.layers, rows.placements, strict=True)
             if layers is None or spec.name in layers
         ]
         if not wanted:
             continue
-        intervals = counted_states(wanted[0].spec, num_tokens, start_token)
-        _check_listed(rows.group.name, wanted[0].spec, held, intervals)
         for kind in _alike(wanted):
+            intervals = counted_states(rows.group, kind[0].spec, num_tokens, start_token)
+            _check_listed(rows.group, kind[0].spec, held, intervals)
             if arena.device.type == "cuda":
                 total += _on_device(arena, kind, ids, held.index, intervals)
             else:
@@ -65,42 +69,29 @@ def digest(
     return total % MODULUS
 
 
-def counted_states(spec: LayerSpec, num_tokens: int, start_token: int = 0) -> Intervals:
-    """Which states of a layer matter to the token that comes after `num_tokens`.
+def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Intervals:
+    """States of a layer that the token after `num_tokens` looks at, from `start_token` on.
 
     Two half-open intervals, the second one empty but for sinks. A state of several tokens
-    counts when its first token does.
+    counts when one of them does; of summaries, the running one.
     """
-    span = spec.tokens_per_state
-    match spec.retention:
-        case Full():
-            found = ((start_token, num_tokens), (0, 0))
-        case Window(tokens):
-            found = ((max(start_token, num_tokens - tokens + 1), num_tokens), (0, 0))
-        case Chunk(tokens):
-            found = ((max(start_token, num_tokens - num_tokens % tokens), num_tokens), (0, 0))
-        case Sink(sink_tokens, tokens):
-            recent = max(sink_tokens, start_token, num_tokens - tokens + 1)
-            found = ((start_token, min(sink_tokens, num_tokens)), (recent, num_tokens))
-        case Encoder(tokens):
-            found = ((0, tokens), (0, 0))
-        case State():
-            return ((0, 1 << 62), (0, 0))
-    first, second = ((-(-low // span), -(-max(low, high) // span)) for low, high in found)
-    return first, second
+    span = state_tokens(spec)
+    found = [
+        (tokens.first // span, -(-tokens.end // span)) if tokens.first < tokens.end else (0, 0)
+        for tokens in Tokens(start_token, num_tokens).needed(group)
+    ]
+    return found[0], found[1] if len(found) > 1 else (0, 0)
 
 
-def _check_listed(name: str, spec: LayerSpec, held: Blocks, intervals: Intervals) -> None:
+def _check_listed(group: Group, spec: LayerSpec, held: Blocks, intervals: Intervals) -> None:
     """Refuses a list of blocks that lacks one of those that count."""
-    if isinstance(spec.retention, State):
-        return
     for low, high in intervals:
-        needed = np.arange(low // spec.states, -(-high // spec.states)) if low < high else ()
-        missing = np.setdiff1d(np.asarray(needed, np.int64), held.index)
+        needed = np.arange(low // spec.states, -(-high // spec.states))
+        missing = np.setdiff1d(needed, held.index)
         if len(missing):
             raise BlockError(
-                f"group {name!r}: the digest needs logical blocks {missing[:8].tolist()}, the "
-                f"request lists {held.index[:8].tolist()}"
+                f"group {group.name!r}: the digest needs logical blocks {missing[:8].tolist()}, "
+                f"the request lists {held.index[:8].tolist()}"
             )
 
 

@@ -147,3 +147,85 @@ def digest_cells(
         TOKENS=tokens, WORDS=words, ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
     return int(sums.sum().item())
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _paged_decode(
+    query, keys, values, table, lengths, sums, peaks, weights,
+    scale, block_tokens, table_width,
+    k_block, k_head, k_token, v_block, v_head, v_token,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """One sequence, one kv head, one part of the tokens: an unnormalised softmax average."""
+    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    share = tl.cdiv(tl.cdiv(length, STEP), tl.num_programs(2)) * STEP
+    start, end = part * share, tl.minimum((part + 1) * share, length)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    real = (row < GROUP)[:, None] & (column < DIM)[None, :]
+    first = (sequence * tl.num_programs(1) + head) * GROUP
+    q = tl.load(query + (first + row)[:, None] * DIM + column[None, :], mask=real, other=0.0)
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    weight = tl.full((ROWS,), 0.0, tl.float32)
+    total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
+    for at in range(start, end, STEP):
+        token = at + tl.arange(0, STEP)
+        there = token < end
+        block = tl.load(table + sequence * table_width + token // block_tokens, mask=there, other=0)
+        block, slot = block.to(tl.int64), token % block_tokens
+        seen = there[:, None] & (column < DIM)[None, :]
+        k_at = block * k_block + head * k_head + slot * k_token
+        k = tl.load(keys + k_at[:, None] + column[None, :], mask=seen, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.where(there[None, :], scores, -float("inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        part_of = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(peak - higher)
+        v_at = block * v_block + head * v_head + slot * v_token
+        v = tl.load(values + v_at[:, None] + column[None, :], mask=seen, other=0.0)
+        total = total * shrink[:, None] + tl.dot(part_of.to(v.dtype), v)
+        weight = weight * shrink + tl.sum(part_of, axis=1)
+        peak = higher
+    place = part * tl.num_programs(0) * tl.num_programs(1) * GROUP + first + row
+    tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=real)
+    tl.store(peaks + place, peak, mask=row < GROUP)
+    tl.store(weights + place, weight, mask=row < GROUP)
+
+
+def paged_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_parts: int = 1,
+    step: int = 64,
+) -> torch.Tensor:
+    """Attention of one new token per sequence to its cached tokens, read where they lie.
+
+    `query` is `[sequence, head, dim]`, contiguous; `keys` and `values` are views `[block, head,
+    token, dim]` of any strides but the last, which is 1; `block_table` is `[sequence, logical
+    block]`, and `lengths` says how many tokens each sequence has.
+    """
+    sequences, heads, dim = query.shape
+    kv_heads, block_tokens = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    shape = (num_parts, sequences, heads)
+    sums = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
+    peaks = torch.empty(shape, dtype=torch.float32, device=query.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _paged_decode[(sequences, kv_heads, num_parts)](
+        query, keys, values, block_table, lengths, sums, peaks, weights,
+        dim**-0.5, block_tokens, block_table.stride(0),
+        *keys.stride()[:3], *values.stride()[:3],
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim,
+        WIDTH=max(16, triton.next_power_of_2(dim)), STEP=step, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    shrink = torch.exp(peaks - peaks.amax(0))
+    total = (sums * shrink[..., None]).sum(0) / (weights * shrink).sum(0)[..., None]
+    return total.to(query.dtype)

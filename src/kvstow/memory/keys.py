@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import SpecError
 from kvstow.plan.layout import Layout
+from kvstow.plan.overlap import Box, Interval
+from kvstow.plan.route import Claims
 from kvstow.plan.spec import Extent, Field, LayerSpec
 
 Words = npt.NDArray[np.uint64]
-Box = tuple[tuple[int, int], ...]
-"""Half-open intervals of the whole model's axes: head, then the field's own."""
-
-Share = dict[tuple[str, str], tuple[Box, ...]]
-"""By layer and field, the parts that one rank counts."""
 
 WORD_BYTES = 4
 VERSION = b"kvstow digest 1"
@@ -63,14 +59,17 @@ class CellKeys:
     unit: int
 
 
-def cell_keys(spec: LayerSpec, share: Share | None) -> CellKeys:
-    """P over one layer's cells. `share` restricts it to what this rank counts."""
-    parts = tuple(
-        (field, held(spec, field) if share is None else share.get((spec.name, field.name), ()))
-        for field in spec.fields
-    )
+def cell_keys(spec: LayerSpec, claims: Claims | None) -> CellKeys:
+    """P over one layer's cells; with `claims`, only where they say."""
+    parts: list[tuple[Field, tuple[Box, ...]]] = []
+    for field in spec.fields:
+        boxes = held(spec, field)
+        if claims is not None:
+            wanted = claims.get(spec.name, {}).get(field.name, ())
+            boxes = tuple(part for box in boxes for other in wanted for part in both(box, other))
+        parts.append((field, boxes))
     offsets = tuple(spec.field_offsets[field.name] for field in spec.fields)
-    return _cell_keys(spec.heads, parts, offsets, spec.cell_bytes)
+    return _cell_keys(spec.heads, tuple(parts), offsets, spec.cell_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -109,7 +108,7 @@ def _fill(array: Words, heads: Extent, field: Field, box: Box) -> None:
     array[(*places, slice(lo * bits // 8, hi * bits // 8))] = keys << shifts
 
 
-def _local(extent: Extent, interval: tuple[int, int]) -> tuple[int, int]:
+def _local(extent: Extent, interval: Interval) -> Interval:
     """Where an interval of the whole axis lies among what a rank holds of it."""
     at = 0
     for lo, hi in extent.pieces:
@@ -142,41 +141,40 @@ def held(spec: LayerSpec, field: Field) -> tuple[Box, ...]:
     return tuple(product(spec.heads.pieces, *(axis.pieces for axis in field.axes)))
 
 
-def shares(layouts: Sequence[Layout]) -> tuple[Share, ...]:
+def shares(layouts: Sequence[Layout]) -> tuple[Claims, ...]:
     """Per rank, what it counts so that all ranks together count everything once.
 
     What several ranks hold alike counts on the first of them.
     """
     taken: dict[tuple[str, str], list[Box]] = {}
-    found: list[Share] = []
+    found: list[Claims] = []
     for layout in layouts:
-        share: Share = {}
+        share: dict[str, dict[str, list[Box]]] = {}
         for _, spec, _ in layout.layers.values():
             for field in spec.fields:
                 before = taken.setdefault((spec.name, field.name), [])
                 mine = list(held(spec, field))
                 for other in before:
                     mine = [part for box in mine for part in without(box, other)]
-                share[spec.name, field.name] = tuple(mine)
+                share.setdefault(spec.name, {})[field.name] = mine
                 before += mine
         found.append(share)
     return tuple(found)
 
 
+def both(box: Box, other: Box) -> tuple[Box, ...]:
+    """What two boxes have in common: one box, or none."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+    return (common,) if all(lo < hi for lo, hi in common) else ()
+
+
 def without(box: Box, other: Box) -> tuple[Box, ...]:
     """The box less the other one, as boxes that do not overlap."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-    if any(lo >= hi for lo, hi in common):
-        return (box,)
-    parts: list[Box] = []
-    for axis, ((lo, hi), (cut, end)) in enumerate(zip(box, common, strict=True)):
-        around = ((lo, cut), (end, hi))
-        parts += [
-            (*common[:axis], piece, *box[axis + 1 :]) for piece in around if piece[0] < piece[1]
-        ]
-    assert sum(map(_volume, parts)) + _volume(common) == _volume(box)
-    return tuple(parts)
-
-
-def _volume(box: Box) -> int:
-    return prod(hi - lo for lo, hi in box)
+    for common in both(box, other):
+        return tuple(
+            (*common[:axis], piece, *box[axis + 1 :])
+            for axis, ((lo, hi), (cut, end)) in enumerate(zip(box, common, strict=True))
+            for piece in ((lo, cut), (end, hi))
+            if piece[0] < piece[1]
+        )
+    return (box,)

@@ -1,26 +1,15 @@
 """Which bytes go where inside one machine: three arrays, nothing else."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BlockError, CopyError
+from kvstow.plan.blocklist import Ints
 from kvstow.plan.layout import Layout
+from kvstow.plan.moves import Moves
 from kvstow.plan.view import Run
-
-Ints = npt.NDArray[np.int64]
-
-
-class Moves(Protocol):
-    """Move `i` takes `nbytes[i]` bytes from offset `source[i]` to offset `destination[i]`."""
-
-    @property
-    def source(self) -> Ints: ...
-    @property
-    def destination(self) -> Ints: ...
-    @property
-    def nbytes(self) -> Ints: ...
 
 
 class Spans(NamedTuple):
@@ -54,7 +43,7 @@ def row_moves(
     )
 
 
-def spans(moves: Moves) -> Spans:
+def spans(moves: Moves | Spans) -> Spans:
     """The moves as int64 arrays of one length, empty ones left out."""
     arrays = [np.atleast_1d(np.asarray(a)) for a in (moves.source, moves.destination, moves.nbytes)]
     for array in arrays:

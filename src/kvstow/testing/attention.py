@@ -1,0 +1,250 @@
+"""Does an attention kernel honour the strides of packed rows?
+
+A kernel is run on caches that lie in rows, with one stride after the other made longer than the
+kernel might assume. All bytes around the pages read as not-a-number, block tables are random,
+and the result is compared with a float64 computation that never saw the cache:
+
+    ┃ NaN ┃ page of block 2 ┃ NaN ┃ page of block 0 ┃ NaN …
+
+So a kernel that computes an address from a wrong stride reads NaN or another token's content.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvstow.errors import SpecError
+from kvstow.memory.arena import POISON, Arena
+from kvstow.memory.types import TORCH_TYPES
+from kvstow.plan.group import Group
+from kvstow.plan.layout import Layout, Order, Placement, Rows
+from kvstow.plan.spec import DType, LayerSpec
+from kvstow.plan.view import align_up
+
+PagedAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+"""`(query [sequence, head, dim], keys [block, head, token, dim], values [block, head, token, dim],
+block_table [sequence, logical block], lengths [sequence]) → [sequence, head, dim]`: one new token
+per sequence attends to its `lengths` cached tokens, scores scaled by `dim ** -0.5`. Keys and
+values are views into the arena, as strided as the layout says."""
+
+TOLERANCE = {DType.FLOAT64: 1e-6, DType.FLOAT32: 1e-3, DType.FLOAT16: 4e-3, DType.BFLOAT16: 2e-2}
+"""Largest ‖result − reference‖ / ‖reference‖ by element type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What happened with one placement of one layer's pages."""
+
+    layer: str
+    name: str
+    error: float
+    tolerance: float
+    wrote: bool
+    refused: str = ""
+
+    @property
+    def honoured(self) -> bool:
+        return not self.refused and not self.wrote and self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "honoured" if self.honoured else "refused" if self.refused else "NOT HONOURED"
+        why = self.refused or f"error {self.error:.1e}" + (", wrote to the cache" * self.wrote)
+        return f"{self.layer}  {self.name:<20} {verdict:<12} {why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a kernel honours.
+
+    `needs_clean_tail`: the kernel multiplies unfilled slots of a sequence's last block by zero,
+    so not-a-number there reaches its result. Rows that pass between groups must be zeroed for
+    such a kernel.
+    """
+
+    probes: tuple[Probe, ...]
+    needs_clean_tail: bool
+
+    @property
+    def ok(self) -> bool:
+        return all(probe.honoured for probe in self.probes)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the probes that failed, each once."""
+        return tuple(dict.fromkeys(p.name for p in self.probes if not p.honoured))
+
+    def __str__(self) -> str:
+        tail = (
+            "unfilled slots must be zeroed" if self.needs_clean_tail else "unfilled slots are safe"
+        )
+        return "\n".join([*map(str, self.probes), tail])
+
+
+def check_attention(
+    attention: PagedAttention,
+    layout: Layout,
+    *,
+    device: str | torch.device = "cpu",
+    query_groups: int = 2,
+    seed: int = 0,
+) -> Report:
+    """Run a kernel on the layout itself, and on placements that differ in one stride each.
+
+    Looks at one layer of each shape that has fields `k` and `v` with one axis.
+    `query_groups` query heads share a kv head.
+    """
+    shapes: dict[tuple[object, ...], str] = {}
+    for name, (_, spec, _) in layout.layers.items():
+        if {"k", "v"} <= {field.name for field in spec.fields}:
+            shapes.setdefault((spec.heads, spec.states, spec.fields), name)
+    if not shapes:
+        raise SpecError(f"layout {layout.model!r} has no layer with fields 'k' and 'v'")
+    trial = _Trial(attention, torch.device(device), query_groups, seed)
+    probes: list[Probe] = []
+    dirty = False
+    for name in shapes.values():
+        spec = layout.layers[name][1]
+        probes.append(trial.probe(layout, name, "the layout itself", tail=1.0))
+        variants = probe_layouts(spec)
+        probes += [trial.probe(placed, name, probe, tail=1.0) for probe, placed in variants]
+        if probes[-len(variants)].honoured:
+            tail = trial.probe(variants[0][1], name, "unfilled slots", tail=float("nan"))
+            dirty = dirty or not tail.honoured
+    return Report(tuple(probes), dirty)
+
+
+def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:
+    """One layer's pages, compact and with one number of the address law changed at a time."""
+    cell, heads, states = spec.cell_bytes, spec.heads.size, spec.states
+    gap = align_up(3 * cell, 16 * spec.unit)
+    plain = Placement(0, heads * states * cell, states * cell, cell)
+    piece, line = states * cell + gap, heads * cell + gap
+    return [
+        ("compact", _single(spec, "LBHNC", plain)),
+        ("offset", _single(spec, "LBHNC", replace(plain, offset=gap))),
+        ("block stride", _single(
+            spec, "LBHNC", replace(plain, block_stride=plain.block_stride + gap))),
+        ("head stride", _single(spec, "LBHNC", Placement(0, heads * piece, piece, cell))),
+        ("token stride", _single(spec, "LBNHC", Placement(0, states * line, cell, line))),
+    ]  # fmt: skip
+
+
+def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
+    num_blocks = 24
+    rows = Rows(
+        group=Group(name="probe", layers=(replace(spec, align=1),)),
+        rows_per_slab=1,
+        placements=(place,),
+    )
+    return Layout(
+        model="probe",
+        order=order,
+        groups=(rows,),
+        num_slabs=num_blocks,
+        nbytes=place.offset + num_blocks * place.block_stride,
+        base_align=256,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    attention: PagedAttention
+    device: torch.device
+    query_groups: int
+    seed: int
+
+    def probe(self, layout: Layout, layer: str, name: str, *, tail: float) -> Probe:
+        """Fill a poisoned arena with random sequences and run the kernel once."""
+        group, spec, _ = layout.layers[layer]
+        dtype = spec.field("k").dtype
+        if dtype not in TOLERANCE or dtype != spec.field("v").dtype:
+            raise SpecError(f"layer {layer!r}: no reference for {dtype} keys and "
+                            f"{spec.field('v').dtype} values")  # fmt: skip
+        rng = np.random.Generator(np.random.PCG64(self.seed))
+        lengths, table = _requests(rng, layout.num_blocks(group), spec.states)
+        with Arena(layout, device=self.device) as arena:
+            arena.bytes.fill_(POISON)
+            contents = _written(rng, arena, layer, lengths, table, tail)
+            shape = (len(lengths), spec.heads.size * self.query_groups, contents[0].shape[-1])
+            query = torch.as_tensor(rng.standard_normal(shape)).to(TORCH_TYPES[dtype])
+            before = arena.bytes.clone()
+            try:
+                result = self.attention(
+                    query.to(self.device), arena.field(layer, "k"), arena.field(layer, "v"),
+                    torch.as_tensor(table, dtype=torch.int32, device=self.device),
+                    torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
+                )  # fmt: skip
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                return Probe(layer=layer, name=name, error=float("nan"), tolerance=0.0,
+                             wrote=False, refused=f"{type(error).__name__}: {error}")  # fmt: skip
+            wanted = reference(query, *contents, lengths)
+            got = result.detach().to("cpu", torch.float64)
+            off, size = (got - wanted).square().sum(), wanted.square().sum()
+            error = float((off / size).sqrt())
+            wrote = not torch.equal(before, arena.bytes)
+        return Probe(layer=layer, name=name, error=error, tolerance=TOLERANCE[dtype], wrote=wrote)
+
+
+Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Lengths = list[int]
+
+
+def _requests(rng: np.random.Generator, num_blocks: int, states: int) -> tuple[Lengths, Table]:
+    """Sequences of awkward lengths, and blocks for them in random order; block 0 is nobody's."""
+    wished = [1, states, states + 1, 2 * states, 3 * states - 1, 3 * states + states // 2]
+    ids = rng.permutation(np.arange(1, num_blocks))
+    lengths: Lengths = []
+    used = 0
+    width = max(1, *(-(-length // states) for length in wished))
+    table = np.zeros((len(wished), width), np.int64)
+    for length in wished:
+        count = -(-length // states)
+        if length < 1 or used + count > len(ids):
+            continue
+        table[len(lengths), :count] = ids[used : used + count]
+        lengths.append(length)
+        used += count
+    if not lengths:
+        raise SpecError(f"a layout of {num_blocks} blocks has none for a sequence of one token")
+    return lengths, table[: len(lengths)]
+
+
+def _written(
+    rng: np.random.Generator, arena: Arena, layer: str, lengths: Lengths, table: Table, tail: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys and values for every token, put where they belong; unfilled slots of a
+    sequence's blocks hold `tail` times something large. Contents are `[sequence, token, head,
+    dim]`."""
+    found: list[torch.Tensor] = []
+    for field in ("k", "v"):
+        view = arena.field(layer, field)
+        heads, states, dim = view.shape[1:]
+        content = torch.as_tensor(rng.standard_normal((len(lengths), max(lengths), heads, dim)))
+        content = content.to(view.dtype)
+        for i, length in enumerate(lengths):
+            for logical in range(-(-length // states)):
+                start = logical * states
+                page = torch.full((states, heads, dim), 100.0 * tail, dtype=view.dtype)
+                filled = min(states, length - start)
+                page[:filled] = content[i, start : start + filled]
+                view[int(table[i, logical])] = page.transpose(0, 1).to(view.device)
+        found.append(content)
+    return found[0], found[1]
+
+
+def reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Lengths
+) -> torch.Tensor:
+    """The same attention in float64, from contents `[sequence, token, head, dim]`."""
+    groups = query.shape[1] // keys.shape[2]
+    rows: list[torch.Tensor] = []
+    for i, length in enumerate(lengths):
+        k = keys[i, :length].double().repeat_interleave(groups, dim=1)
+        v = values[i, :length].double().repeat_interleave(groups, dim=1)
+        scores = torch.einsum("hd,thd->ht", query[i].double(), k) * query.shape[-1] ** -0.5
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v))
+    return torch.stack(rows)
