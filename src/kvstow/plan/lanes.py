@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.plan.blocklist import Ints
 from kvstow.plan.layout import Placement
 from kvstow.plan.overlap import Part
-from kvstow.plan.territory import Pieces, Stride, Territory, spread
-
-Flags = npt.NDArray[np.bool_]
+from kvstow.plan.territory import Flags, Pieces, Stride, Taken, Territory, spread
 
 
 class Overlap(NamedTuple):
@@ -123,22 +120,17 @@ def lanes(
 ) -> Lanes:
     """The fewest copies for one kind of block pair."""
     pieces, s_stride, d_stride = _abutting(strands, overlap)
-    s_taken = source.taken(0, overlap.source_filled)
-    d_taken = destination.taken(0, overlap.destination_filled)
-    s_end, d_end = pieces.source + pieces.nbytes, pieces.destination + pieces.nbytes
-    s_after, s_limit = source.room_after(s_taken, s_end)
-    d_after, d_limit = destination.room_after(d_taken, d_end)
-    s_before, s_start = source.room_before(s_taken, pieces.source)
-    d_before, d_start = destination.room_before(d_taken, pieces.destination)
-    room = Room(s_after, d_after, s_before, d_before)
+    here = _around(source, pieces.source, pieces.nbytes, overlap.source_token,
+                   overlap.tokens, overlap.source_filled)  # fmt: skip
+    there = _around(destination, pieces.destination, pieces.nbytes, overlap.destination_token,
+                    overlap.tokens, overlap.destination_filled)  # fmt: skip
+    room = Room(here.after, there.after, here.before, there.before)
     same = (s_stride[1:] == s_stride[:-1]) & (d_stride[1:] == d_stride[:-1])
     pieces, first, last = merged(pieces, continued(pieces, room) & same)
-    room = Room(s_after[last], d_after[last], s_before[first], d_before[first])
+    room = Room(here.after[last], there.after[last], here.before[first], there.before[first])
     s_stride, d_stride = s_stride[first], d_stride[first]
-    s_mine = source.taken(overlap.source_token, overlap.source_token + overlap.tokens)
-    d_mine = destination.taken(
-        overlap.destination_token, overlap.destination_token + overlap.tokens
-    )
+    starts_open = here.starts_open & there.starts_open & (here.starts_row | there.starts_row)
+    ends_open = here.ends_open & there.ends_open & (here.ends_row | there.ends_row)
     return Lanes(
         overlap=overlap,
         pieces=pieces,
@@ -146,8 +138,37 @@ def lanes(
         destination_stride=d_stride,
         room=room,
         repeats=_repeats(pieces, s_stride, d_stride, room),
-        starts_open=~s_mine.holds(s_start[first] - 1) & ~d_mine.holds(d_start[first] - 1),
-        ends_open=~s_mine.holds(s_limit[last]) & ~d_mine.holds(d_limit[last]),
+        starts_open=starts_open[first],
+        ends_open=ends_open[last],
+    )
+
+
+class _Around(NamedTuple):
+    """What lies around copies on one side: free bytes, then the row's end, a byte of this
+    pair of blocks, or something else (open: of another pair, perhaps)."""
+
+    after: Ints
+    before: Ints
+    ends_row: Flags
+    starts_row: Flags
+    ends_open: Flags
+    starts_open: Flags
+
+
+def _around(
+    side: Territory, offsets: Ints, nbytes: Ints, token: int, tokens: int, filled: int
+) -> _Around:
+    taken = side.taken(0, filled)
+    mine: Taken = side.taken(token, token + tokens)
+    after, end, ends_row = side.room_after(taken, offsets + nbytes)
+    before, start, starts_row = side.room_before(taken, offsets)
+    return _Around(
+        after=after,
+        before=before,
+        ends_row=ends_row,
+        starts_row=starts_row,
+        ends_open=~mine.holds(end),
+        starts_open=~mine.holds(start - 1),
     )
 
 

@@ -1,14 +1,14 @@
 """Lanes times block pairs: byte offsets, no Python object per move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstow.plan.blocklist import Ints
-from kvstow.plan.lanes import Flags, Lanes, Overlap, Room, continued, merged
-from kvstow.plan.pairing import Pairs, next_to
+from kvstow.plan.lanes import Flags, Lanes, Overlap, merged
+from kvstow.plan.pairing import Pairs
 from kvstow.plan.territory import Pieces
 
 
@@ -35,6 +35,15 @@ class _Lot(NamedTuple):
     pairs: Ints
     first: Ints
     last: Ints
+
+
+class _Open(NamedTuple):
+    """Moves that might be joined with a neighbour's: their places, by lane and pair, and
+    which lane each is."""
+
+    places: Ints
+    lane: Ints
+    lanes: Lanes
 
 
 def expanded(pairs: Pairs, lanes_of: Callable[[Overlap], Lanes]) -> Pieces:
@@ -72,80 +81,118 @@ def _places(lots: list[_Lot], num_pairs: int) -> tuple[Ints, int]:
 
 def _fill(moves: Pieces, lot: _Lot, pairs: Pairs, starts: Ints) -> None:
     """Writes the moves of one lot to their places."""
-    heads = lot.pairs[lot.first]
-    lengths = (lot.last - lot.first)[:, None] * np.where(
-        lot.lanes.repeats, lot.lanes.source_stride, 0
-    )
-    _write(moves, lot, pairs, heads, starts, np.arange(len(lot.lanes)), lengths)
+    heads, rest = lot.pairs[lot.first], np.delete(lot.pairs, lot.first)
+    step = np.where(lot.lanes.repeats, lot.lanes.source_stride, 0)
+    nbytes = lot.lanes.pieces.nbytes + (lot.last - lot.first)[:, None] * step
+    _write(moves, lot.lanes, pairs, heads, starts, np.arange(len(lot.lanes)), nbytes)
     single = np.flatnonzero(~lot.lanes.repeats)
-    rest = np.delete(lot.pairs, lot.first)
     if len(single) and len(rest):
-        _write(moves, lot, pairs, rest, starts, single, np.zeros((1, 1), np.int64))
+        _write(moves, lot.lanes, pairs, rest, starts, single, lot.lanes.pieces.nbytes[single])
 
 
 def _write(
-    moves: Pieces, lot: _Lot, pairs: Pairs, rows: Ints, starts: Ints, which: Ints, more: Ints
+    moves: Pieces, lanes: Lanes, pairs: Pairs, rows: Ints, starts: Ints, which: Ints, nbytes: Ints
 ) -> None:
-    lanes = lot.lanes
+    """Writes lanes `which` of pairs `rows`: in place where their moves follow each other."""
     shape = (len(rows), len(which))
-    if len(rows) * len(which) == len(moves.nbytes):
-        place: slice | Ints = slice(None)
-    else:
-        place = (starts[rows][:, None] + np.arange(len(which))).ravel()
-    s_stride, d_stride = lanes.source_stride[which], lanes.destination_stride[which]
-    moves.source[place] = _affine(lanes.pieces.source[which], pairs.source[rows], s_stride)
-    moves.destination[place] = _affine(
-        lanes.pieces.destination[which], pairs.destination[rows], d_stride
-    )
-    moves.nbytes[place] = np.broadcast_to(lanes.pieces.nbytes[which] + more, shape).ravel()
+    source = lanes.pieces.source[which], pairs.source[rows], lanes.source_stride[which]
+    destination = (
+        lanes.pieces.destination[which], pairs.destination[rows], lanes.destination_stride[which]
+    )  # fmt: skip
+    first = int(starts[rows[0]])
+    if int(starts[rows[-1]]) - first == (len(rows) - 1) * len(which):
+        s, d, n = (column[first : first + shape[0] * shape[1]].reshape(shape) for column in moves)
+        _affine(*source, s)
+        _affine(*destination, d)
+        n[:] = nbytes
+        return
+    place = np.add.outer(starts[rows], np.arange(len(which)))
+    buffer = np.empty(shape, np.int64)
+    moves.source[place] = _affine(*source, buffer)
+    moves.destination[place] = _affine(*destination, buffer)
+    moves.nbytes[place] = nbytes
 
 
-def _affine(offsets: Ints, blocks: Ints, strides: Ints) -> Ints:
-    """`offsets[j] + blocks[i] · strides[j]`, row by row."""
-    if len(strides) and (strides == strides[0]).all():
-        return np.add.outer(blocks * strides[0], offsets).ravel()
-    return (blocks[:, None] * strides + offsets).ravel()
+def _affine(offsets: Ints, blocks: Ints, strides: Ints, out: Ints) -> Ints:
+    """`out[i, j] = offsets[j] + blocks[i] · strides[j]`."""
+    if (strides == strides[0]).all():
+        return np.add.outer(blocks * strides[0], offsets, out=out)
+    np.multiply.outer(blocks, strides, out=out)
+    return np.add(out, offsets, out=out)
 
 
 def _joined(moves: Pieces, lots: list[_Lot], pairs: Pairs, starts: Ints) -> Pieces:
     """The moves with those of different neighbouring pairs joined where they follow."""
-    if not any(lot.lanes.starts_open.any() and lot.lanes.ends_open.any() for lot in lots):
+    found = [part for lot in lots for part in _candidates(lot, starts, pairs)]
+    at = np.concatenate([part.places for part in found])
+    if len(at) < 2:
         return moves
-    follows, precedes = next_to(pairs)
-    found = [part for lot in lots for part in _candidates(lot, starts, follows, precedes)]
-    at, *rooms = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.argsort(moves.destination[at])
+    # Each lot's places ascend almost everywhere: merging them beats sorting them.
+    order = np.argsort(moves.destination[at], kind="stable")
     at = at[order]
-    room = Room(*(room[order] for room in rooms))
     chosen = Pieces(*(column[at] for column in moves))
-    continues = continued(chosen, room)
-    if not continues.any():
+    step = chosen.source[1:] - chosen.source[:-1]
+    likely = np.flatnonzero(
+        (step == chosen.destination[1:] - chosen.destination[:-1]) & (step >= chosen.nbytes[:-1])
+    )
+    if not len(likely):
         return moves
+    continues = np.zeros(len(step), np.bool_)
+    continues[likely] = _fits(found, order, likely, step[likely] - chosen.nbytes[likely])
     whole, first, _ = merged(chosen, continues)
     moves.nbytes[at[first]] = whole.nbytes
-    keep = np.ones(len(moves.nbytes), np.bool_)
-    keep[at[1:][continues]] = False
-    return Pieces(*(column[keep] for column in moves))
+    return _without(moves, np.sort(at[1:][continues]))
 
 
-def _candidates(lot: _Lot, starts: Ints, follows: Flags, precedes: Flags) -> list[tuple[Ints, ...]]:
-    """Places of moves that might continue a neighbour's or be continued, with their room."""
+def _fits(found: list[_Open], order: Ints, which: Ints, gap: Ints) -> Flags:
+    """Whether the gaps after some of the candidates are free on both sides."""
+    ends = np.cumsum([len(part.places) for part in found])
+    before, after = order[which], order[which + 1]
+
+    def room(candidates: Ints, number: int) -> Ints:
+        lot = np.searchsorted(ends, candidates, "right")
+        free = np.empty(len(candidates), np.int64)
+        for k, (places, lane, lanes) in enumerate(found):
+            mine = np.flatnonzero(lot == k)
+            inside = candidates[mine] - (ends[k] - len(places))
+            free[mine] = lanes.room[number][lane[inside]]
+        return free
+
+    source_room = room(before, 0) + room(after, 2)
+    destination_room = room(before, 1) + room(after, 3)
+    return gap <= np.minimum(source_room, destination_room)
+
+
+def _without(moves: Pieces, gone: Ints) -> Pieces:
+    """The moves but for some, given in ascending order."""
+    if len(gone) * 64 > len(moves.nbytes):
+        keep = np.ones(len(moves.nbytes), np.bool_)
+        keep[gone] = False
+        return Pieces(*(column[keep] for column in moves))
+    return Pieces(*(
+        np.concatenate([part[1:] if i else part for i, part in enumerate(np.split(column, gone))])
+        for column in moves
+    ))  # fmt: skip
+
+
+def _candidates(lot: _Lot, starts: Ints, pairs: Pairs) -> Iterator[_Open]:
+    """Moves that might continue a neighbour's or be continued."""
     lanes = lot.lanes
     heads, tails = lot.pairs[lot.first], lot.pairs[lot.last]
-    every = np.arange(len(lanes))
+    near = pairs.precedes[heads], pairs.follows[tails]
+    yield _open(lanes, starts[heads], near, np.arange(len(lanes)))
     single = np.flatnonzero(~lanes.repeats)
     rest = np.delete(lot.pairs, lot.first)
-    found = [_open(lanes, starts, heads, (precedes[heads], follows[tails]), every)]
     if len(single) and len(rest):
-        found.append(_open(lanes, starts, rest, (precedes[rest], follows[rest]), single))
-    return found
+        yield _open(lanes, starts[rest], (pairs.precedes[rest], pairs.follows[rest]), single)
 
 
-def _open(
-    lanes: Lanes, starts: Ints, rows: Ints, near: tuple[Flags, Flags], which: Ints
-) -> tuple[Ints, ...]:
-    before, after = near
-    wanted = np.logical_and.outer(before, lanes.starts_open[which])
-    wanted |= np.logical_and.outer(after, lanes.ends_open[which])
-    row, lane = np.nonzero(wanted)
-    return (starts[rows[row]] + lane, *(room[which[lane]] for room in lanes.room))
+def _open(lanes: Lanes, starts: Ints, near: tuple[Flags, Flags], which: Ints) -> _Open:
+    """Lanes `which` of pairs that are open towards a pair that is there."""
+    place = np.flatnonzero(lanes.starts_open[which] | lanes.ends_open[which])
+    beside = np.flatnonzero(near[0] | near[1])
+    lane = which[place]
+    wanted = np.logical_and.outer(lanes.starts_open[lane], near[0][beside])
+    wanted |= np.logical_and.outer(lanes.ends_open[lane], near[1][beside])
+    i, j = np.nonzero(wanted)
+    return _Open(starts[beside[j]] + place[i], lane[i], lanes)

@@ -61,7 +61,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairs:
-    """Pairs of blocks with common tokens, by destination id and slot."""
+    """Pairs of blocks with common tokens, by destination id and slot.
+
+    `follows[i]`: some other pair has the same block as pair `i` on one side and the next
+    one on the other, or the next one on both. `precedes[i]`: the other way round.
+    """
 
     source: Ints
     destination: Ints
@@ -70,104 +74,151 @@ class Pairs:
     tokens: Ints
     source_filled: Ints
     destination_filled: Ints
+    follows: Flags
+    precedes: Flags
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def taken(self, which: Ints) -> "Pairs":
-        """Some of the pairs, in that order."""
-        return Pairs(**{name: getattr(self, name)[which] for name in self.__slots__})
 
     def kinds(self) -> Iterator[tuple[Overlap, Ints]]:
         """The pairs that overlap alike, and which they are."""
         columns = (self.source_token, self.destination_token, self.tokens,
                    self.source_filled, self.destination_filled)  # fmt: skip
-        code = np.zeros(len(self), np.int64)
-        for column in columns:
-            if (column != column[0]).any():
-                _, number = np.unique(column, return_inverse=True)
-                code = code * (int(number.max()) + 1) + number
         left = np.arange(len(self))
         while len(left):
-            alike = code[left] == code[left[0]]
-            first = int(left[0])
-            yield Overlap(*(int(column[first]) for column in columns)), left[alike]
+            first = Overlap(*(int(column[left[0]]) for column in columns))
+            alike = np.ones(len(left), np.bool_)
+            for column, number in zip(columns, first, strict=True):
+                alike &= column[left] == number
+            yield first, left[alike]
             left = left[~alike]
 
 
-def pairs(
-    source: Blocks, destination: Blocks, spans: tuple[int, int], tokens: Tokens, *, exact: bool
-) -> tuple[Pairs, Ints]:
-    """Every pair of listed blocks with tokens in common; and the pairs `(destination
-    logical block, first token, end token)` for which the source lists no block."""
-    s_span, d_span = spans
-    lo = np.maximum(destination.index * d_span, tokens.first)
-    hi = np.minimum((destination.index + 1) * d_span, tokens.end)
-    wanted = lo < hi
-    lo, hi = lo[wanted], hi[wanted]
-    first = lo // s_span
-    counts = -(-hi // s_span) - first
-    row = np.repeat(np.arange(len(lo)), counts)
-    step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    logical = first[row] + step
-    d_logical = destination.index[wanted][row]
-    begin = np.maximum(lo[row], logical * s_span)
-    end = np.minimum(hi[row], (logical + 1) * s_span)
-    at = np.searchsorted(source.index, logical)
-    at = np.minimum(at, max(0, len(source) - 1))
-    found = source.index[at] == logical if len(source) else np.zeros(len(row), np.bool_)
-    missing = np.stack([d_logical, begin, end])[:, ~found]
-    full = (np.full(len(row), s_span), np.full(len(row), d_span))
-    pairs = Pairs(
-        source=source.ids[at] if len(source) else logical,
-        destination=destination.ids[wanted][row],
-        source_token=begin - logical * s_span,
-        destination_token=begin - d_logical * d_span,
-        tokens=end - begin,
-        source_filled=full[0] if exact else np.minimum(s_span, tokens.end - logical * s_span),
-        destination_filled=full[1]
-        if exact
-        else np.minimum(d_span, tokens.end - d_logical * d_span),
-    )
-    which = np.flatnonzero(found)
-    order = np.lexsort((pairs.destination_token[which], pairs.destination[which]))
-    return pairs.taken(which[order]), missing
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Listed:
+    """One side's blocks of a request: ids and logical numbers, each found from the other."""
+
+    ids: Ints
+    index: Ints
+    span: int
+    place_of_id: Ints
+
+    def places(self, logical: Ints) -> tuple[Ints, Flags]:
+        """Where each logical block is in the list, and whether it is."""
+        if not len(self.index):
+            return np.zeros(len(logical), np.int64), np.zeros(len(logical), np.bool_)
+        last = len(self.index) - 1
+        if self.index[last] - self.index[0] == last:
+            at = logical - self.index[0]
+            return np.clip(at, 0, last), (at >= 0) & (at <= last)
+        at = np.minimum(np.searchsorted(self.index, logical), last)
+        return at, self.index[at] == logical
+
+    def beside(self, ids: Ints, step: int) -> tuple[Ints, Flags]:
+        """The logical number of the block `step` ids further, and whether it is listed."""
+        at = self.place_of_id[ids + step]
+        return self.index[at], at >= 0
 
 
-def next_to(pairs: Pairs) -> tuple[Flags, Flags]:
-    """Whether some other pair's blocks follow those of each pair, or precede them: the
-    same block or the next one on each side."""
-    width = int(pairs.source.max(initial=0)) + 2
-    key = pairs.destination * width + pairs.source
-    keys = np.unique(key)
-    steps = (1, width, width + 1)
-    follows = np.zeros(len(key), np.bool_)
-    precedes = np.zeros(len(key), np.bool_)
-    for step in steps:
-        follows |= _among(keys, key + step)
-        precedes |= _among(keys, key - step)
-    return follows, precedes
+def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
+    """The blocks, once it is certain that they are blocks of the group.
 
-
-def _among(keys: Ints, wanted: Ints) -> Flags:
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return keys[at] == wanted
-
-
-def check_ids(layout: Layout, group: int, blocks: Blocks, side: str) -> None:
-    """Refuses ids that are no blocks of the group, null rows, and ids named twice."""
+    Refuses ids that are no blocks of the group, null rows, and ids named twice.
+    """
     name = layout.groups[group].group.name
     first = layout.groups[group].rows_per_slab * NULL_SLABS
     end = layout.num_blocks(group)
-    wrong = blocks.ids[(blocks.ids < first) | (blocks.ids >= end)]
-    if len(wrong):
+    ids = blocks.ids
+    if len(ids) and (int(ids.min()) < first or int(ids.max()) >= end):
         raise BlockError(
-            f"{side} group {name!r}: blocks {_few(wrong)} are not among its {end} blocks "
-            f"from {first} on"
+            f"{side} group {name!r}: blocks {_few(ids[(ids < first) | (ids >= end)])} are not "
+            f"among its {end} blocks from {first} on"
         )
-    ids, counts = np.unique(blocks.ids, return_counts=True)
-    if (counts > 1).any():
-        raise BlockError(f"{side} group {name!r}: blocks {_few(ids[counts > 1])} are named twice")
+    place_of_id = np.full(end + 1, -1, np.int64)
+    place_of_id[ids] = np.arange(len(ids))
+    twice = place_of_id[ids] != np.arange(len(ids))
+    if twice.any():
+        raise BlockError(
+            f"{side} group {name!r}: blocks {_few(np.unique(ids[twice]))} are named twice"
+        )
+    span = block_span(layout.groups[group].group)
+    return Listed(ids=ids, index=blocks.index, span=span, place_of_id=place_of_id)
+
+
+def pairs(
+    source: Listed, destination: Listed, tokens: Tokens, *, exact: bool
+) -> tuple[Pairs, Ints]:
+    """Every pair of listed blocks with tokens in common; and `(destination logical block,
+    first token, end token)` of those for which the source lists no block."""
+    s_span, d_span = source.span, destination.span
+    order = destination.place_of_id[destination.place_of_id >= 0]
+    index = destination.index[order]
+    lo = np.maximum(index * d_span, tokens.first)
+    hi = np.minimum((index + 1) * d_span, tokens.end)
+    wanted = lo < hi
+    order, lo, hi = order[wanted], lo[wanted], hi[wanted]
+    row, s_index = _meeting(lo, hi, s_span)
+    at, found = source.places(s_index)
+    d_index = index[wanted][row]
+    begin = np.maximum(lo[row], s_index * s_span)
+    end = np.minimum(hi[row], (s_index + 1) * s_span)
+    missing = np.stack([d_index, begin, end])[:, ~found]
+    if missing.size:
+        row, at, s_index, d_index, begin, end = (
+            column[found] for column in (row, at, s_index, d_index, begin, end)
+        )
+    s_ids, d_ids = source.ids[at], destination.ids[order[row]]
+    room = (s_span, d_span) if exact else (tokens.end, tokens.end)
+    beside = _beside(source, destination, tokens, (s_ids, s_index), (d_ids, d_index))
+    return Pairs(
+        source=s_ids,
+        destination=d_ids,
+        source_token=begin - s_index * s_span,
+        destination_token=begin - d_index * d_span,
+        tokens=end - begin,
+        source_filled=np.minimum(s_span, room[0] - s_index * (0 if exact else s_span)),
+        destination_filled=np.minimum(d_span, room[1] - d_index * (0 if exact else d_span)),
+        follows=beside[0],
+        precedes=beside[1],
+    ), missing
+
+
+def _meeting(lo: Ints, hi: Ints, span: int) -> tuple[Ints, Ints]:
+    """Pairs of an interval of tokens and a logical block of `span` tokens that meet."""
+    first = lo // span
+    counts = -(-hi // span) - first
+    if (counts == 1).all():
+        return np.arange(len(lo)), first
+    row = np.repeat(np.arange(len(lo)), counts)
+    step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return row, first[row] + step
+
+
+def _beside(
+    source: Listed,
+    destination: Listed,
+    tokens: Tokens,
+    here: tuple[Ints, Ints],
+    there: tuple[Ints, Ints],
+) -> tuple[Flags, Flags]:
+    """For each pair (ids and logical blocks of both sides), whether there is a pair one
+    block further on one side or on both; and one block back."""
+    found: list[Flags] = []
+    for step in (1, -1):
+        s_next, s_listed = source.beside(here[0], step)
+        d_next, d_listed = destination.beside(there[0], step)
+        sides = ((s_next, s_listed, there[1], True), (here[1], True, d_next, d_listed),
+                 (s_next, s_listed, d_next, d_listed))  # fmt: skip
+        if source.span == destination.span:
+            sides = sides[2:]
+        near = np.zeros(len(here[0]), np.bool_)
+        for s_index, s_there, d_index, d_there in sides:
+            lo = np.maximum(s_index * source.span, d_index * destination.span)
+            hi = np.minimum((s_index + 1) * source.span, (d_index + 1) * destination.span)
+            common = np.maximum(lo, tokens.first) < np.minimum(hi, tokens.end)
+            near |= common & s_there & d_there
+        found.append(near)
+    return found[0], found[1]
 
 
 def check_covered(group: Group, missing: Ints, tokens: Tokens) -> None:

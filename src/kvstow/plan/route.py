@@ -22,7 +22,7 @@ from kvstow.plan.lanes import Lanes, Overlap, Strand, lanes
 from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.moves import Moves, expanded
 from kvstow.plan.overlap import Box, Part, parts
-from kvstow.plan.pairing import Tokens, block_span, check_covered, check_ids, pairs
+from kvstow.plan.pairing import Tokens, block_span, check_covered, listed, pairs
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.territory import Pieces, Territory, state_tokens, territory
 
@@ -83,11 +83,11 @@ class Crossing:
 
     def moves(self, source: Blocks, destination: Blocks, tokens: Tokens, *, exact: bool) -> Pieces:
         """The moves of one request in these two groups."""
-        check_ids(self.layouts[0], self.groups[0], source, "source")
-        check_ids(self.layouts[1], self.groups[1], destination, "destination")
-        mine = tokens.of(self.destination)
-        found, missing = pairs(source, destination, self.spans, mine, exact=exact)
-        check_covered(self.destination, missing, tokens)
+        ours = listed(self.layouts[0], self.groups[0], source, "source")
+        theirs = listed(self.layouts[1], self.groups[1], destination, "destination")
+        found, missing = pairs(ours, theirs, tokens.of(self.destination), exact=exact)
+        if missing.size:
+            check_covered(self.destination, missing, tokens)
         return expanded(found, self.lanes)
 
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstow.plan.blocklist import Ints
 from kvstow.plan.laws import Strip, collision, foreign_collision
 from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.spec import LayerSpec, State
+
+Flags = npt.NDArray[np.bool_]
 
 
 class Stride(NamedTuple):
@@ -82,7 +85,7 @@ class Taken(NamedTuple):
     starts: Ints
     ends: Ints
 
-    def holds(self, offsets: Ints) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def holds(self, offsets: Ints) -> Flags:
         """Whether each byte is one of a field's."""
         before = np.searchsorted(self.starts, offsets, "right") - 1
         return (before >= 0) & (offsets < self.ends[np.maximum(before, 0)])
@@ -106,22 +109,22 @@ class Territory:
         order = np.argsort(starts)
         return Taken(starts[order], (starts + nbytes)[order])
 
-    def room_after(self, taken: Taken, ends: Ints) -> tuple[Ints, Ints]:
-        """Free bytes after each run that ends there; and where they end: at a taken byte,
-        or with the domain."""
+    def room_after(self, taken: Taken, ends: Ints) -> tuple[Ints, Ints, Flags]:
+        """Free bytes after each run that ends there; where they end; and whether that is
+        with the domain rather than at a taken byte."""
         domain = np.searchsorted(self.starts, ends - 1, "right") - 1
         after = np.searchsorted(taken.ends, ends, "right")
         limit = np.append(taken.starts, np.iinfo(np.int64).max)[after]
         limit = np.clip(limit, ends, self.ends[domain])
-        return limit - ends, limit
+        return limit - ends, limit, limit == self.ends[domain]
 
-    def room_before(self, taken: Taken, starts: Ints) -> tuple[Ints, Ints]:
-        """Free bytes before each run that starts there; and where they start."""
+    def room_before(self, taken: Taken, starts: Ints) -> tuple[Ints, Ints, Flags]:
+        """The same before each run that starts there."""
         domain = np.searchsorted(self.starts, starts, "right") - 1
         before = np.searchsorted(taken.starts, starts)
         limit = np.concatenate([[np.iinfo(np.int64).min], taken.ends])[before]
         limit = np.clip(limit, self.starts[domain], starts)
-        return starts - limit, limit
+        return starts - limit, limit, limit == self.starts[domain]
 
 
 def territory(layout: Layout, group: int) -> Territory:
