@@ -208,9 +208,9 @@ def _api() -> Any:
         if "NIXL_LOG_LEVEL" not in os.environ:
             quiet.setLevel(logging.WARNING)
         for handler in quiet.handlers:
-            redirect: Any = getattr(handler, "setStream", None)
-            if redirect is not None:
-                redirect(sys.stderr)  # its own choice is stdout, which is for data
+            own: Any = handler
+            if getattr(own, "stream", None) in (sys.stdout, sys.__stdout__):
+                own.setStream(sys.stderr)  # stdout is for data
         return api
     raise BackendMissing("nixl", "nixl")
 

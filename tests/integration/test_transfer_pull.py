@@ -1,0 +1,150 @@
+"""Pulls between real processes over NIXL, and between threads over the local transport."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstow.plan.align import Site
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import encode
+from kvstow.plan.pack import packed
+from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, State, Window
+from kvstow.transfer.local import Fabric
+from strategies import blocks_of, first_block
+from transfer_node import Listed, Node, Process, to_json
+
+
+def attention(name: str, retention: Any, block_tokens: int = 4, heads: int = 2) -> LayerSpec:
+    head = (Extent.whole("content", 4),)
+    return LayerSpec(
+        name=name, retention=retention, block_tokens=block_tokens, states=block_tokens,
+        heads=Extent.whole("head", heads),
+        fields=(Field("k", DType.BFLOAT16, head), Field("v", DType.BFLOAT16, head)),
+    )  # fmt: skip
+
+
+def recurrent(name: str) -> LayerSpec:
+    return LayerSpec(
+        name=name, retention=State(), block_tokens=16, states=1, heads=Extent.whole("head", 1),
+        fields=(Field("ssm", DType.FLOAT32, (Extent.whole("state", 24),)),),
+    )  # fmt: skip
+
+
+def hybrid(num_slabs: int = 12) -> Layout:
+    """Full, window and state groups in one arena."""
+    layers = [attention("layers.0", Full()), attention("layers.1", Window(8)),
+              recurrent("layers.2"), attention("layers.3", Full())]  # fmt: skip
+    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
+
+
+def request(layout: Layout, num_tokens: int, seed: int) -> Listed:
+    """Random rows for a request, each group's from slabs of its own."""
+    random = np.random.default_rng(seed)
+    slabs = random.permutation(np.arange(1, layout.num_slabs)).tolist()
+    found: dict[int, Blocks] = {}
+    for g, rows in enumerate(layout.groups):
+        count = blocks_of(rows.group, num_tokens)
+        first = first_block(rows.group, num_tokens, 0)
+        need = -(-(count - first) // rows.rows_per_slab)
+        mine, slabs = slabs[:need], slabs[need:]
+        ids = [s * rows.rows_per_slab + r for s in mine for r in range(rows.rows_per_slab)]
+        ids = random.permutation(ids)[: count - first]
+        found[g] = Blocks(np.array(ids, np.int64), np.arange(first, count))
+    return to_json(found)
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture(params=["local", "nixl"])
+def pair(request: pytest.FixtureRequest, other: Process) -> Iterator[tuple[Any, Node]]:
+    """A producer, in another process over NIXL, and a consumer here."""
+    manifest = encode(hybrid())
+    fabric = Fabric() if request.param == "local" else None
+    name = f"producer-{request.node.name}"
+    producer = (
+        Node(manifest, fabric, name=name) if fabric else other.node(manifest, name)
+    )  # fmt: skip
+    consumer = Node(manifest, fabric, name="consumer")
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+TOKENS = 18
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("digest", ["always", "sample", "off"])
+def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
+    producer, consumer = pair
+    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    ticket = producer.offer(source, TOKENS)
+    stats = consumer.pull([ticket], target, direction=direction, digest=digest)
+    assert stats["fence"] == "passed"
+    assert stats["directions"] == [direction]
+    assert stats["digest"] == ("off" if digest == "off" else "passed")
+    assert stats["bytes"] > 0
+    assert consumer.check(target, 0, TOKENS) == ""
+
+
+def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
+    producer, consumer = pair
+    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    number = consumer.begin_pull([producer.offer(source, TOKENS)], target)
+    consumer.end_pull(number)
+    assert consumer.wait_quiet(number, 5)
+    assert consumer.held() == 0
+    wait_for(lambda: producer.held() == 0)
+
+
+def test_a_prefix_that_the_consumer_has_is_not_moved_again(pair):
+    producer, consumer = pair
+    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    whole = consumer.pull([producer.offer(source, TOKENS)], target)
+    consumer.wipe()
+    rest = consumer.pull([producer.offer(source, TOKENS)], target, start_token=12)
+    assert consumer.check(target, 12, TOKENS) == ""
+    assert 0 < rest["bytes"] < whole["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "descriptors"),
+    [
+        ([3, 4, 5, 6], [7, 8, 9, 10], 1),
+        ([3, 4, 8, 9], [3, 4, 6, 7], 2),
+        ([6, 5, 4, 3], [3, 4, 5, 6], 4),
+        ([2, 4, 6, 8], [1, 3, 5, 7], 4),
+    ],
+)
+def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, there, descriptors):
+    layout = packed(grouped([attention("layers.0", Full())]), num_slabs=12)
+    producer = other.node(encode(layout), f"producer-{here}")
+    consumer = Node(encode(layout))
+    index = [0, 1, 2, 3]
+    producer.fill({"0": [there, index]})
+    stats = consumer.pull([producer.offer({"0": [there, index]}, 16)], {"0": [here, index]})
+    assert stats["descriptors"] == descriptors
+    assert stats["bytes"] == 4 * layout.row_bytes(0)
+    assert consumer.check({"0": [here, index]}, 0, 16) == ""
+    consumer.close()
+    producer.close()
+
+
+def wait_for(question, seconds: float = 10.0) -> None:
+    import time
+
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.01)

@@ -1,0 +1,266 @@
+"""One agent with an arena, driven by plain calls; in this process or in another.
+
+    node = Node(manifest, "nixl")              here
+    node = Remote(...)                         the same calls, answered by another process
+
+Contents are a function of the logical byte (see `strategies.value`), so that any layout
+can be filled, and checked, without any of the library's own copying.
+"""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstow.errors import TransferError
+from kvstow.memory.arena import Arena
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.manifest import decode, encode
+from kvstow.plan.spec import Encoder, State
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.channel import Keys
+from kvstow.transfer.generations import Generations
+from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.nixl import NixlTransport
+from kvstow.transfer.options import Options
+from kvstow.transfer.ticket import Ticket
+from strategies import group_bytes, own_bytes, value
+
+CANARY = 0xA5
+TESTS = Path(__file__).parent
+
+Listed = dict[str, list[list[int]]]
+"""Blocks as JSON: group → [ids, index]."""
+
+
+def to_json(blocks: dict[int, Blocks]) -> Listed:
+    return {str(g): [b.ids.tolist(), b.index.tolist()] for g, b in blocks.items()}
+
+
+def from_json(listed: Listed) -> dict[int, Blocks]:
+    return {
+        int(g): Blocks(np.array(ids, np.int64), np.array(index, np.int64))
+        for g, (ids, index) in listed.items()
+    }
+
+
+class Node:
+    """An agent whose arena is full of canaries."""
+
+    def __init__(
+        self,
+        manifest: bytes,
+        fabric: Fabric | None = None,
+        name: str = "",
+        options: dict[str, Any] | None = None,
+        listen: str = "tcp://127.0.0.1:*",
+        keys: Keys | None = None,
+        transport: Any = None,
+    ) -> None:
+        self.layout = decode(manifest)
+        self.arena = Arena(self.layout)
+        self.memory = self.arena.bytes.numpy()
+        self.memory[:] = CANARY
+        self.owner = Generations(self.layout)
+        made = transport or (LocalTransport(fabric) if fabric else NixlTransport())
+        self.agent = Agent(
+            self.arena, self.owner, transport=made, name=name, listen=listen, keys=keys,
+            options=Options(**(options or {})),
+        )  # fmt: skip
+        self.agent.start()
+        self.transfers: dict[int, Any] = {}
+
+    @property
+    def address(self) -> str:
+        return self.agent.address
+
+    def fill(self, listed: Listed, salt: int = 0) -> None:
+        """Give the request's bytes their contents; other salt, other contents."""
+        for g, blocks in from_json(listed).items():
+            held = group_bytes(self.layout, g, blocks)
+            self.memory[held.address] = value(held.layer + salt, held.number)
+
+    def wipe(self) -> None:
+        self.memory[:] = CANARY
+
+    def offer(self, listed: Listed, num_tokens: int, **how: Any) -> str:
+        return str(self.agent.offer_blocks(from_json(listed), num_tokens, **how))
+
+    def withdraw(self, ticket: str) -> None:
+        self.agent.withdraw(Ticket.parse(ticket))
+
+    def reuse(self, listed: Listed, salt: int) -> None:
+        """What an owner does: raise the generations, then write something else."""
+        for g, blocks in from_json(listed).items():
+            self.owner.retire(g, blocks.ids)
+        self.fill(listed, salt)
+
+    def pull(self, tickets: list[str], into: Listed, wait: float = 20.0, **how: Any) -> dict:
+        """Pull, wait for the end and say how it was."""
+        number = self.begin_pull(tickets, into, **how)
+        return self.end_pull(number, wait)
+
+    def begin_pull(self, tickets: list[str], into: Listed, **how: Any) -> int:
+        parsed = [Ticket.parse(ticket) for ticket in tickets]
+        number = len(self.transfers)
+        self.transfers[number] = self.agent.pull(parsed, into=from_json(into), **how)
+        return number
+
+    def end_pull(self, number: int, wait: float = 20.0) -> dict:
+        transfer = self.transfers[number]
+        try:
+            stats = transfer.wait(wait)
+        except TransferError as error:
+            return {"error": str(error), "kind": error.kind, "peer": error.peer,
+                    "blocks": {k: list(v) for k, v in error.blocks.items()},
+                    "quiet": transfer.quiet}  # fmt: skip
+        return {"bytes": stats.nbytes, "descriptors": stats.descriptors, "fence": stats.fence,
+                "digest": stats.digest, "directions": list(stats.directions)}  # fmt: skip
+
+    def wait_quiet(self, number: int, seconds: float) -> bool:
+        return self.transfers[number].wait_quiet(seconds)
+
+    def held(self) -> int:
+        """Rows that the agent keeps."""
+        self.agent.tend()
+        return int(sum(self.owner.holds(g, np.arange(self.layout.num_blocks(g))).sum()
+                       for g in range(len(self.layout.groups))))  # fmt: skip
+
+    def check(self, into: Listed, start_token: int, num_tokens: int, salt: int = 0) -> str:
+        """What is wrong with a request's bytes, or with anybody else's; empty if nothing."""
+        mine = np.zeros(len(self.memory), np.bool_)
+        for g, blocks in from_json(into).items():
+            held = group_bytes(self.layout, g, blocks)
+            mine |= own_bytes(self.layout, g, blocks)
+            first, end = start_token, num_tokens
+            retention = self.layout.groups[g].group.retention
+            if isinstance(retention, State):
+                first, end = 0, 1
+            if isinstance(retention, Encoder):
+                first, end = 0, retention.tokens
+            wanted = held[(held.first_token < end) & (held.end_token > first)]
+            wrong = self.memory[wanted.address] != value(wanted.layer + salt, wanted.number)
+            if wrong.any():
+                return (f"group {g}: {wrong.sum()} of {len(wrong)} bytes wrong, first at "
+                        f"{wanted.address[wrong][0]}")  # fmt: skip
+        touched = (self.memory != CANARY) & ~mine
+        if touched.any():
+            return f"{touched.sum()} bytes of others changed, first at {np.flatnonzero(touched)[0]}"
+        return ""
+
+    def path(self, address: str) -> dict:
+        found = self.agent.connect(address).path
+        return {"direction": found.direction, "read": found.read_rate, "write": found.write_rate}
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.agent.telemetry.registry.get_sample_value(name, labels) or 0.0
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+# ── the same in another process ───────────────────────────────────────────────────────
+
+
+class Process:
+    """A process that holds nodes."""
+
+    def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        self._lock = threading.Lock()
+        self._child = subprocess.Popen(
+            [*prefix, sys.executable, str(TESTS / "transfer_node.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def call(self, node: str, what: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            print(json.dumps([node, what, args, kwargs]), file=self._child.stdin, flush=True)
+            line = self._child.stdout.readline()
+        assert line, f"process {self.pid} ended with {self._child.wait(5)}"
+        answer = json.loads(line)
+        if "raised" in answer:
+            raise RuntimeError(answer["raised"])
+        return answer["value"]
+
+    def node(self, manifest: bytes, name: str, **how: Any) -> "Remote":
+        return Remote(self, manifest, name, how)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGCONT)
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            try:
+                self._child.wait(20)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+
+class Remote:
+    """A node in a process: calls go there."""
+
+    def __init__(self, process: Process, manifest: bytes, name: str, how: dict[str, Any]) -> None:
+        self.process = process
+        self.name = name
+        self.layout = decode(manifest)
+        text = base64.b64encode(manifest).decode()
+        self.address = process.call(name, "new", text, **how)
+
+    def __getattr__(self, what: str) -> Any:
+        return lambda *args, **kwargs: self.process.call(self.name, what, *args, **kwargs)
+
+
+def serve() -> None:
+    """Answer calls on stdin until it is closed."""
+    nodes: dict[str, Node] = {}
+    for line in sys.stdin:
+        name, what, args, kwargs = json.loads(line)
+        try:
+            if what == "new":
+                nodes[name] = Node(base64.b64decode(args[0]), name=name, **kwargs)
+                answer: Any = nodes[name].address
+            elif what == "close":
+                answer = nodes.pop(name).close()
+            else:
+                answer = getattr(nodes[name], what)(*args, **kwargs)
+            print(json.dumps({"value": answer}), flush=True)
+        except Exception as error:
+            print(json.dumps({"raised": f"{type(error).__name__}: {error}"}), flush=True)
+    for node in nodes.values():
+        node.close()
+
+
+__all__ = ["Node", "Process", "Remote", "encode", "from_json", "to_json"]
+
+if __name__ == "__main__":
+    serve()

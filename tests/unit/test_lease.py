@@ -1,0 +1,122 @@
+"""Leases: they end once, on time, for a reason, and never hide each other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.errors import TransferError
+from kvstow.transfer.lease import Lease, Leases
+
+TICKET = b"digest of the ticket"
+
+
+def made(leases: Leases, id: int, *, seconds: float = 10, readers: int = 1, now: float = 0):
+    """Grant a lease; the list its end is noted in."""
+    ended: list[str] = []
+    leases.grant(Lease(id=id, digest=TICKET, seconds=seconds, readers=readers,
+                       deadline=now + seconds, on_end=ended.append))  # fmt: skip
+    return ended
+
+
+def test_a_lease_runs_out_when_its_time_is_over_and_not_before():
+    leases = Leases()
+    ended = made(leases, 1)
+    assert leases.expire(now=9.99) == ()
+    assert ended == []
+    assert [lease.id for lease in leases.expire(now=10)] == [1]
+    assert ended == ["expired"]
+    with pytest.raises(TransferError, match="expired") as caught:
+        leases.open(1, TICKET, "reader", now=10)
+    assert caught.value.kind == "expired"
+
+
+def test_one_renewed_lease_does_not_hide_others_that_have_run_out():
+    leases = Leases()
+    made(leases, 1)
+    others = [made(leases, id, now=0.001 * id) for id in range(2, 40)]
+    for now in range(1, 11):
+        leases.renew(1, now=now)
+    assert {lease.id for lease in leases.expire(now=10.1)} == set(range(2, 40))
+    assert all(ended == ["expired"] for ended in others)
+    assert 1 in leases
+
+
+def test_the_last_reader_that_accepts_ends_the_lease():
+    leases = Leases()
+    ended = made(leases, 1, readers=2)
+    for reader in "ab":
+        leases.open(1, TICKET, reader, now=0)
+    leases.shut(1, "a", accepted=True)
+    assert ended == []
+    leases.shut(1, "b", accepted=True)
+    assert ended == ["read"]
+    with pytest.raises(TransferError, match="ended, read") as caught:
+        leases.open(1, TICKET, "c", now=0)
+    assert caught.value.kind == "used"
+
+
+def test_more_readers_than_were_promised_are_refused():
+    leases = Leases()
+    made(leases, 1, readers=1)
+    leases.open(1, TICKET, "a", now=0)
+    with pytest.raises(TransferError, match="1 readers may still come, 1 read") as caught:
+        leases.open(1, TICKET, "b", now=0)
+    assert caught.value.kind == "used"
+
+
+def test_a_reader_that_failed_may_come_again():
+    leases = Leases()
+    ended = made(leases, 1)
+    for _ in range(3):
+        leases.open(1, TICKET, "a", now=0)
+        leases.shut(1, "a", accepted=False)
+    assert ended == []
+
+
+def test_a_ticket_that_was_not_given_out_is_refused():
+    leases = Leases()
+    made(leases, 1)
+    for id, digest in ((1, b"another"), (2, TICKET)):
+        with pytest.raises(TransferError) as caught:
+            leases.open(id, digest, "a", now=0)
+        assert caught.value.kind == "ticket"
+
+
+def test_opening_renews():
+    leases = Leases()
+    ended = made(leases, 1)
+    leases.open(1, TICKET, "a", now=9)
+    leases.expire(now=18.9)
+    assert ended == []
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("grant"), st.floats(0.1, 5)),
+            st.tuples(st.just("renew"), st.integers(0, 20)),
+            st.tuples(st.just("end"), st.integers(0, 20)),
+            st.tuples(st.just("pass"), st.floats(0.1, 3)),
+        )
+    )
+)
+def test_leases_agree_with_a_list_that_is_scanned(steps):
+    leases, now, running, ends = Leases(), 0.0, {}, {}
+    for what, amount in steps:
+        if what == "grant":
+            id = len(ends)
+            ends[id] = made(leases, id, seconds=amount, now=now)
+            running[id] = (now + amount, amount)
+        elif what == "renew" and amount in running:
+            running[amount] = (now + running[amount][1], running[amount][1])
+            leases.renew(amount, now=now)
+        elif what == "end" and amount in running:
+            del running[amount]
+            leases.end(amount, "withdrawn")
+        elif what == "pass":
+            now += amount
+            over = {id for id, (deadline, _) in running.items() if deadline <= now}
+            assert {lease.id for lease in leases.expire(now=now)} == over
+            running = {id: entry for id, entry in running.items() if id not in over}
+        assert len(leases) == len(running)
+    assert all(len(ended) == (id not in running) for id, ended in ends.items())

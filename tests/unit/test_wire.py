@@ -1,0 +1,115 @@
+"""The side channel's bytes: whatever comes in, a frame or a counted refusal comes out."""
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.transfer import wire
+from kvstow.transfer.wire import Begin, End, Frame, Renew, Unreadable, decode, encode
+
+FRAME = Frame(5, 9, Renew((1, 2, 2**63 - 1)))
+
+
+def messages() -> st.SearchStrategy[wire.AnyMessage]:
+    ints = st.integers(0, 2**63 - 1)
+    return st.one_of(
+        st.builds(Renew, st.tuples(ints, ints)),
+        st.builds(End, ints, ints, st.sampled_from(["accepted", "failed", "aborted"])),
+        st.builds(wire.Refused, ints, st.just("ticket"), st.tuples(st.text(max_size=9))),
+        st.builds(
+            Begin, ints, ints, st.binary(max_size=16), st.none(),
+            st.none() | st.builds(wire.Write, st.just(()), ints, ints), st.just(()),
+        ),
+        st.builds(wire.TellProbe, ints, st.floats(allow_nan=False)),
+    )  # fmt: skip
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), messages())
+def test_a_frame_comes_back(session, sequence, message):
+    assert decode(encode(Frame(session, sequence, message))) == Frame(session, sequence, message)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(Unreadable):
+        decode(data)
+
+
+@given(st.binary(max_size=100))
+def test_a_garbage_body_is_refused(body):
+    header = struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 1, 1, len(body))
+    try:
+        frame = decode(header + body)
+    except Unreadable:
+        return
+    assert encode(frame) == header + body
+
+
+@given(st.data())
+def test_a_cut_frame_is_refused(data):
+    whole = encode(FRAME)
+    with pytest.raises(Unreadable) as caught:
+        decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    assert caught.value.reason == "truncated"
+
+
+def test_a_longer_frame_is_refused():
+    with pytest.raises(Unreadable) as caught:
+        decode(encode(FRAME) + b"\0")
+    assert caught.value.reason == "truncated"
+
+
+def test_another_version_is_refused_with_both_numbers():
+    data = bytearray(encode(FRAME))
+    data[4:6] = struct.pack(">H", 77)
+    with pytest.raises(Unreadable, match="77 is not 1") as caught:
+        decode(bytes(data))
+    assert (caught.value.reason, caught.value.version) == ("version", 77)
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_FRAME", 64)
+    with pytest.raises(Unreadable, match="100 bytes, at most 64") as caught:
+        decode(b"\0" * 100)
+    assert caught.value.reason == "oversized"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ["no such message", 1],
+        ["renew"],
+        ["renew", [1, "two"]],
+        ["renew", [1], "more"],
+        ["end", 1, 2, "maybe"],
+        ["refused", 1, "no such kind", []],
+        {"renew": 1},
+        [[[[[[]]]]]],
+        None,
+    ],
+)
+def test_a_body_that_is_no_message_is_refused(body):
+    data = msgspec.msgpack.encode(body)
+    with pytest.raises(Unreadable) as caught:
+        decode(struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, len(data)) + data)
+    assert caught.value.reason == "body"
+
+
+def test_deeply_nested_bodies_do_not_exhaust_the_stack():
+    data = b"\x91" * 100_000
+    with pytest.raises(Unreadable) as caught:
+        decode(struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, len(data)) + data)
+    assert caught.value.reason == "body"
+
+
+def test_the_header_is_where_the_documentation_says():
+    data = encode(FRAME)
+    assert data[:4] == b"KVSW"
+    assert int.from_bytes(data[4:6], "big") == 1
+    assert int.from_bytes(data[6:14], "big") == 5
+    assert int.from_bytes(data[14:22], "big") == 9
+    assert int.from_bytes(data[22:26], "big") == len(data) - 26
+    assert msgspec.msgpack.decode(data[26:]) == ["renew", [1, 2, 2**63 - 1]]
