@@ -15,6 +15,7 @@ from kvstow.cli.check import check
 from kvstow.cli.compare import compare
 from kvstow.cli.output import Commands
 from kvstow.cli.plan import plan
+from kvstow.cli.route import route
 
 app = typer.Typer(
     name="kvstow",
@@ -46,6 +47,7 @@ def kvstow(
 app.command("plan")(plan)
 app.command("compare")(compare)
 app.command("check")(check)
+app.command("route")(route)
 
 
 def main() -> None:

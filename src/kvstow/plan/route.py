@@ -93,7 +93,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
-    """All that two layouts have in common, ready to be expanded for any request."""
+    """What is carried from one layout to another, ready to be expanded for any request."""
 
     source: Layout
     destination: Layout

@@ -1,0 +1,283 @@
+"""`kvstow route`: what moving blocks from one layout to another costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import emit_json, emit_text, human, table, wrapped
+from kvstow.cli.shorthand import Named, named
+from kvstow.plan.layout import ORDERS, Layout, Order
+
+if TYPE_CHECKING:
+    from kvstow.plan.price import Link, Price
+    from kvstow.plan.route import Claims, Route
+
+SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
+
+From = Annotated[str, typer.Argument(metavar="FROM", help=SPEC_HELP, show_default=False)]
+To = Annotated[
+    str, typer.Argument(metavar="TO", help="The same; one rank of it.", show_default=False)
+]
+LinkName = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        help="What the bytes travel on: pcie4, pcie5, nvlink, ib200, ib400, ib800, tcp10, tcp25, "
+        "tcp100, or GIGABYTES:MICROS, per second and per copy.",
+    ),
+]
+NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the request timed.")]
+
+
+def route(
+    source: From,
+    destination: To,
+    link: LinkName = "ib400",
+    tokens: NumTokens = 8192,
+    json: options.Json = False,
+) -> None:
+    """What moving blocks from one layout to another costs, before anything is sent."""
+    way = link_named(link)
+    here, there = named(source, one_rank=False), named(destination, one_rank=True)
+    found = _legs(here.layouts, there.layouts[0])
+    document = _document(here, there, found, way, tokens)
+    if json:
+        emit_json(document)
+    else:
+        emit_text(*_report(document))
+
+
+def link_named(text: str) -> "Link":
+    """A known link, or `GIGABYTES:MICROS`."""
+    from kvstow.plan.price import LINKS, Link
+
+    for link in LINKS:
+        if link.name == text:
+            return link
+    rate, _, cost = text.partition(":")
+    try:
+        known = Link(name=text, bytes_per_second=float(rate) * 1e9,
+                     seconds_per_move=float(cost) * 1e-6)  # fmt: skip
+    except ValueError:
+        names = ", ".join(link.name for link in LINKS)
+        raise typer.BadParameter(
+            f"{text!r} is no link\n\nhint: one of {names}, or 12.5:5 for 12.5 GB/s and 5 µs "
+            "per copy",
+            param_hint="'--link'",
+        ) from None
+    if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_move < 1):
+        raise typer.BadParameter(f"{text!r}: a rate above 0 and a cost of at least 0 are needed",
+                                 param_hint="'--link'")  # fmt: skip
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One source rank's part: which of the layouts, the route, and what it is limited to."""
+
+    index: int
+    route: "Route"
+    claims: "Claims | None"
+
+
+def _legs(layouts: Sequence[Layout], destination: Layout) -> tuple[Leg, ...]:
+    """All ranks of the source if there are several to choose from, else the one."""
+    from kvstow.plan.route import route as route_between
+    from kvstow.plan.sources import sources
+
+    if len(layouts) > 1:
+        found = sources(layouts, destination)
+        return tuple(Leg(source.index, source.route, source.claims) for source in found)
+    return (Leg(0, route_between(layouts[0], destination), None),)
+
+
+def _document(
+    here: Named, there: Named, found: Sequence[Leg], link: "Link", tokens: int
+) -> dict[str, Any]:
+    destination = there.layouts[0]
+    routes = [source.route for source in found]
+    groups = [_group(destination, g, routes, tokens) for g in range(len(destination.groups))]
+    moves = sum(group["request_moves"] for group in groups)
+    nbytes = sum(group["request_bytes"] for group in groups)
+    sizes = [group for group in groups if group["lanes"]]
+    return {
+        "model": destination.model,
+        "from": here.text,
+        "to": there.text,
+        "orders": [here.layouts[0].order, destination.order],
+        "lanes": sum(group["lanes"] for group in groups),
+        "moves_per_block": _number(sum(Fraction(group["moves_per_block"]) for group in groups)),
+        "bytes_per_block": _number(sum(Fraction(group["bytes_per_block"]) for group in groups)),
+        "min_move_bytes": min((group["min_move_bytes"] for group in sizes), default=0),
+        "max_move_bytes": max((group["max_move_bytes"] for group in sizes), default=0),
+        "groups": groups,
+        "sources": [_source(here, destination, source) for source in found],
+        "request": {"tokens": tokens, "moves": moves, "bytes": nbytes},
+        "link": {
+            "name": link.name,
+            "bytes_per_second": link.bytes_per_second,
+            "seconds_per_move": link.seconds_per_move,
+            "seconds": link.seconds(moves, nbytes),
+            "seconds_of_copies": moves * link.seconds_per_move,
+        },
+        "cheapest": cheapest(here, there, found),
+    }
+
+
+def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -> dict[str, Any]:
+    """One destination group, from all its sources."""
+    from kvstow.plan.group import rows_needed
+    from kvstow.plan.price import price
+
+    its = layout.groups[group].group
+    cost = price(c for way in routes for c in way.crossings if c.groups[1] == group)
+    blocks = rows_needed(its, tokens)
+    return {
+        "name": its.name,
+        "block_tokens": its.block_tokens,
+        "source_block_tokens": sorted(
+            {c.source.block_tokens for way in routes for c in way.crossings if c.groups[1] == group}
+        ),
+        **_figures(cost),
+        "request_moves": -(-cost.moves.numerator * blocks // cost.moves.denominator),
+        "request_bytes": -(-cost.nbytes.numerator * blocks // cost.nbytes.denominator),
+    }
+
+
+def _figures(cost: "Price") -> dict[str, Any]:
+    return {
+        "lanes": cost.lanes,
+        "moves_per_block": _number(cost.moves),
+        "bytes_per_block": _number(cost.nbytes),
+        "min_move_bytes": cost.min_move_bytes,
+        "max_move_bytes": cost.max_move_bytes,
+    }
+
+
+def _number(value: Fraction | int) -> int | float:
+    return int(value) if Fraction(value).denominator == 1 else round(float(value), 3)
+
+
+def _source(here: Named, destination: Layout, source: Leg) -> dict[str, Any]:
+    from kvstow.plan.price import price
+
+    layout = here.layouts[source.index]
+    costs = [price([c for c in source.route.crossings if c.groups[1] == group])
+             for group in range(len(destination.groups))]  # fmt: skip
+    return {
+        "rank": here.ranks[source.index],
+        "tp_rank": layout.tp[0],
+        "pp_rank": layout.pp[0],
+        "moves_per_block": _number(sum((cost.moves for cost in costs), Fraction(0))),
+        "bytes_per_block": _number(sum((cost.nbytes for cost in costs), Fraction(0))),
+    }
+
+
+# ── other orders ──────────────────────────────────────────────────────────────────────
+
+
+def cheapest(here: Named, there: Named, found: Sequence[Leg]) -> list[dict[str, Any]]:
+    """The order with the fewest moves per block for the source, the destination, or both."""
+    ours, theirs = ({order: side.reordered(order) for order in ORDERS} for side in (here, there))
+    mine, yours = here.layouts[0].order, there.layouts[0].order
+    changes: tuple[tuple[str, list[tuple[Order, Order]]], ...] = (
+        ("from", [(order, yours) for order in ORDERS]),
+        ("to", [(mine, order) for order in ORDERS]),
+        ("both", [(order, order) for order in ORDERS]),
+    )
+    best: list[dict[str, Any]] = []
+    for change, pairs in changes:
+        costs = {pair: _moves(ours[pair[0]], theirs[pair[1]][0], found) for pair in pairs}
+        (one, other), moves = min(costs.items(), key=lambda item: item[1])
+        best.append({"change": change, "orders": [one, other], "moves_per_block": _number(moves)})
+    return best
+
+
+def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[Leg]) -> Fraction:
+    """Moves per block when the same parts come from the same ranks."""
+    from kvstow.plan.price import price
+    from kvstow.plan.route import route as route_between
+
+    total = Fraction(0)
+    for source in found:
+        way = route_between(layouts[source.index], destination, claims=source.claims)
+        for group in range(len(destination.groups)):
+            total += price([c for c in way.crossings if c.groups[1] == group]).moves
+    return total
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────
+
+
+def _report(document: dict[str, Any]) -> list[str]:
+    orders = document["orders"]
+    heading = (
+        f"{document['model']}\n{document['from']} ({orders[0]}) → {document['to']} ({orders[1]})"
+    )
+    columns = ("group", "tokens", "moves", "bytes", "smallest", "largest")
+    groups = [
+        (
+            group["name"],
+            f"{'/'.join(map(str, group['source_block_tokens']))} → {group['block_tokens']}",
+            f"{group['moves_per_block']:,}",
+            f"{group['bytes_per_block']:,}",
+            f"{group['min_move_bytes']:,}",
+            f"{group['max_move_bytes']:,}",
+        )
+        for group in document["groups"]
+    ]
+    return [
+        heading,
+        table(columns, groups),
+        "per destination block that has no neighbour of its request beside it;\n"
+        "moves of neighbouring blocks are joined where both sides allow it",
+        _sources_text(document["sources"]),
+        _time_text(document),
+        _orders_text(document),
+    ]
+
+
+def _sources_text(sources: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            str(source["rank"]),
+            str(source["tp_rank"]),
+            str(source["pp_rank"]),
+            f"{source['moves_per_block']:,}",
+            f"{source['bytes_per_block']:,}",
+        )
+        for source in sources
+    ]
+    return table(("from rank", "tp", "pp", "moves", "bytes"), rows)
+
+
+def _time_text(document: dict[str, Any]) -> str:
+    link, request = document["link"], document["request"]
+    part = link["seconds_of_copies"] / link["seconds"] if link["seconds"] else 0.0
+    return wrapped(
+        f"{request['tokens']:,} tokens: {request['moves']:,} moves, {human(request['bytes'])}, "
+        f"about {_duration(link['seconds'])} on {link['name']} "
+        f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per "
+        f"move: {part:.0%} of the time)"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _orders_text(document: dict[str, Any]) -> str:
+    named = {"from": "another order in FROM", "to": "another order in TO", "both": "one in both"}
+    rows = [("as given", " → ".join(document["orders"]), f"{document['moves_per_block']:,}")]
+    rows += [
+        (named[best["change"]], " → ".join(best["orders"]), f"{best['moves_per_block']:,}")
+        for best in document["cheapest"]
+    ]
+    return table(("cheapest with", "orders", "moves per block"), rows, num_left=2)

@@ -1,0 +1,113 @@
+"""A layout named on the command line: a manifest, or `MODEL@tp=2,order=BHLNC`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from kvstow.cli.options import Packing
+from kvstow.cli.output import MISUSED, note, refuse
+from kvstow.errors import ManifestError, ModelError
+from kvstow.plan.align import Site
+from kvstow.plan.layout import ORDERS, Layout, Order
+
+if TYPE_CHECKING:
+    from kvstow.plan.fleet import Fleet
+
+_NUMBERS = ("tp", "pp", "rank", "block_tokens", "num_slabs")
+_CHOICES: dict[str, tuple[str, ...]] = {"order": ORDERS, "packing": get_args(Packing)}
+_KEYS = (*_NUMBERS, *_CHOICES, "kv_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What was named: every rank of a fleet, one rank of it, or the one in a manifest."""
+
+    text: str
+    layouts: tuple[Layout, ...]
+    ranks: tuple[int, ...]
+    packing: Packing
+
+    def reordered(self, order: Order) -> tuple[Layout, ...]:
+        """The same ranks in another order."""
+        from kvstow.plan.fleet import repacked
+
+        return tuple(
+            layout
+            if layout.order == order
+            else repacked(
+                tuple(rows.group for rows in layout.groups),
+                self.packing,
+                layout.num_slabs,
+                Site(model=layout.model, order=order, tp=layout.tp, pp=layout.pp),
+            )
+            for layout in self.layouts
+        )
+
+
+def named(text: str, *, one_rank: bool) -> Named:
+    """The layouts that `text` names. Without a `rank`, all of them, or rank 0 of them
+    where one is wanted. Ends with 2 on a text that names none."""
+    document = _manifest(text)
+    if document is not None:
+        rank = document.pp[0] * document.tp[1] + document.tp[0]
+        return Named(text=text, layouts=(document,), ranks=(rank,), packing="slab")
+    fleet, rank = _fleet(text)
+    if rank is None and one_rank:
+        rank = 0
+        if fleet.num_ranks > 1:
+            note(f"{text}: rank 0 of {fleet.num_ranks}; say rank=R for another")
+    ranks = tuple(range(fleet.num_ranks)) if rank is None else (rank,)
+    layouts = tuple(fleet.layout(rank) for rank in ranks)
+    return Named(text=text, layouts=layouts, ranks=ranks, packing=fleet.packing)
+
+
+def _manifest(text: str) -> Layout | None:
+    """The layout in a file, if the text is the path of a manifest."""
+    from kvstow.plan.manifest import MAX_BYTES, decode
+
+    path = Path(text)
+    if "@" in text or not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if b'"kvstow"' not in data:
+        return None
+    try:
+        return decode(data)
+    except ManifestError as error:
+        refuse(f"{text}: {error}", code=MISUSED)
+
+
+def _fleet(text: str) -> "tuple[Fleet, int | None]":
+    from kvstow.plan.fleet import Fleet
+    from kvstow.plan.models import load_model
+
+    model, _, rest = text.partition("@")
+    settings: dict[str, Any] = {}
+    for setting in filter(None, rest.split(",")):
+        key, _, value = setting.partition("=")
+        settings[key] = _value(text, key, value)
+    try:
+        config = load_model(model)
+    except ModelError as error:
+        refuse(str(error), code=MISUSED)
+    rank = settings.pop("rank", None)
+    return Fleet(model=config, **settings), rank
+
+
+def _value(text: str, key: str, value: str) -> int | str:
+    """The value of one setting; ends with 2 if it has no such value."""
+    if key in _NUMBERS:
+        fine, wanted = value.isdecimal() and int(value) >= (key != "rank"), "a whole number"
+    elif key in _CHOICES:
+        value = value.upper() if key == "order" else value
+        fine, wanted = value in _CHOICES[key], f"one of {', '.join(_CHOICES[key])}"
+    else:
+        fine, wanted = key == "kv_dtype" and value != "", "a setting"
+    if not fine:
+        refuse(
+            f"{text}: {key}={value} is not {wanted}\n\nhint: settings are {', '.join(_KEYS)}, "
+            "as in llama-3.1-8b@tp=2,order=BHLNC",
+            code=MISUSED,
+        )
+    return int(value) if key in _NUMBERS else value
