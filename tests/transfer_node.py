@@ -22,8 +22,9 @@ import numpy as np
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.blocklist import Blocks
-from kvstow.plan.manifest import decode, encode
-from kvstow.plan.spec import Encoder, State
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode
+from kvstow.plan.spec import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel import Keys
 from kvstow.transfer.generations import Generations
@@ -31,7 +32,7 @@ from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.options import Options
 from kvstow.transfer.ticket import Ticket
-from strategies import group_bytes, own_bytes, value
+from strategies import blocks_of, first_block, group_bytes, own_bytes, value
 
 CANARY = 0xA5
 TESTS = Path(__file__).parent
@@ -49,6 +50,24 @@ def from_json(listed: Listed) -> dict[int, Blocks]:
         int(g): Blocks(np.array(ids, np.int64), np.array(index, np.int64))
         for g, (ids, index) in listed.items()
     }
+
+
+def rows_for(layout: Layout, num_tokens: int, seed: int) -> Listed:
+    """Random rows for a request, mixed; groups that share slabs get slabs of their own."""
+    random = np.random.default_rng(seed)
+    found: dict[int, Blocks] = {}
+    for members in layout.sharing:
+        slabs = random.permutation(np.arange(1, layout.num_slabs)).tolist()
+        for g in members:
+            rows = layout.groups[g]
+            count = blocks_of(rows.group, num_tokens)
+            first = first_block(rows.group, num_tokens, 0)
+            need = -(-(count - first) // rows.rows_per_slab)
+            mine, slabs = slabs[:need], slabs[need:]
+            ids = [s * rows.rows_per_slab + r for s in mine for r in range(rows.rows_per_slab)]
+            ids = random.permutation(ids)[: count - first]
+            found[g] = Blocks(np.array(ids, np.int64), np.arange(first, count))
+    return to_json(found)
 
 
 class Node:
@@ -141,10 +160,20 @@ class Node:
             mine |= own_bytes(self.layout, g, blocks)
             first, end = start_token, num_tokens
             retention = self.layout.groups[g].group.retention
-            if isinstance(retention, State):
-                first, end = 0, 1
-            if isinstance(retention, Encoder):
-                first, end = 0, retention.tokens
+            match retention:  # what the next token looks at
+                case State():
+                    first, end = 0, 1
+                case Encoder(tokens):
+                    first, end = 0, tokens
+                case Window(tokens):
+                    first = max(first, num_tokens - tokens + 1)
+                case Chunk(tokens):
+                    first = max(first, num_tokens - num_tokens % tokens)
+                case Sink(sinks, tokens):
+                    recent = max(sinks, first, num_tokens - tokens + 1)
+                    held = held[(held.end_token <= sinks) | (held.first_token >= recent)]
+                case Full():
+                    pass
             wanted = held[(held.first_token < end) & (held.end_token > first)]
             wrong = self.memory[wanted.address] != value(wanted.layer + salt, wanted.number)
             if wrong.any():
@@ -259,8 +288,6 @@ def serve() -> None:
     for node in nodes.values():
         node.close()
 
-
-__all__ = ["Node", "Process", "Remote", "encode", "from_json", "to_json"]
 
 if __name__ == "__main__":
     serve()

@@ -3,19 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstow.plan.align import Site
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, State, Window
 from kvstow.transfer.local import Fabric
-from strategies import blocks_of, first_block
-from transfer_node import Listed, Node, Process, to_json
+from transfer_node import Node, Process, rows_for
 
 
 def attention(name: str, retention: Any, block_tokens: int = 4, heads: int = 2) -> LayerSpec:
@@ -39,22 +36,6 @@ def hybrid(num_slabs: int = 12) -> Layout:
     layers = [attention("layers.0", Full()), attention("layers.1", Window(8)),
               recurrent("layers.2"), attention("layers.3", Full())]  # fmt: skip
     return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
-
-
-def request(layout: Layout, num_tokens: int, seed: int) -> Listed:
-    """Random rows for a request, each group's from slabs of its own."""
-    random = np.random.default_rng(seed)
-    slabs = random.permutation(np.arange(1, layout.num_slabs)).tolist()
-    found: dict[int, Blocks] = {}
-    for g, rows in enumerate(layout.groups):
-        count = blocks_of(rows.group, num_tokens)
-        first = first_block(rows.group, num_tokens, 0)
-        need = -(-(count - first) // rows.rows_per_slab)
-        mine, slabs = slabs[:need], slabs[need:]
-        ids = [s * rows.rows_per_slab + r for s in mine for r in range(rows.rows_per_slab)]
-        ids = random.permutation(ids)[: count - first]
-        found[g] = Blocks(np.array(ids, np.int64), np.arange(first, count))
-    return to_json(found)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +67,7 @@ TOKENS = 18
 @pytest.mark.parametrize("digest", ["always", "sample", "off"])
 def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
     producer, consumer = pair
-    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
     producer.fill(source)
     ticket = producer.offer(source, TOKENS)
     stats = consumer.pull([ticket], target, direction=direction, digest=digest)
@@ -99,7 +80,7 @@ def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
 
 def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
     producer, consumer = pair
-    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
     number = consumer.begin_pull([producer.offer(source, TOKENS)], target)
     consumer.end_pull(number)
     assert consumer.wait_quiet(number, 5)
@@ -109,7 +90,7 @@ def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
 
 def test_a_prefix_that_the_consumer_has_is_not_moved_again(pair):
     producer, consumer = pair
-    source, target = (request(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
     producer.fill(source)
     whole = consumer.pull([producer.offer(source, TOKENS)], target)
     consumer.wipe()
