@@ -111,6 +111,28 @@ class Agent:
         """Take a ticket back: its readers fail, its blocks are given back."""
         self.service.submit(lambda: self.service.leases.end(ticket.lease, "withdrawn"))
 
+    def honour(
+        self,
+        ticket: Ticket,
+        *,
+        readers: int = 1,
+        on_end: Callable[[EndReason], None] | None = None,
+    ) -> None:
+        """Keep what a ticket promises that somebody else has written in this agent's name.
+
+        Its blocks must have the generations that it states: see `Owner`.
+        """
+        self.tend()
+        home = self._home
+        mine = (self.name, home.transport.name, home.fingerprint)
+        if (ticket.agent, ticket.start, ticket.fingerprint) != mine:
+            raise TransferError(f"ticket is of agent {ticket.agent!r}, start {ticket.start!r}, not "
+                                f"of {mine[0]!r}, {mine[1]!r}", kind="ticket")  # fmt: skip
+        home.checked(ticket.blocks)
+        self._share(ticket.blocks)
+        lease = self._lease(ticket, readers, on_end)
+        self.service.submit(lambda: self.service.grant(lease, ticket))
+
     def _promised(
         self,
         blocks: Mapping[int, Blocks],
@@ -122,20 +144,24 @@ class Agent:
         home = self._home
         home.checked(blocks)
         self._share(blocks)
-        seconds = lease_seconds or self.options.lease_seconds
         ticket = Ticket(
             agent=self.name,
             start=home.transport.name,
             address=self.address,
             key=self._key,
             lease=Leases.fresh_id(),
-            lease_seconds=seconds,
+            lease_seconds=lease_seconds or self.options.lease_seconds,
             fingerprint=home.fingerprint,
             num_tokens=num_tokens,
             blocks=dict(blocks),
             generations=home.generations(blocks),
         )
+        return ticket, self._lease(ticket, readers, on_end)
 
+    def _lease(
+        self, ticket: Ticket, readers: int, on_end: Callable[[EndReason], None] | None
+    ) -> Lease:
+        """The lease of a ticket whose blocks are shared already."""
         tell = on_end
 
         def ended(reason: EndReason) -> None:
@@ -144,15 +170,14 @@ class Agent:
             if tell is not None:
                 self.service.owed.append(partial(tell, reason))
 
-        lease = Lease(
+        return Lease(
             id=ticket.lease,
             digest=ticket.digest,
-            seconds=seconds,
+            seconds=ticket.lease_seconds,
             readers=readers,
-            deadline=home.clock() + seconds,
+            deadline=self._home.clock() + ticket.lease_seconds,
             on_end=ended,
         )
-        return ticket, lease
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
