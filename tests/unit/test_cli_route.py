@@ -1,0 +1,97 @@
+"""`kvstow route`: what it prints, what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvstow.cli import app
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["route", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def document(*arguments: str) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_stable_keys_are_there():
+    found = document("llama-3.1-70b@tp=4", "llama-3.1-70b@tp=8,rank=3")
+    assert found["lanes"] == 80
+    assert found["moves_per_block"] == 80
+    assert found["bytes_per_block"] == 80 * 16 * 2 * 128 * 2
+    assert found["min_move_bytes"] == found["max_move_bytes"] == 16 * 2 * 128 * 2
+    assert [(s["rank"], s["moves_per_block"]) for s in found["sources"]] == [(1, 80)]
+
+
+def test_heads_outermost_on_both_sides_is_the_cheapest_for_different_tp():
+    found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4")
+    both = next(best for best in found["cheapest"] if best["change"] == "both")
+    assert both["orders"] == ["BHLNC", "BHLNC"]
+    assert both["moves_per_block"] == 2
+
+
+def test_the_time_is_moves_and_bytes_at_the_stated_rates():
+    arguments = ("llama-3.1-8b@order=LBHNC", "llama-3.1-8b", "--tokens", "1024")
+    found = document(*arguments, "--link", "10:2")
+    assert found["request"] == {"tokens": 1024, "moves": 64 * 32, "bytes": 64 * 2 * 1024**2}
+    expected = 64 * 32 * 2e-6 + 64 * 2 * 1024**2 / 10e9
+    assert found["link"]["seconds"] == pytest.approx(expected)
+
+
+def test_manifests_are_read(tmp_path: Path):
+    files = []
+    for tp in ("1", "2"):
+        file = tmp_path / f"tp{tp}.json"
+        plan = ["plan", "gpt-oss-20b", "--tp", tp, "--num-slabs", "9", "--manifest", str(file)]
+        assert CliRunner().invoke(app, plan).exit_code == 0
+        files.append(str(file))
+    assert document(*files)["moves_per_block"] == 2 * 12
+    assert document(files[1], files[0])["sources"][0]["tp_rank"] == 0
+
+
+def test_the_report_fits_80_columns_and_says_what_was_assumed():
+    result = invoke("deepseek-v4-flash@tp=8", "deepseek-v4-flash@tp=4", "--link", "tcp10")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "1.25 GB/s, 5 µs per" in " ".join(result.stdout.split())
+    assert "rank 0 of 4" in result.stderr
+
+
+def test_differences_end_with_1_and_are_all_named():
+    result = invoke("llama-3.1-8b", "llama-3.1-8b@kv_dtype=fp8")
+    assert result.exit_code == 1
+    assert "'k': dtype is bfloat16 in the source, float8_e4m3fn" in result.stderr
+    assert "'v': dtype is bfloat16 in the source, float8_e4m3fn" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("llama-3.1-8b@tp=two", "llama-3.1-8b"), "tp=two is not a whole number"),
+        (("llama-3.1-8b@order=NHC", "llama-3.1-8b"), "not one of LBHNC"),
+        (("llama-3.1-8b@colour=red", "llama-3.1-8b"), "colour=red is not a setting"),
+        (("no-such-model", "llama-3.1-8b"), "no model is called"),
+        (("llama-3.1-8b", "llama-3.1-8b", "--link", "carrier-pigeon"), "is no link"),
+        (("llama-3.1-8b", "llama-3.1-8b", "--link", "-1:0"), "a rate above 0"),
+    ],
+)
+def test_what_is_not_understood_ends_with_2(arguments, text):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.stderr.split())
+
+
+def test_a_broken_manifest_ends_with_2(tmp_path: Path):
+    file = tmp_path / "broken.json"
+    file.write_text('{"kvstow": 1}')
+    result = invoke(str(file), "llama-3.1-8b")
+    assert result.exit_code == 2
+    assert "broken.json" in result.stderr
