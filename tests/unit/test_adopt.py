@@ -257,7 +257,7 @@ def test_layers_that_start_at_one_address_register_the_longer_of_them():
     for reverse in (False, True):
         parts = [("a", buffer.view(4, 2, 4, 4)[:, :, :2]), ("b", buffer.view(4, 2, 4, 4))]
         shorter = dict(reversed(parts) if reverse else parts)
-        layout = adopted_layout(groups, shorter, axes=AXES, order="LBHNC")
+        layout = adopted_layout(groups, shorter, axes=AXES, order="LBHNC", padding="ours")
         with Arena.adopt(layout, shorter, axes=AXES) as arena:
             assert arena.regions == (Run(0, 256),)
 

@@ -1,9 +1,11 @@
 import os
 import sqlite3
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
@@ -269,9 +271,6 @@ def test_evicted_rows_are_gone_and_their_slots_used_again(tmp_path):
 
 
 def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
-    import struct
-    import zlib
-
     tier = DiskTier(tmp_path, hybrid(), capacity=4 * MIB)
     row = random_rows(tier.layout.row_bytes(1), 1, 5)[0]
     tier.store(1, [b"the key"], [row], Chain([Link(7, b"parent")]))
@@ -283,21 +282,22 @@ def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     assert group == 1
     assert slots == (len(data) - 4096) // slot_bytes
     assert data[32:64].hex() == fingerprint(image(hybrid()))
-    assert struct.unpack("<I", data[64:68])[0] == zlib.crc32(data[:64])
+    assert struct.unpack("<Q", data[64:72])[0] == xxhash.xxh3_64(data[:64]).intdigest()
     slot = data[4096 : 4096 + slot_bytes]
     assert slot[: len(row)] == row.tobytes()
     record = slot[-160:]
     assert record[:8] == b"kvstowR1"
-    generation, nbytes, crc, group, block, key_bytes, parent_bytes = struct.unpack(
-        "<QQIIIHH", record[8:40]
+    generation, nbytes, checksum, group, block, key_bytes, parent_bytes = struct.unpack(
+        "<QQQIIHH", record[8:44]
     )
     assert generation > 0
     assert nbytes == len(row)
-    assert crc == zlib.crc32(row.tobytes())
+    assert checksum == xxhash.xxh3_64(row.tobytes()).intdigest()
     assert (group, block, key_bytes, parent_bytes) == (1, 7, 7, 6)
-    assert record[40:72].rstrip(b"\0") == b"the key"
-    assert record[72:104].rstrip(b"\0") == b"parent"
-    assert struct.unpack("<I", record[156:])[0] == zlib.crc32(record[:156])
+    assert record[48:80].rstrip(b"\0") == b"the key"
+    assert record[80:112].rstrip(b"\0") == b"parent"
+    assert record[44:48] + record[112:152] == bytes(44)
+    assert struct.unpack("<Q", record[152:])[0] == xxhash.xxh3_64(record[:152]).intdigest()
 
 
 def test_a_record_with_any_bit_flipped_is_no_record():

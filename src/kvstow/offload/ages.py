@@ -77,6 +77,9 @@ class Ages:
         places, generations, marks, seen = self._index.since(group, self._seen[group])
         self._seen[group] = seen
         numbers = self.number(group, places)
+        ours = numbers < len(self._generations[group])  # another process may have more room
+        places, generations, numbers = places[ours], generations[ours], numbers[ours]
+        marks = [m for m, known in zip(marks, ours, strict=True) if known]
         new = self._generations[group][numbers] != generations
         self._generations[group][numbers] = generations
         self._policies[group].remove(numbers[new])

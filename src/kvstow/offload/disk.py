@@ -12,7 +12,8 @@ import json
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvstow.offload.index import FREE, RETIRED, Entry, Found, Index, Write
 from kvstow.offload.policies import PolicyName, mark
 from kvstow.offload.record import Link, Record
 from kvstow.offload.room import Room
-from kvstow.offload.segments import Segments, Slotted
+from kvstow.offload.segments import Segments, Slotted, Writing
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -44,8 +45,11 @@ from kvstow.plan.layout import Layout
 
 log = logging.getLogger("kvstow.offload")
 
-LEASE_BYTES = 128 << 20
+LEASE_BYTES = 64 << 20
 """A store call leases, writes and enters slots in parts of about so many bytes."""
+
+PARTS = 2
+"""Parts that are being written while one is leased or entered."""
 
 BEAT_SECONDS = 1.0
 
@@ -65,6 +69,14 @@ class Chain:
 
 
 UNCHAINED = Chain(())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a store call, on their way."""
+
+    writing: Writing
+    tokens: tuple[bytes, ...]
 
 
 class DiskTier:
@@ -143,35 +155,53 @@ class DiskTier:
         missing = firsts(keys, ~kept)
         step = max(1, LEASE_BYTES // self._segments.slot_bytes[group])
         done: set[bytes] = set()
-        for start in range(0, len(missing), step):
-            part = missing[start : start + step]
-            done |= self._store_part(group, [(keys[i], rows[i], chain, i) for i in part])
+        under_way: list[_Part] = []
+        try:
+            for start in range(0, len(missing), step):
+                part = missing[start : start + step]
+                under_way.append(self._start(group, keys, rows, chain, part))
+                if len(under_way) > PARTS:
+                    done |= self._finish(group, under_way.pop(0))
+            while under_way:
+                done |= self._finish(group, under_way.pop(0))
+        finally:
+            for left in under_way:
+                self._abandon(left)
         return kept | np.array([key in done for key in keys], bool)
 
-    def _store_part(
-        self, group: int, rows: Sequence[tuple[bytes, Bytes, Chain, int]]
-    ) -> set[bytes]:
-        places, first = self._room.lease(group, [mark(key) for key, *_ in rows], self._busy())
+    def _start(
+        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], chain: Chain,
+        part: Sequence[int],
+    ) -> _Part:  # fmt: skip
+        """Lease slots for rows and begin to write them; no more than there is room for."""
+        marks = [mark(keys[i]) for i in part]
+        places, first = self._room.lease(group, marks, self._busy())
         slotted = [
-            Slotted(at, self._record(group, key, first + n, chain.link(i)), row)
-            for n, (at, (key, row, chain, i)) in enumerate(zip(places, rows, strict=False))
+            Slotted(at, self._record(group, keys[i], first + n, chain.link(i)), rows[i])
+            for n, (at, i) in enumerate(zip(places, part, strict=False))
         ]
-        try:
-            records = self._segments.write(group, slotted)
-        except BaseException:
-            self._release(places, to=FREE)
-            raise
-        good = [(s.place, r, chain.block_tokens(i))
-                for s, r, (_, _, chain, i) in zip(slotted, records, rows, strict=False)
+        tokens = tuple(chain.block_tokens(i) for i in part)
+        return _Part(self._segments.start(group, slotted), tokens)
+
+    def _finish(self, group: int, part: _Part) -> set[bytes]:
+        """Enter what has reached the medium; its keys. Raises where something has not."""
+        slotted, records = part.writing.rows, self._segments.finish(part.writing)
+        good = [(s.place, r, tokens)
+                for s, r, tokens in zip(slotted, records, part.tokens, strict=False)
                 if isinstance(r, Record)]  # fmt: skip
         entered = self._enter(group, good)
         bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
         if bad:
-            self._release(bad, to=FREE)
+            self._release(bad)
             self._counter.add(Counts(failures=len(bad)))
-            raise StoreError(f"{self.path}: {len(bad)} of {len(rows)} rows were not written: "
+            raise StoreError(f"{self.path}: {len(bad)} of {len(slotted)} rows were not written: "
                              f"{next(iter(bad.values()))}")  # fmt: skip
         return entered
+
+    def _abandon(self, part: _Part) -> None:
+        """Wait until nothing writes any more, then give the slots back."""
+        wait(part.writing.futures)
+        self._release([row.place for row in part.writing.rows])
 
     def _record(self, group: int, key: bytes, generation: int, link: Link) -> Record:
         return Record(
@@ -193,9 +223,9 @@ class DiskTier:
         self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
         return keys
 
-    def _release(self, places: Sequence[int] | dict[int, OSError], *, to: int) -> None:
+    def _release(self, places: Iterable[int]) -> None:
         with self._index.write() as write:
-            write.release(places, self._place.owner, to=to)
+            write.release(places, self._place.owner)
 
     # ── load ──────────────────────────────────────────────────────────────────────
 

@@ -6,12 +6,14 @@ Ships with the library so that whoever embeds a store can see what it does when 
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from kvstow.offload.files import BLOCK, Bytes, Files, aligned
+import numpy as np
+
+from kvstow.offload.files import BLOCK, Bytes, Files, aligned, behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +87,39 @@ class FaultyFiles(Files):
         self._raise_if_failing("allocate")
         super().allocate(fd, nbytes)
 
-    def read(self, fd: int, memory: Bytes, offset: int) -> int:
-        match self._next("read"):
-            case Fails(number, _):
-                raise OSError(number, os.strerror(number))
+    def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
+        fault = self._next("read")
+        if isinstance(fault, Fails):
+            raise OSError(fault.number, os.strerror(fault.number))
+        count = super().read(fd, parts, offset)
+        match fault:
             case Flips(bit):
-                count = super().read(fd, memory, offset)
-                memory[bit // 8 % len(memory)] ^= 1 << bit % 8
+                _flip(parts, bit)
                 return count
             case Tears(done):
-                return min(done, super().read(fd, memory, offset))
+                return min(done, count)
             case None:
-                return super().read(fd, memory, offset)
+                return count
 
-    def write(self, fd: int, memory: Bytes, offset: int) -> None:
+    def write(self, fd: int, parts: Sequence[Bytes], offset: int) -> None:
         fault = self._next("write")
+        memory = aligned(sum(len(part) for part in parts))
+        memory[:] = np.concatenate(parts)
         if self._keep:
             before = aligned(len(memory))
-            super().read(fd, before, offset)
+            super().read(fd, [before], offset)
             with self._lock:
                 self._unsynced.append(_Unsynced(fd, offset, before))
         match fault:
-            case Fails(number, done):
-                super().write(fd, memory[: done // BLOCK * BLOCK], offset)
-                raise OSError(number, os.strerror(number))
-            case Tears(done):
-                super().write(fd, memory[: done // BLOCK * BLOCK], offset)
+            case Fails(_, done) | Tears(done):
+                memory = memory[: done // BLOCK * BLOCK]
             case Flips(bit):
-                flipped = aligned(len(memory))
-                flipped[:] = memory
-                flipped[bit // 8 % len(memory)] ^= 1 << bit % 8
-                super().write(fd, flipped, offset)
+                _flip([memory], bit)
             case None:
-                super().write(fd, memory, offset)
+                pass
+        super().write(fd, [memory], offset)
+        if isinstance(fault, Fails):
+            raise OSError(fault.number, os.strerror(fault.number))
 
     def sync(self, fd: int) -> None:
         self._raise_if_failing("sync")
@@ -132,8 +134,14 @@ class FaultyFiles(Files):
         for write in reversed(self._unsynced):
             for start in range(0, len(write.before), BLOCK):
                 if dice.random() < 0.5:
-                    super().write(write.fd, write.before[start : start + BLOCK],
-                                  write.offset + start)  # fmt: skip
+                    sector = write.before[start : start + BLOCK]
+                    super().write(write.fd, [sector], write.offset + start)
                     lost += 1
         self._unsynced.clear()
         return lost
+
+
+def _flip(parts: Sequence[Bytes], bit: int) -> None:
+    """Turn over one bit of the parts, counted from their start, modulo their length."""
+    byte = bit // 8 % sum(len(part) for part in parts)
+    behind(parts, byte)[0][0] ^= 1 << bit % 8

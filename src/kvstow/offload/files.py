@@ -7,6 +7,7 @@ injected underneath (`kvstow.offload.faulty`).
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,21 @@ Bytes = npt.NDArray[np.uint8]
 def aligned(nbytes: int) -> Bytes:
     """Zeroed memory that direct I/O accepts: it starts on a page."""
     return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
+
+
+def is_aligned(memory: Bytes) -> bool:
+    """Whether direct I/O accepts this memory."""
+    return memory.ctypes.data % BLOCK == 0 and len(memory) % BLOCK == 0
+
+
+def behind(parts: Sequence[Bytes], nbytes: int) -> list[Bytes]:
+    """What is left of the parts after their first `nbytes` bytes."""
+    left: list[Bytes] = []
+    for part in parts:
+        if nbytes < len(part):
+            left.append(part[nbytes:])
+        nbytes = max(0, nbytes - len(part))
+    return left
 
 
 class Files:
@@ -41,21 +57,23 @@ class Files:
         """Set disk space aside; raises `OSError` (ENOSPC) where there is not enough."""
         os.posix_fallocate(fd, 0, nbytes)
 
-    def read(self, fd: int, memory: Bytes, offset: int) -> int:
-        """Fill `memory` from the file; how many bytes there were before its end."""
+    def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
+        """Fill the parts, one after the other; how many bytes there were before the end."""
+        total = sum(len(part) for part in parts)
         done = 0
-        while done < len(memory):
-            count = os.preadv(fd, [memory[done:].data], offset + done)
+        while done < total:
+            count = os.preadv(fd, [part.data for part in behind(parts, done)], offset + done)
             if count == 0:
                 break
             done += count
         return done
 
-    def write(self, fd: int, memory: Bytes, offset: int) -> None:
-        """Write all of `memory`."""
+    def write(self, fd: int, parts: Sequence[Bytes], offset: int) -> None:
+        """Write the parts, one after the other, all of them."""
+        total = sum(len(part) for part in parts)
         done = 0
-        while done < len(memory):
-            done += os.pwrite(fd, memory[done:].data, offset + done)
+        while done < total:
+            done += os.pwritev(fd, [part.data for part in behind(parts, done)], offset + done)
 
     def sync(self, fd: int) -> None:
         """What was written is on the medium when this returns."""

@@ -252,11 +252,11 @@ class Write:
             ((place, group, owner) for place in places),
         )
 
-    def release(self, places: Iterable[int], owner: int, *, to: int = FREE) -> None:
+    def release(self, places: Iterable[int], owner: int) -> None:
         """Give up leases; those that somebody has taken away stay as they are."""
         self._sql.executemany(
-            "UPDATE slots SET owner = ? WHERE place = ? AND owner = ?",
-            ((to, place, owner) for place in places),
+            "UPDATE slots SET owner = 0 WHERE place = ? AND owner = ?",
+            ((place, owner) for place in places),
         )
 
     def enter(self, group: int, entries: Sequence[Entry], owner: int) -> list[bool]:

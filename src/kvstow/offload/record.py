@@ -7,18 +7,19 @@
      row_bytes                                 160 bytes
 
     record, little endian
-      0  magic       8   "kvstowR1"
-      8  generation  8   unique to this write of this slot, over the life of the store
-     16  row_bytes   8
-     24  checksum    4   CRC-32 of the row's bytes
-     28  group       4
-     32  block       4   logical number of the block in its sequence
-     36  key_bytes   2
-     38  parent_bytes 2
-     40  key        32   zeros after key_bytes
-     72  parent     32   the key of the block before, zeros for the first
-    104  reserved   52   zeros
-    156  own        4    CRC-32 of bytes [0, 156) of the record
+      0  magic         8   "kvstowR1"
+      8  generation    8   unique to this write of this slot, over the life of the store
+     16  row_bytes     8
+     24  checksum      8   XXH3-64 of the row's bytes
+     32  group         4
+     36  block         4   logical number of the block in its sequence
+     40  key_bytes     2
+     42  parent_bytes  2
+     44  zeros         4
+     48  key          32   zeros after key_bytes
+     80  parent       32   the key of the block before, zeros for the first
+    112  zeros        40
+    152  own           8   XXH3-64 of bytes [0, 152) of the record
 
 A write that was torn, or a slot that was written again, shows: the record's generation or the
 row's checksum is not the one that the index (or the record itself) states.
@@ -26,15 +27,16 @@ row's checksum is not the one that the index (or the record itself) states.
 
 import struct
 from dataclasses import dataclass
-from zlib import crc32
+
+from xxhash import xxh3_64_intdigest
 
 from kvstow.offload.files import BLOCK, Bytes
 from kvstow.plan.view import align_up
 
 MAGIC = b"kvstowR1"
 RECORD_BYTES = 160
-_FIELDS = struct.Struct("<8sQQIIIHH32s32s52x")
-_OWN = struct.Struct("<I")
+_FIELDS = struct.Struct("<8sQQqIIHH4x32s32s40x")
+_OWN = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +64,22 @@ class Record:
             MAGIC, self.generation, self.row_bytes, self.checksum, self.group, self.link.block,
             len(self.key), len(self.link.parent), self.key, self.link.parent,
         )  # fmt: skip
-        return body + _OWN.pack(crc32(body))
+        return body + _OWN.pack(checksum(body))
 
 
 def decode(data: bytes) -> Record | None:
     """The record, or None where the bytes are not one: never written, or torn."""
     body = data[: _FIELDS.size]
-    if len(data) != RECORD_BYTES or crc32(body) != _OWN.unpack(data[_FIELDS.size :])[0]:
+    if len(data) != RECORD_BYTES or checksum(body) != _OWN.unpack(data[_FIELDS.size :])[0]:
         return None
-    magic, generation, row_bytes, checksum, group, block, key_bytes, parent_bytes, key, parent = (
+    magic, generation, row_bytes, row_sum, group, block, key_bytes, parent_bytes, key, parent = (
         _FIELDS.unpack(body)
     )
     if magic != MAGIC:
         return None
     return Record(
         generation=generation, group=group, key=key[:key_bytes], row_bytes=row_bytes,
-        checksum=checksum, link=Link(block, parent[:parent_bytes]),
+        checksum=row_sum, link=Link(block, parent[:parent_bytes]),
     )  # fmt: skip
 
 
@@ -86,6 +88,7 @@ def slot_bytes(row_bytes: int) -> int:
     return align_up(row_bytes + RECORD_BYTES, BLOCK)
 
 
-def checksum(row: Bytes) -> int:
-    """CRC-32 (the one of zlib, gzip and PNG) of a row."""
-    return crc32(row.data)
+def checksum(data: Bytes | bytes) -> int:
+    """XXH3-64 of the bytes, seed 0, as a signed number (SQLite has no other)."""
+    digest = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
+    return digest - (digest >> 63 << 64)

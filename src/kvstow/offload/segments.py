@@ -13,7 +13,7 @@
      24  group          4
      28  slots          4
      32  fingerprint   32   of the store's layout
-     64  own            4   CRC-32 of bytes [0, 64)
+     64  own            8   XXH3-64 of bytes [0, 64)
 
 All files of a store are equally long, so one can pass from a group to another.
 """
@@ -22,17 +22,16 @@ import os
 import queue
 import struct
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from threading import Lock
-from zlib import crc32
 
 import numpy as np
 
-from kvstow.offload.files import BLOCK, Bytes, Files, aligned
+from kvstow.offload.files import BLOCK, Bytes, Files, aligned, is_aligned
 from kvstow.offload.index import SLOT_BITS
 from kvstow.offload.record import RECORD_BYTES, Record, checksum, decode, slot_bytes
 from kvstow.plan.layout import Layout
@@ -42,7 +41,7 @@ CHUNK_BYTES = 4 << 20
 """Adjacent slots are read and written together up to this length."""
 
 _HEADER = struct.Struct("<8sQQII32s")
-_OWN = struct.Struct("<I")
+_OWN = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,14 @@ class Header:
         body = _HEADER.pack(
             MAGIC, self.segment_bytes, self.slot_bytes, self.group, self.slots, self.fingerprint
         )
-        return (body + _OWN.pack(crc32(body))).ljust(BLOCK, b"\0")
+        return (body + _OWN.pack(checksum(body))).ljust(BLOCK, b"\0")
 
 
 def decode_header(data: bytes) -> Header | None:
     """The header, or None where the bytes are not one."""
     body = data[: _HEADER.size]
     end = _HEADER.size + _OWN.size
-    if len(data) < end or crc32(body) != _OWN.unpack(data[_HEADER.size : end])[0]:
+    if len(data) < end or checksum(body) != _OWN.unpack(data[_HEADER.size : end])[0]:
         return None
     magic, *fields = _HEADER.unpack(body)
     return Header(*fields) if magic == MAGIC else None
@@ -79,6 +78,14 @@ class Slotted:
     place: int
     record: Record
     row: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Rows on their way to the medium."""
+
+    rows: tuple[Slotted, ...]
+    futures: tuple[Future[list[Record | OSError]], ...]
 
 
 class Segments:
@@ -96,6 +103,7 @@ class Segments:
         self._files = files
         self._open: dict[int, int] = {}
         self._gone: list[int] = []
+        self._unsynced_name = False
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstow-disk")
         self._buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
@@ -123,13 +131,13 @@ class Segments:
         try:
             self._files.allocate(fd, self.segment_bytes)
             self._write_header(fd, group)
-            self._files.sync_directory(self.path)
         except BaseException:
             self._files.close(fd)
             self._files.remove(path)
             raise
         with self._lock:
             self._open[segment] = fd
+            self._unsynced_name = True
 
     def restore(self, segment: int) -> None:
         """A data file that was cut short has its full length again."""
@@ -137,12 +145,14 @@ class Segments:
 
     def hand_over(self, segment: int, group: int) -> None:
         """The data file belongs to another group; nothing in it is a row any more."""
-        self._write_header(self._fd(segment), group)
+        fd = self._fd(segment)
+        self._write_header(fd, group)
+        self._files.sync(fd)
 
     def header(self, segment: int) -> Header | None:
         """What the file says of itself; None where that is unreadable."""
         buffer = aligned(BLOCK)
-        if self._files.read(self._fd(segment), buffer, 0) < BLOCK:
+        if self._files.read(self._fd(segment), [buffer], 0) < BLOCK:
             return None
         return decode_header(buffer.tobytes())
 
@@ -168,8 +178,7 @@ class Segments:
     def _write_header(self, fd: int, group: int) -> None:
         buffer = aligned(BLOCK)
         buffer[:] = np.frombuffer(self._header(group).encode(), np.uint8)
-        self._files.write(fd, buffer, 0)
-        self._files.sync(fd)
+        self._files.write(fd, [buffer], 0)
 
     def _header(self, group: int) -> Header:
         return Header(
@@ -190,17 +199,22 @@ class Segments:
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
-    def write(self, group: int, rows: Sequence[Slotted]) -> list[Record | OSError]:
-        """Write rows, ascending by place, and wait until they are on the medium.
+    def start(self, group: int, rows: Sequence[Slotted]) -> Writing:
+        """Begin to write rows, ascending by place; end it by `finish`."""
+        chunks = self._chunks(group, rows)
+        futures = [self._threads.submit(self._write_chunk, group, chunk) for chunk in chunks]
+        return Writing(tuple(rows), tuple(futures))
+
+    def finish(self, writing: Writing) -> list[Record | OSError]:
+        """Wait until the rows are on the medium.
 
         Per row: its record, completed by the checksum, or why it is not there.
         """
-        chunks = self._chunks(group, rows)
-        results = list(self._threads.map(self._write_chunk, repeat(group), chunks))
-        failed = self._synced({row.place >> SLOT_BITS for row in rows})
+        results = [result for future in writing.futures for result in future.result()]
+        failed = self._synced({row.place >> SLOT_BITS for row in writing.rows})
         return [
             failed.get(row.place >> SLOT_BITS, result)
-            for row, result in zip(rows, (r for chunk in results for r in chunk), strict=True)
+            for row, result in zip(writing.rows, results, strict=True)
         ]
 
     def read(self, group: int, rows: Sequence[Slotted]) -> list[bool | OSError]:
@@ -219,7 +233,7 @@ class Segments:
         step = self.slot_bytes[group]
         for slot in range(self.slots[group]):
             end = BLOCK + (slot + 1) * step
-            count = self._files.read(self._fd(segment), buffer, end - BLOCK)
+            count = self._files.read(self._fd(segment), [buffer], end - BLOCK)
             whole = count == BLOCK
             found.append(decode(buffer[-RECORD_BYTES:].tobytes()) if whole else None)
         return found
@@ -253,11 +267,11 @@ class Segments:
         step = self.slot_bytes[group]
         try:
             with self._buffer(len(rows) * step) as buffer:
-                records = [
-                    _fill(buffer[i * step : (i + 1) * step], row) for i, row in enumerate(rows)
-                ]
+                slots = [_Slot.over(buffer[i * step : (i + 1) * step], row)
+                         for i, row in enumerate(rows)]  # fmt: skip
+                records = [slot.fill(row) for slot, row in zip(slots, rows, strict=True)]
                 fd, offset = self._where(group, rows[0].place)
-                self._files.write(fd, buffer, offset)
+                self._files.write(fd, [part for slot in slots for part in slot.parts], offset)
         except OSError as error:
             return [error] * len(rows)
         return list(records)
@@ -266,18 +280,24 @@ class Segments:
         step = self.slot_bytes[group]
         try:
             with self._buffer(len(rows) * step) as buffer:
+                slots = [_Slot.over(buffer[i * step : (i + 1) * step], row)
+                         for i, row in enumerate(rows)]  # fmt: skip
                 fd, offset = self._where(group, rows[0].place)
-                count = self._files.read(fd, buffer, offset)
+                parts = [part for slot in slots for part in slot.parts]
+                count = self._files.read(fd, parts, offset)
                 return [
-                    count >= (i + 1) * step and _take(buffer[i * step : (i + 1) * step], row)
-                    for i, row in enumerate(rows)
+                    count >= (i + 1) * step and slot.take(row)
+                    for i, (slot, row) in enumerate(zip(slots, rows, strict=True))
                 ]
         except OSError as error:
             return [error] * len(rows)
 
     def _synced(self, segments: set[int]) -> dict[int, OSError]:
-        """Make the files durable; those for which that failed."""
+        """Make the files, and the names of new ones, durable; those for which that failed."""
         failed: dict[int, OSError] = {}
+        if self._unsynced_name:
+            self._unsynced_name = False
+            self._files.sync_directory(self.path)
         for segment in segments:
             try:
                 self._files.sync(self._fd(segment))
@@ -286,20 +306,37 @@ class Segments:
         return failed
 
 
-def _fill(slot: Bytes, row: Slotted) -> Record:
-    """Put a row and its record into a slot."""
-    slot[: row.row.nbytes] = row.row
-    record = replace(row.record, checksum=checksum(slot[: row.row.nbytes]))
-    slot[-RECORD_BYTES:] = np.frombuffer(record.encode(), np.uint8)
-    return record
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot in memory: one buffer, or the row itself where direct I/O can use it, and a
+    buffer for the rest."""
 
+    row: Bytes
+    rest: Bytes
+    parts: tuple[Bytes, ...]
 
-def _take(slot: Bytes, row: Slotted) -> bool:
-    """Copy a row out of a slot, if the slot holds the row that its record says."""
-    found = decode(slot[-RECORD_BYTES:].tobytes())
-    if found is None or replace(found, link=row.record.link) != row.record:
-        return False
-    if checksum(slot[: row.row.nbytes]) != row.record.checksum:
-        return False
-    row.row[:] = slot[: row.row.nbytes]
-    return True
+    @staticmethod
+    def over(buffer: Bytes, slotted: Slotted) -> "_Slot":
+        nbytes = len(slotted.row)
+        if is_aligned(slotted.row):
+            return _Slot(slotted.row, buffer[nbytes:], (slotted.row, buffer[nbytes:]))
+        return _Slot(buffer[:nbytes], buffer[nbytes:], (buffer,))
+
+    def fill(self, slotted: Slotted) -> Record:
+        """Put a row and its record into the slot."""
+        if self.row is not slotted.row:
+            self.row[:] = slotted.row
+        record = replace(slotted.record, checksum=checksum(self.row))
+        self.rest[-RECORD_BYTES:] = np.frombuffer(record.encode(), np.uint8)
+        return record
+
+    def take(self, slotted: Slotted) -> bool:
+        """Take the row out of the slot, if it holds the one that its record says."""
+        found = decode(self.rest[-RECORD_BYTES:].tobytes())
+        if found is None or replace(found, link=slotted.record.link) != slotted.record:
+            return False
+        if checksum(self.row) != slotted.record.checksum:
+            return False
+        if self.row is not slotted.row:
+            slotted.row[:] = self.row
+        return True
