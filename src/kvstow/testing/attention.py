@@ -97,24 +97,45 @@ def check_attention(
     Looks at one layer of each shape that has fields `k` and `v` with one axis.
     `query_groups` query heads share a kv head.
     """
+    trial = _Trial(attention, torch.device(device), query_groups, seed)
+    probes: list[Probe] = []
+    dirty = False
+    for name in _shapes(layout):
+        variants = probe_layouts(layout.layers[name][1])
+        probes.append(trial.probe(layout, name, "the layout itself", tail=1.0))
+        probes += [trial.probe(placed, name, probe, tail=1.0) for probe, placed in variants]
+        if probes[-len(variants)].honoured:
+            tail = trial.probe(variants[0][1], name, "unfilled slots", tail=float("nan"))
+            dirty = dirty or not tail.honoured
+    return Report(tuple(probes), dirty)
+
+
+def check_in_place(
+    attention: PagedAttention,
+    layout: Layout,
+    *,
+    device: str | torch.device = "cpu",
+    query_groups: int = 2,
+    seed: int = 0,
+) -> Report:
+    """Run a kernel on the layout itself alone: right or wrong there, not why."""
+    trial = _Trial(attention, torch.device(device), query_groups, seed)
+    names = _shapes(layout)
+    probes = [trial.probe(layout, name, "the layout itself", tail=1.0) for name in names]
+    tails = [trial.probe(layout, name, "unfilled slots", tail=float("nan"))
+             for name, probe in zip(names, probes, strict=True) if probe.honoured]  # fmt: skip
+    return Report(tuple(probes), any(not tail.honoured for tail in tails))
+
+
+def _shapes(layout: Layout) -> list[str]:
+    """One layer of each shape."""
     shapes: dict[tuple[object, ...], str] = {}
     for name, (_, spec, _) in layout.layers.items():
         if {"k", "v"} <= {field.name for field in spec.fields}:
             shapes.setdefault((spec.heads, spec.states, spec.fields), name)
     if not shapes:
         raise SpecError(f"layout {layout.model!r} has no layer with fields 'k' and 'v'")
-    trial = _Trial(attention, torch.device(device), query_groups, seed)
-    probes: list[Probe] = []
-    dirty = False
-    for name in shapes.values():
-        spec = layout.layers[name][1]
-        probes.append(trial.probe(layout, name, "the layout itself", tail=1.0))
-        variants = probe_layouts(spec)
-        probes += [trial.probe(placed, name, probe, tail=1.0) for probe, placed in variants]
-        if probes[-len(variants)].honoured:
-            tail = trial.probe(variants[0][1], name, "unfilled slots", tail=float("nan"))
-            dirty = dirty or not tail.honoured
-    return Report(tuple(probes), dirty)
+    return list(shapes.values())
 
 
 def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:

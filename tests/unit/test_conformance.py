@@ -1,0 +1,257 @@
+"""The conformance kit tells kernels that honour strides from kernels that do not."""
+
+import os
+
+import pytest
+import torch
+
+from kvstow.errors import SpecError
+from kvstow.plan.align import Alignment, Demand, Site
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.pack import packed
+from kvstow.plan.spec import DType
+from kvstow.testing.attention import check_attention, check_in_place
+from planning import attention, recurrent
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+DEFAULT = Alignment()
+
+
+def cache(
+    order: str = "BLHNC", *, heads: int = 2, dim: int = 4, tokens: int = 4,
+    dtype: DType = DType.FLOAT32, alignment: Alignment = DEFAULT,
+) -> Layout:  # fmt: skip
+    layers = [
+        attention(f"l.{i}", heads=heads, dim=dim, tokens=tokens, dtype=dtype) for i in range(2)
+    ]
+    return packed(grouped(layers), num_slabs=24, site=Site(order=order, alignment=alignment))
+
+
+def gathered(query, keys, values, table, lengths):
+    """torch's scaled_dot_product_attention over gathered blocks."""
+    rows = []
+    for i, length in enumerate(lengths.tolist()):
+        k, v = (
+            x[table[i].long()].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)[None]
+            for x in (keys, values)
+        )
+        q = query[i][None, :, None]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        rows.append(out[0, :, 0])
+    return torch.stack(rows)
+
+
+# ── kernels that are right ────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 2, 2), (4, 4, 4), (1, 8, 4), (8, 1, 2)])
+def test_torch_attention_over_gathered_blocks_honours_every_order(order, sizes):
+    heads, tokens, dim = sizes
+    report = check_attention(gathered, cache(order, heads=heads, tokens=tokens, dim=dim))
+    assert report.ok, report
+    assert not report.needs_clean_tail
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16])
+def test_torch_attention_honours_every_stride_in_every_type(dtype):
+    report = check_attention(gathered, cache(dtype=dtype))
+    assert report.ok, report
+
+
+def paged(query, keys, values, table, lengths):
+    """Our kernel, sequences in two parts, short steps for the interpreter's sake."""
+    from kvstow.memory.kernels import paged_decode
+
+    return paged_decode(query, keys, values, table, lengths, num_parts=2, step=16)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_paged_decode_kernel_reads_rows_of_every_order_in_place(order):
+    report = check_in_place(paged, cache(order, heads=2, tokens=2, dim=2))
+    assert report.ok, report
+    assert not report.needs_clean_tail
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
+def test_the_paged_decode_kernel_honours_every_stride(dtype):
+    report = check_attention(paged, cache(heads=1, tokens=4, dim=6, dtype=dtype))
+    assert report.ok, report
+    assert not report.needs_clean_tail
+
+
+# ── flex_attention, compiled for the CPU: it skips blocks that the mask leaves out ────
+
+
+def slots(view: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """All token slots of the memory on one axis, and how many of them a block is apart."""
+    blocks, heads, tokens, dim = view.shape
+    block, head, token, _ = view.stride()
+    if block % token:
+        raise ValueError(f"block stride {block} is not a multiple of token stride {token}")
+    apart = block // token
+    count = (blocks - 1) * apart + tokens
+    return view.as_strided((1, heads, count, dim), (0, head, token, 1)), apart
+
+
+def paged_flex(attend):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def attention(query, keys, values, table, lengths):
+        (k, apart), (v, _) = slots(keys), slots(values)
+        tokens, count = keys.shape[2], k.shape[2]
+        filled = torch.zeros(len(lengths), count, dtype=torch.bool)
+        for i, length in enumerate(lengths.tolist()):
+            for token in range(length):
+                filled[i, int(table[i, token // tokens]) * apart + token % tokens] = True
+        mask = create_block_mask(
+            lambda b, h, q, kv: filled[b, kv], len(lengths), None, 1, count, device="cpu",
+            BLOCK_SIZE=(tokens, tokens),
+        )  # fmt: skip
+        batch = (len(lengths), -1, -1, -1)
+        out = attend(query[:, :, None], k.expand(batch), v.expand(batch), block_mask=mask,
+                     enable_gqa=True)  # fmt: skip
+        return out[:, :, 0]
+
+    return attention
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_flex_attention_reads_packed_rows_in_place_when_rows_are_whole_blocks_apart():
+    """Its KV axis has one stride: a row must be a whole number of kernel blocks long. That is
+    a demand which a plan can meet: 16 tokens of 2 × 16 floats are 2048 bytes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    demand = Demand(stride_multiple=2048)
+    layout = cache(tokens=16, dim=16, alignment=Alignment(demands=(demand,)))
+    compiled = torch.compile(flex_attention, dynamic=False)
+    report = check_in_place(paged_flex(compiled), layout)
+    assert report.ok, report
+
+
+def test_eager_flex_attention_reads_the_whole_pool_and_is_found_out():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with pytest.warns(UserWarning, match="without torch.compile"):
+        report = check_in_place(paged_flex(flex_attention), cache(tokens=16, dim=16))
+    assert not report.ok
+
+
+# ── kernels that are wrong, each in its own way ───────────────────────────────────────
+
+
+def contiguous_blocks(view: torch.Tensor) -> torch.Tensor:
+    """The view as a kernel sees it that takes pages to follow each other."""
+    page = max(view.stride(1) * view.shape[1], view.stride(2) * view.shape[2])
+    return view.as_strided(view.shape, (page, *view.stride()[1:]))
+
+
+def dense_heads(view: torch.Tensor) -> torch.Tensor:
+    """… that computes the head stride from the number of tokens."""
+    block, head, token, last = view.stride()
+    head = view.shape[2] * token if head > token else head
+    return view.as_strided(view.shape, (block, head, token, last))
+
+
+def dense_tokens(view: torch.Tensor) -> torch.Tensor:
+    """… that computes the token stride from the number of heads."""
+    block, head, token, last = view.stride()
+    token = view.shape[1] * head if token > head else token
+    return view.as_strided(view.shape, (block, head, token, last))
+
+
+def from_the_start(view: torch.Tensor) -> torch.Tensor:
+    """… that forgets where in the memory its layer starts."""
+    return view.as_strided(view.shape, view.stride(), view.storage_offset() % view.stride(2))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        (contiguous_blocks, "block stride"),
+        (dense_heads, "head stride"),
+        (dense_tokens, "token stride"),
+        (from_the_start, "offset"),
+    ],
+)
+def test_a_kernel_that_ignores_one_number_is_found_out_by_that_number(mistake, found):
+    def kernel(query, keys, values, table, lengths):
+        return gathered(query, mistake(keys), mistake(values), table, lengths)
+
+    report = check_attention(kernel, cache("LBHNC"))
+    assert found in report.broken
+    assert "compact" not in report.broken
+    assert set(report.broken) <= {found, "the layout itself"}
+
+
+def test_a_kernel_that_ignores_the_block_stride_fails_on_packed_rows_only():
+    def kernel(query, keys, values, table, lengths):
+        views = (contiguous_blocks(keys), contiguous_blocks(values))
+        return gathered(query, *views, table, lengths)
+
+    tight = Alignment(page=1, row=1, base=64)
+    assert not check_in_place(kernel, cache("BLHNC")).ok
+    assert check_in_place(kernel, cache("LBHNC", alignment=tight)).ok
+
+
+def test_swapped_keys_and_values_and_swapped_heads_are_found_out():
+    def swapped(query, keys, values, table, lengths):
+        return gathered(query, values, keys, table, lengths)
+
+    def turned(query, keys, values, table, lengths):
+        return gathered(query, keys.flip(1), values, table, lengths)
+
+    for kernel in (swapped, turned):
+        assert "compact" in check_attention(kernel, cache()).broken
+
+
+def test_a_kernel_that_writes_to_the_cache_is_found_out():
+    def kernel(query, keys, values, table, lengths):
+        out = gathered(query, keys, values, table, lengths)
+        keys[0, 0, 0, 0] = 1.0
+        return out
+
+    report = check_attention(kernel, cache())
+    assert not report.ok
+    assert all(probe.wrote for probe in report.probes)
+
+
+def test_a_kernel_that_refuses_strided_memory_is_reported_as_refusing():
+    def kernel(query, keys, values, table, lengths):
+        if not keys.is_contiguous():
+            raise ValueError("cache must be contiguous")
+        return gathered(query, keys, values, table, lengths)
+
+    report = check_attention(kernel, cache())
+    assert all("must be contiguous" in probe.refused for probe in report.probes)
+    assert "refused" in str(report)
+
+
+def test_a_kernel_that_multiplies_unfilled_slots_by_zero_needs_them_clean():
+    def kernel(query, keys, values, table, lengths):
+        k, v = (x[table.long()].transpose(2, 3).flatten(1, 2) for x in (keys, values))
+        there = torch.arange(k.shape[1])[None, :] < lengths[:, None]
+        k, v = (torch.where((table != 0).repeat_interleave(keys.shape[2], 1)[..., None, None], x, 0)
+                for x in (k, v))  # fmt: skip
+        k, v = (x.repeat_interleave(query.shape[1] // x.shape[2], dim=2) for x in (k, v))
+        scores = torch.einsum("shd,sthd->sht", query, k) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~there[:, None], float("-inf"))
+        return torch.einsum("sht,sthd->shd", scores.softmax(-1), v)
+
+    report = check_attention(kernel, cache())
+    assert report.ok, report
+    assert report.needs_clean_tail
+    assert "must be zeroed" in str(report)
+
+
+def test_a_layout_without_keys_and_values_cannot_be_checked():
+    layout = packed(grouped([recurrent("m")]), num_slabs=4)
+    with pytest.raises(SpecError, match="no layer with fields"):
+        check_attention(gathered, layout)
+    with pytest.raises(SpecError, match="no reference for"):
+        check_attention(gathered, cache(dtype=DType.INT8))
