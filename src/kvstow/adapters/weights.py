@@ -64,6 +64,9 @@ SMOLLM2 = Packaged(
 )
 """30 layers of full attention, 3 kv heads of 64; Apache-2.0, 98 MB."""
 
+PACKAGED = {"smollm2": SMOLLM2}
+"""Weights by the name that a command takes."""
+
 
 def cache_home() -> Path:
     """The user's directory for what can be made again."""

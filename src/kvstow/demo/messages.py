@@ -31,10 +31,11 @@ class Encode(Message, frozen=True, kw_only=True):
 
 
 class Prefill(Message, frozen=True, kw_only=True):
-    """Compute a prompt and offer its rows."""
+    """Compute a prompt and offer its rows, to so many."""
 
     prompt: int
     tokens: tuple[int, ...]
+    readers: int = 1
 
 
 class Finish(Message, frozen=True, kw_only=True):

@@ -108,7 +108,10 @@ class Story:
     def ask(self, prompt: int) -> None:
         """Prefill, hand over, decode; the judge answers meanwhile."""
         answer = self.show.answers[prompt]
-        self._send(self.prefill, Prefill(prompt=prompt, tokens=answer.tokens))
+        self._send(
+            self.prefill,
+            Prefill(prompt=prompt, tokens=answer.tokens, readers=len(self.decode)),
+        )
         self._wait(Prefilled, set(self.prefill))
         tickets = tuple(part.ticket for part in answer.prefilled)
         killed = self.settings.kill_prefill and prompt == len(self.show.answers) // 2
@@ -190,8 +193,8 @@ class Story:
         show = self.show
         leads = not name[-1].isdigit() or name.endswith("0")
         match message:
-            case Failed(error=error):
-                raise DemoError(error)
+            case Failed(error=error, trace=trace):
+                raise DemoError(f"{name}: {error}" + (f"\n\n{trace}" if trace else ""))
             case Progress(what=what):
                 show.doing[name] = what
             case Ready():

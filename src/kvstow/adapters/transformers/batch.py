@@ -182,10 +182,24 @@ class Batch:
             raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
         table = self._tables[self.memory.layout.layers[layer][0]]
         seen = self.seen(layer)
-        write(pages, table, states, seen)
+        own = self._own_heads(layer, states)
+        write(pages, table, own, seen)
         if seen == start:
             return states.contiguous()
+        if own is not states:
+            raise BlockError(
+                f"layer {layer!r}: tokens before {seen} are here for {own.shape[1]} of "
+                f"{states.shape[1]} heads\n\nhint: compute the prompt in one pass"
+            )
         return gathered(pages, table, start, seen + states.shape[2])
+
+    def _own_heads(self, layer: str, states: Tensor) -> Tensor:
+        """The heads that this process holds, where the model computes them all."""
+        heads = self.memory.layout.layers[layer][1].heads
+        if states.shape[1] == heads.size:
+            return states
+        low, high = heads.pieces[0]
+        return states[:, low:high]
 
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""

@@ -30,13 +30,18 @@ TRIAL_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of every layer's heads that this process holds."""
+    """The part of every layer's heads that this process holds.
+
+    The model computes just these, or all of them (`computes_all`) and the others are dropped.
+    """
 
     rank: int = 0
     size: int = 1
+    computes_all: bool = False
 
-    def heads(self, held: int) -> Extent:
-        """`held` heads of this rank, as a part of all ranks' heads."""
+    def heads(self, computed: int) -> Extent:
+        """What is held, as a part of all ranks' heads, where the model computes so many."""
+        held = computed // self.size if self.computes_all else computed
         return Extent("head", held * self.size, ((held * self.rank, held * (self.rank + 1)),))
 
 

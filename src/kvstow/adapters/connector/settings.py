@@ -1,0 +1,75 @@
+"""Options of the connector, read from the engine's `kv_connector_extra_config`."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from kvstow.errors import SpecError
+from kvstow.transfer.channel import Keys
+from kvstow.transfer.options import DigestPolicy, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator may say.
+
+    `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` and `disk_bytes`
+    above zero turn the offload tiers on.
+    """
+
+    model: str = ""
+    layout: str = "BLHNC"
+    listen: str = "tcp://127.0.0.1:*"
+    keys_file: str = ""
+    lease_seconds: float = 60.0
+    transfer_seconds: float = 60.0
+    digest: DigestPolicy = "sample"
+    consumer_ranks: int = 1
+    host_bytes: int = 0
+    disk_path: str = ""
+    disk_bytes: int = 0
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> "Settings":
+        """The settings; SpecError for an option that is not known or of another type."""
+        known: dict[str, object] = {field.name: field.default for field in fields(Settings)}
+        for name, value in options.items():
+            if name not in known:
+                raise SpecError(f"option {name!r} is none of {', '.join(known)}")
+            wanted = type(known[name])
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise SpecError(f"option {name!r} is {value!r}, not of type {wanted.__name__}")
+        return Settings(**options)
+
+    def __post_init__(self) -> None:
+        if self.digest not in get_args(DigestPolicy):
+            raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
+        if self.consumer_ranks < 1:
+            raise SpecError(f"consumer_ranks is {self.consumer_ranks}, not above 0")
+        if bool(self.disk_path) != (self.disk_bytes > 0) or min(self.host_bytes,
+                                                                self.disk_bytes) < 0:  # fmt: skip
+            raise SpecError(
+                f"host_bytes is {self.host_bytes}, disk_path {self.disk_path!r}, disk_bytes "
+                f"{self.disk_bytes}\n\nhint: a disk tier needs both of its options"
+            )
+
+    @property
+    def offloads(self) -> bool:
+        return self.host_bytes > 0 or self.disk_bytes > 0
+
+    @property
+    def agent(self) -> Options:
+        """Times of the transfer agent."""
+        return Options(
+            lease_seconds=self.lease_seconds,
+            transfer_seconds=self.transfer_seconds,
+            digest=self.digest,
+        )
+
+    def keys(self) -> Keys | None:
+        """The key pair in `keys_file`, and whom it lets in; None where there is no file."""
+        if not self.keys_file:
+            return None
+        found = json.loads(Path(self.keys_file).read_text())
+        return Keys(public=found["public"], secret=found["secret"], peers=frozenset(found["peers"]))

@@ -1,0 +1,188 @@
+"""A child process of the demo: `python -m kvstow.demo.worker`, spoken to by lines."""
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from kvstow.demo.messages import (
+    Continue,
+    Encode,
+    Encoded,
+    Failed,
+    Finish,
+    FromChild,
+    GroupFacts,
+    Judge,
+    Load,
+    Plan,
+    Prefill,
+    Progress,
+    Ready,
+    Reload,
+    ToChild,
+    line,
+    to_child,
+)
+from kvstow.errors import KvstowError
+
+if TYPE_CHECKING:
+    from kvstow.demo.engine import Engine
+    from kvstow.demo.models import Opened
+    from kvstow.plan.layout import Layout
+
+
+class Worker:
+    """One child: says what it does on the pipe that was its standard output."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self.engine: Engine | None = None
+        self.reuse = True
+
+    def say(self, message: FromChild) -> None:
+        """Tell the parent."""
+        data = line(message)
+        while data:
+            data = data[os.write(self._pipe, data) :]
+
+    def heard(self, message: ToChild) -> None:
+        """Do what the parent asks."""
+        if isinstance(message, Load):
+            self._load(message)
+            return
+        assert self.engine is not None
+        match message:
+            case Encode(texts=texts):
+                spoken = tuple(tuple(self.engine.language.encode(text)) for text in texts)
+                self.say(Encoded(tokens=spoken))
+            case Prefill():
+                self.engine.prefill(message, reuse=self.reuse)
+            case Finish(prompt=prompt):
+                self.engine.finish(prompt)
+            case Continue():
+                self.engine.go_on(message)
+            case Reload():
+                self.engine.reload(message)
+            case Judge():
+                self.engine.judge(message)
+
+    def _load(self, message: Load) -> None:
+        began = time.monotonic()
+        self.say(Progress(what="importing torch and transformers"))
+        import torch
+
+        from kvstow.demo.engine import Engine
+        from kvstow.demo.models import opened
+
+        torch.set_num_threads(1)
+        found = opened(message.model, lambda what: self.say(Progress(what=what)))
+        if message.role == "single":
+            self.engine = Engine(found, self.say)
+            self.say(Ready(model=found.name, seconds=time.monotonic() - began))
+            return
+        memory, how = self._memory(message, found)
+        self.engine = Engine(found, self.say, memory, message.store)
+        self.say(
+            Ready(
+                model=found.name,
+                seconds=time.monotonic() - began,
+                plan=plan_of(memory.layout),
+                how=how,
+            )
+        )
+
+    def _memory(self, message: Load, found: "Opened"):  # noqa: ANN202
+        from kvstow.adapters.transformers import ModelMemory, Shard
+        from kvstow.demo.parallel import can_split, check_heads, split
+
+        how, shard = "one process", Shard()
+        if message.ranks > 1:
+            check_heads(found.model, message.ranks)
+            if can_split(found.model, message.ranks):
+                self.say(Progress(what="meeting the other ranks"))
+                split(found.model, rank=message.rank, ranks=message.ranks, port=message.meeting)
+                how = f"{message.ranks} ranks, each computes its heads (torch.distributed)"
+                shard = Shard(message.rank, message.ranks)
+            elif message.role == "prefill":
+                how = f"{message.ranks} ranks, each computes all and keeps its heads"
+                shard = Shard(message.rank, message.ranks, computes_all=True)
+                self.reuse = False
+            else:
+                raise KvstowError(
+                    f"{found.name} cannot be decoded on {message.ranks} ranks\n\n"
+                    "hint: --tp-decode 1"
+                )
+        self.say(Progress(what="planning rows"))
+        memory = ModelMemory.of(
+            found.model,
+            budget=message.memory,
+            block_tokens=message.block_tokens,
+            order=message.order,
+            shard=shard,
+            name=found.name,
+        )
+        return memory, how
+
+
+def plan_of(layout: "Layout") -> Plan:
+    """A layout in the words of the screen."""
+    from kvstow.plan.manifest import fingerprint
+
+    groups = tuple(
+        GroupFacts(
+            name=rows.group.name,
+            layers=len(rows.group.layers),
+            block_tokens=rows.group.block_tokens,
+            row_bytes=layout.row_bytes(g),
+            row_stride=layout.row_stride(g),
+            rows_per_slab=rows.rows_per_slab,
+            tensors=rows.group.num_tensors,
+        )
+        for g, rows in enumerate(layout.groups)
+    )
+    rank, size = layout.tp
+    return Plan(
+        model=layout.model,
+        order=layout.order,
+        groups=groups,
+        slab_bytes=layout.slab_bytes,
+        num_slabs=layout.num_slabs,
+        arena_bytes=layout.nbytes,
+        fingerprint=fingerprint(layout),
+        heads="all heads" if size == 1 else f"heads of rank {rank} of {size}",
+    )
+
+
+def main() -> None:
+    """Listen until standard input ends; then end at once, whatever is going on."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)  # what libraries print belongs in the log
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    orders: SimpleQueue[ToChild] = SimpleQueue()
+
+    def listen() -> None:
+        for data in sys.stdin.buffer:
+            orders.put(to_child(data))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    worker = Worker(pipe)
+    while True:
+        try:
+            worker.heard(orders.get())
+        except KvstowError as error:
+            worker.say(Failed(error=str(error)))
+        except Exception as error:
+            last = f"{type(error).__name__}: {error}"
+            worker.say(Failed(error=last, trace=traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()
