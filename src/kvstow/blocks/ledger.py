@@ -93,6 +93,13 @@ class Ledger:
         """How many tokens of the prompt need not be computed, if it were admitted now."""
         return self.prefixes.hit(prompt).num_tokens if self.prefixes else 0
 
+    def unfilled_tokens(self, group: int) -> int:
+        """Token slots that all requests together have in a group and do not use yet."""
+        table = self._tables[group]
+        slots = self._requests.living()
+        room = table.end[slots] * table.block_tokens - self._requests.num_tokens[slots]
+        return int(room[room > 0].sum())
+
     def _part(self, g: int) -> Table | States:
         return self._states[g] if g in self._states else self._tables[g]
 
@@ -124,24 +131,26 @@ class Ledger:
         return Admission(self._requests.handle(slot), hit.num_tokens, copies)
 
     def _hold_for_admission(self, hit: Hit, num_tokens: int) -> dict[int, Ints]:
-        needs: dict[int, int] = {}
+        wants: list[Want] = []
         for g, group in enumerate(self.groups):
-            if g in self._states:
-                needs[g] = 1
-            elif g in self._encoders:
-                needs[g] = self._encoders[g]
-            else:
+            if g in self._growing:
                 step = group.block_tokens
-                needs[g] = -(-num_tokens // step) - hit.num_tokens // step
+                count = -(-num_tokens // step) - hit.num_tokens // step
+                wants += _stretch(g, self._growing[g], count, num_tokens)
+            else:
+                wants.append(Want(g, self._encoders.get(g, 1)))
         for g, part in hit.blocks.items():
             self.pool.share(g, part.ids)
         try:
-            held = self.pool.hold_all([Want(g, count) for g, count in needs.items()])
+            held = self.pool.hold_all(wants)
         except OutOfBlocks:
             for g, part in hit.blocks.items():
                 self.pool.release(g, part.ids)
             raise
-        return dict(zip(needs, held, strict=True))
+        parts: dict[int, list[Ints]] = {}
+        for want, ids in zip(wants, held, strict=True):
+            parts.setdefault(want.group, []).append(ids)
+        return {g: ids[0] if len(ids) == 1 else np.concatenate(ids) for g, ids in parts.items()}
 
     def _open(self, slot: int, g: int, hit: Hit, ids: Ints) -> Sequence[Copy]:
         """Enter a request's rows of one group: what is shared, then what is new."""
@@ -210,11 +219,13 @@ class Ledger:
                 continue
             one = slots[wanted[more[wanted] == 1]]
             if len(one):
-                wants.append(Want(g, len(one), table.last_ids(one)))
+                behind = None if table.moves else table.last_ids(one)
+                wants.append(Want(g, len(one), "single", behind))
                 entries.append((table, one))
             for i in wanted[more[wanted] > 1].tolist():
-                wants.append(Want(g, int(more[i])))
-                entries.append((table, slots[i : i + 1]))
+                stretch = _stretch(g, table, int(more[i]), int(after[i]))
+                wants += stretch
+                entries += [(table, slots[i : i + 1])] * len(stretch)
         tails = self._shared_tails(slots[grows], before[grows])
         must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
         wants += [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
@@ -368,3 +379,16 @@ class Ledger:
                 )
         if broken:
             raise BlockError("\n".join(broken))
+
+
+def _stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
+    """What `count` blocks that end at `num_tokens` want: those that no later token sees
+    are wanted briefly."""
+    end = -(-num_tokens // table.block_tokens)
+    seen = int(first_seen(table.retention, np.array([num_tokens]), table.block_tokens)[0])
+    if not table.moves:
+        return [Want(g, count)]
+    brief = min(count, max(0, seen - max(end - count, table.fixed)))
+    if brief == 0:
+        return [Want(g, count, "moving")]
+    return [Want(g, brief, "brief"), Want(g, count - brief, "moving")]

@@ -7,6 +7,7 @@ group's own, or whole idle slabs of others.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -31,6 +32,13 @@ class Candidates:
     last_use: Ints
 
 
+Kind = Literal["lasting", "moving", "single", "brief"]
+"""How rows are wanted: in few runs and for long; in few runs, as long as a window sees
+them; one by one; for a step or two only."""
+
+ROOMY = 24
+"""While more than one slab in so many is free, runs come before filling gaps."""
+
 Policy = Callable[[Candidates, int], Ints]
 """Chooses `n` of the candidates to give up: positions among them."""
 
@@ -40,21 +48,21 @@ def lru(candidates: Candidates, count: int) -> Ints:
     return np.arange(min(count, len(candidates.rows)))
 
 
-def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, *, together: bool) -> Ints:
+def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -> Ints:
     """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
 
     May use up to one idle slab per row.
     """
     parts: list[Ints] = []
     if stock.rows_per_slab > 1:
-        rows = _in_own_slabs(slabs, stock, count, together=together)
+        rows = _in_own_slabs(slabs, stock, count, kind)
         parts.append(rows)
         count -= len(rows)
     if count and slabs.free.totals[FREE]:
-        rows = _in_free_slabs(slabs, stock, count, together=together)
+        rows = _in_free_slabs(slabs, stock, count, kind)
         parts.append(rows)
         count -= len(rows)
-    if count and together and stock.rows_per_slab > 1:
+    if count and kind in ("lasting", "moving") and stock.rows_per_slab > 1:
         every = _free_rows(stock, range(1, len(stock.partial.totals)), 1 << 62)
         rows = fewest_runs(np.sort(every), count)
         parts.append(rows)
@@ -64,11 +72,24 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, *, together: 
     return _ascending(parts)
 
 
-def picked_frugally(slabs: Slabs, stock: Stock, count: int) -> Ints:
+def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
+    """The most idle slabs that `picked` may use for so many rows."""
+    whole = -(-count // stock.rows_per_slab)
+    used = whole if kind in ("lasting", "moving") else slabs.needed(stock, count)
+    if any(len(other.idle) for other in slabs.stocks if other is not stock):
+        used += whole
+    return min(count, used + len(stock.idle))
+
+
+def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """The same with as few idle slabs as possible."""
     own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
     busy = own[slabs.held[own] > 0]
-    parts = [fewest_runs(stock.free_rows_of(busy), count)]
+    if kind == "lasting":
+        parts = [fewest_runs(stock.free_rows_of(busy), count)]
+    else:
+        fullest = busy[np.argsort(-(slabs.held + slabs.cached)[busy], kind="stable")]
+        parts = [stock.free_rows_of(fullest)[:count]]
     count -= len(parts[0])
     if count:
         rows, _ = stock.queue.oldest(len(stock.queue))
@@ -94,11 +115,13 @@ def _ascending(parts: list[Ints]) -> Ints:
 # ── without evicting ──────────────────────────────────────────────────────────────────
 
 
-def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, *, together: bool) -> Ints:
+def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
     top = len(stock.partial.totals)
-    if not together:
+    if kind == "single" or (kind == "moving" and not _roomy(slabs)):
         return _free_rows(stock, range(1, top), count)[:count]
+    if kind == "brief":
+        return _free_rows(stock, range(top - 1, 0, -1), count)[:count]
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
     if rest == 0:
@@ -110,7 +133,11 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, *, together: bool) -> 
                 return found
     near = _free_rows(stock, range(top - 1, 0, -1), 4 * rest)
     found = fewest_runs(np.sort(near), rest)
-    return found if _good(found, rest) else _NONE
+    return found if _good(found, rest) or not _roomy(slabs) else _NONE
+
+
+def _roomy(slabs: Slabs) -> bool:
+    return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
 
 
 def _good(rows: Ints, count: int) -> bool:
@@ -127,9 +154,9 @@ def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
     return np.concatenate(parts) if parts else _NONE
 
 
-def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, *, together: bool) -> Ints:
+def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     wanted = min(-(-count // stock.rows_per_slab), slabs.free.totals[FREE])
-    if together or stock.rows_per_slab > 1:
+    if kind != "single" or stock.rows_per_slab > 1:
         chosen = slabs.free.side_by_side(FREE, wanted)
     else:
         chosen = slabs.free.scattered(FREE, wanted)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.check import broken_counts
-from kvstow.blocks.pick import Policy, lru, picked, picked_frugally
+from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally
 from kvstow.blocks.slabs import Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
@@ -25,11 +25,15 @@ Forgets = Callable[[int, Ints], None]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """`count` rows of a group, side by side; or one row behind each row of `after`, the
-    last rows of requests that grow."""
+    """`count` rows of a group.
+
+    Side by side; or, where they are wanted one by one, next to the rows of `after` if
+    those are given. `brief` ones will be released soon: they go where they hinder least.
+    """
 
     group: int
     count: int
+    kind: Kind = "lasting"
     after: Ints | None = None
 
 
@@ -80,14 +84,11 @@ class Pool:
     def num_cached(self, group: int) -> int:
         return len(self._of[group][1].queue)
 
-    def num_slabs(self, group: int) -> int:
-        """Slabs that the group owns."""
+    def num_stranded(self, group: int) -> int:
+        """Free rows in slabs that the group cannot give up, because of held ones in them."""
         slabs, stock = self._of[group]
-        owned = int(np.count_nonzero(slabs.owner == group))
-        return owned if len(slabs.stocks) > 1 else -(-owned // self._rows_per_slab(stock))
-
-    def _rows_per_slab(self, stock: Stock) -> int:
-        return self.layout.groups[stock.group].rows_per_slab
+        busy = (slabs.owner == group) & (slabs.held > 0)
+        return stock.spare - int(slabs.cached[busy].sum()) if stock.spare else 0
 
     def holds(self, group: int, ids: npt.ArrayLike) -> Ints:
         """How many hold each row."""
@@ -150,7 +151,7 @@ class Pool:
         held: list[Ints] = []
         for want in wants:
             held.append(self._hold_after(want.group, want.after, needs) if want.after is not None
-                        else self._hold(want.group, want.count, needs, together=True))  # fmt: skip
+                        else self._hold(want.group, want.count, needs, want.kind))  # fmt: skip
             needs[want.group] -= want.count
         return held
 
@@ -166,19 +167,20 @@ class Pool:
         rest = len(rows) - len(near)
         if rest:
             left = needs | {group: needs[group] - len(near)}
-            rows[~fits] = self._hold(group, rest, left, together=False)
+            rows[~fits] = self._hold(group, rest, left, "single")
         return rows
 
-    def _hold(self, group: int, count: int, needs: Mapping[int, int], *, together: bool) -> Ints:
+    def _hold(self, group: int, count: int, needs: Mapping[int, int], kind: Kind) -> Ints:
         """Hold rows of one group, so that all that is needed besides can be held, too."""
         if count == 0:
             return np.zeros(0, np.int64)
         slabs, stock = self._of[group]
         left_over = -slabs.missing([(other, needs.get(other.group, 0)) for other in slabs.stocks])
-        if stock.rows_per_slab == 1 or count - slabs.needed(stock, count) <= left_over:
-            rows = picked(slabs, stock, count, self._policy, together=together)
+        most = most_idle_slabs(slabs, stock, count, kind)
+        if stock.rows_per_slab == 1 or most - slabs.needed(stock, count) <= left_over:
+            rows = picked(slabs, stock, count, self._policy, kind)
         else:
-            rows = picked_frugally(slabs, stock, count)
+            rows = picked_frugally(slabs, stock, count, kind)
         slabs.occupy(stock, rows)
         return rows
 

@@ -13,9 +13,11 @@ import typer
 from kvstow import __version__
 from kvstow.cli.check import check
 from kvstow.cli.compare import compare
+from kvstow.cli.demo import demo
 from kvstow.cli.output import Commands
 from kvstow.cli.plan import plan
 from kvstow.cli.route import route
+from kvstow.cli.simulate import simulate
 
 app = typer.Typer(
     name="kvstow",
@@ -47,7 +49,9 @@ def kvstow(
 app.command("plan")(plan)
 app.command("compare")(compare)
 app.command("check")(check)
+app.command("demo")(demo)
 app.command("route")(route)
+app.command("simulate")(simulate)
 
 
 def main() -> None:
