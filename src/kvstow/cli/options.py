@@ -130,3 +130,12 @@ ManifestFile = Annotated[
         show_default=False,
     ),
 ]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Draw it as a page there, all in one file.",
+        show_default=False,
+    ),
+]

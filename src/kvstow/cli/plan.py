@@ -23,6 +23,7 @@ def plan(
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
     manifest: options.ManifestFile = None,
+    html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
     """The layout of a model, what it costs and what fits."""
@@ -44,6 +45,11 @@ def plan(
 
         manifest.write_bytes(encode(layout))
         note(f"manifest written to {manifest}")
+    if html is not None:
+        from kvstow.cli.variants import plan_page
+
+        html.write_text(plan_page(what, layout, packing), encoding="utf-8")
+        note(f"page written to {html}")
     from kvstow.cli.figures import plan_figures
 
     figures = plan_figures(what, layout)
