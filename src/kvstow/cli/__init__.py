@@ -17,6 +17,7 @@ from kvstow.cli.demo import demo
 from kvstow.cli.output import Commands
 from kvstow.cli.plan import plan
 from kvstow.cli.route import route
+from kvstow.cli.route_requests import route_requests
 from kvstow.cli.simulate import simulate
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.command("compare")(compare)
 app.command("check")(check)
 app.command("demo")(demo)
 app.command("route")(route)
+app.command("route-requests")(route_requests)
 app.command("simulate")(simulate)
 
 
