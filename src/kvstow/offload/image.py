@@ -53,6 +53,11 @@ def stacked(layout: Layout, group: int, num_rows: int) -> Layout:
     )
 
 
+def only(layout: Layout, group: int) -> Layout:
+    """One group of a layout, where it lies; called a pipeline stage, like `stacked`."""
+    return replace(layout, groups=(layout.groups[group],), pp=(0, 2))
+
+
 def pooled(layout: Layout, budget: int) -> Layout:
     """Images of all groups in slabs that pass between them: what a host tier looks like."""
     whole = image(layout)

@@ -63,9 +63,10 @@ class Slots:
                 continue
             newest = self._last_use[group].reshape(-1, size)[slabs].max(axis=1)
             pinned = self.pins[group].reshape(-1, size)[slabs].any(axis=1)
-            newest[pinned] = self._clock + 1
+            newest[pinned] = self._clock + 2
             at = int(newest.argmin())
-            best = min(best, (int(newest[at]), group, int(slabs[at])))
+            if newest[at] < best[0]:
+                best = int(newest[at]), group, int(slabs[at])
         _, group, slab = best
         if group == but:
             return but, np.empty(0, np.int64)

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.bridge import check_joinable
 from kvstow.offload.disk import UNCHAINED, Chain, DiskTier
 from kvstow.offload.files import Files
 from kvstow.offload.policies import PolicyName
-from kvstow.offload.staging import Window, check_joinable
+from kvstow.offload.staging import Window
 from kvstow.offload.tier import Bools, checked_keys
 from kvstow.plan.layout import Layout
 

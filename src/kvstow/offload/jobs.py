@@ -1,0 +1,215 @@
+"""Jobs of a mover, and the line they stand in.
+
+Loads go before read-ahead, read-ahead before stores, stores before demotion; within a kind
+the smaller job first, then the older. Long jobs stand in line in parts, so that a load waits
+for one part of a store at most.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from itertools import count
+from threading import Condition, Event, Lock
+
+import numpy as np
+
+from kvstow.errors import StoreError
+from kvstow.offload.queue import Bools, Ints
+
+
+class Kind(IntEnum):
+    """What a job is for; the first goes first."""
+
+    LOAD = 0
+    PREFETCH = 1
+    STORE = 2
+    DEMOTE = 3
+
+
+class State(StrEnum):
+    """Where a job stands. `FAILED` and `CANCELLED` are final once nothing of it runs."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Job:
+    """Rows on their way between tiers. Ask from any thread."""
+
+    def __init__(self, kind: Kind, group: int, keys: Sequence[bytes], ids: Ints) -> None:
+        self.kind = kind
+        self.group = group
+        self.keys = tuple(keys)
+        self.ids = ids
+        self.moved: Bools = np.zeros(len(keys), bool)
+        """Per key, whether its row has arrived. Complete when the job is over."""
+        self.error: StoreError | None = None
+        self._lock = Lock()
+        self._over = Event()
+        self._parts = 0
+        self._running = 0
+        self._cancelled = False
+
+    @property
+    def state(self) -> State:
+        with self._lock:
+            if not self._over.is_set():
+                return State.RUNNING if self._running else State.QUEUED
+            if self.error is not None:
+                return State.FAILED
+            return State.CANCELLED if self._cancelled else State.DONE
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it will touch memory any more."""
+        return self._over.is_set()
+
+    def cancel(self) -> None:
+        """Begin no further part. Wait for `over` before rows are used for anything else."""
+        with self._lock:
+            self._cancelled = self._cancelled or not self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the job is over, within so many seconds."""
+        return self._over.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Bools:
+        """Which rows have arrived. Raises the job's StoreError, which names its blocks."""
+        if not self.wait(timeout):
+            raise StoreError(f"{self.kind.name.lower()} of {len(self.keys)} rows is not over "
+                             f"after {timeout} s", blocks=self.blocks)  # fmt: skip
+        if self.error is not None:
+            raise self.error
+        return self.moved
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        return tuple((self.group, int(block)) for block in self.ids)
+
+    # ── for the mover ─────────────────────────────────────────────────────────────
+
+    def planned(self, parts: int) -> None:
+        """So many parts will come to an end."""
+        self._parts = parts
+        if not parts:
+            self._over.set()
+
+    def begun(self) -> bool:
+        """Whether the next part is still wanted; it is running then."""
+        with self._lock:
+            if self._cancelled or self.error is not None:
+                return False
+            self._running += 1
+            return True
+
+    def ended(self, *, ran: bool, error: StoreError | None = None) -> bool:
+        """One part is over; whether the job is."""
+        with self._lock:
+            self._running -= ran
+            self._parts -= 1
+            self.error = self.error or error
+            if self._parts == 0:
+                self._over.set()
+            return self._parts == 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """A piece of a job in line: the positions of its keys."""
+
+    kind: Kind
+    nbytes: int
+    number: int
+    job: Job = field(compare=False)
+    positions: slice = field(compare=False)
+    part_bytes: int = field(compare=False)
+    run: Callable[[Job, slice], None] = field(compare=False)
+
+
+class Line:
+    """Parts of jobs, the most urgent first, within bounds."""
+
+    def __init__(self, *, max_parts: int, max_bytes: int, others: int) -> None:
+        self._max_parts = max_parts
+        self._max_bytes = max_bytes
+        self._others = others
+        """How many workers may do anything but loads at a time."""
+        self._heap: list[Part] = []
+        self._nbytes = 0
+        self._busy = 0
+        self._numbers = count()
+        self._closed = False
+        self._changed = Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that stand in line or are on their way."""
+        return self._nbytes
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(
+        self, job: Job, row_bytes: int, rows_per_part: int, run: Callable[[Job, slice], None]
+    ) -> None:
+        """The whole job stands in line, or none of it: raises StoreError when it is full."""
+        cuts = range(0, len(job.keys), rows_per_part)
+        nbytes = len(job.keys) * row_bytes
+        with self._changed:
+            if self._closed:
+                raise StoreError("the mover is closed", blocks=job.blocks)
+            if len(self._heap) + len(cuts) > self._max_parts or (
+                self._nbytes and self._nbytes + nbytes > self._max_bytes
+            ):
+                raise StoreError(
+                    f"the mover's line is full: {len(self._heap)} of {self._max_parts} parts, "
+                    f"{self._nbytes} of {self._max_bytes} bytes\n\n"
+                    "hint: wait for jobs, or give the mover larger limits",
+                    blocks=job.blocks,
+                )
+            job.planned(len(cuts))
+            for lo in cuts:
+                positions = slice(lo, min(lo + rows_per_part, len(job.keys)))
+                part_bytes = (positions.stop - lo) * row_bytes
+                part = Part(job.kind, nbytes, next(self._numbers), job, positions, part_bytes, run)
+                heapq.heappush(self._heap, part)
+            self._nbytes += nbytes
+            self._changed.notify_all()
+
+    def take(self) -> Part | None:
+        """The next part, when there is one that may run; None when the line is closed."""
+        with self._changed:
+            while not self._closed:
+                if self._heap and self._may_run(self._heap[0]):
+                    part = heapq.heappop(self._heap)
+                    self._busy += part.kind > Kind.LOAD
+                    return part
+                self._changed.wait()
+            return None
+
+    def _may_run(self, part: Part) -> bool:
+        return part.kind == Kind.LOAD or self._busy < self._others
+
+    def done(self, part: Part) -> None:
+        """A part that was taken is over."""
+        with self._changed:
+            self._busy -= part.kind > Kind.LOAD
+            self._nbytes -= part.part_bytes
+            self._changed.notify_all()
+
+    def close(self) -> list[Part]:
+        """Nobody takes or puts any more; what was left."""
+        with self._changed:
+            self._closed = True
+            left, self._heap = self._heap, []
+            self._changed.notify_all()
+            return left
+
+    def wait_empty(self, timeout: float | None = None) -> bool:
+        """Whether nothing stands in line or runs, within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._nbytes == 0, timeout)

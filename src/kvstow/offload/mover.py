@@ -1,0 +1,339 @@
+"""Rows between the arena, the host tier and the tier below, in the background.
+
+    store    arena → host, then, if the row is worth it, host → disk
+    load     disk → host → arena; what the host has comes from there
+    prefetch disk → host
+
+A job's blocks are held (where a pool is given) from submission until `reap`, so none of them is
+handed out for writing while bytes move. A job that fails names its blocks; nothing else stops.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import StoreError
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import copy
+from kvstow.offload.admission import SecondTouch
+from kvstow.offload.bridge import Bridge, matching_group
+from kvstow.offload.host import HostTier
+from kvstow.offload.jobs import Job, Kind, Line, Part
+from kvstow.offload.policies import mark
+from kvstow.offload.queue import Bools, Ints
+from kvstow.offload.staging import Window
+from kvstow.offload.streams import Fences, fences
+from kvstow.offload.tier import Tier
+from kvstow.plan.moves import Moves
+
+log = logging.getLogger("kvstow.offload")
+
+
+class Holds(Protocol):
+    """What the mover asks of a block pool."""
+
+    def share(self, group: int, ids: npt.ArrayLike) -> None: ...
+    def release(self, group: int, ids: npt.ArrayLike) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may be under way at a time."""
+
+    workers: int = 3
+    max_bytes: int = 4 << 30
+    max_parts: int = 4096
+    part_bytes: int = 32 << 20
+
+
+USUAL = Limits()
+
+
+class Mover:
+    """Moves rows of one arena through a host tier and, if there is one, a tier below it.
+
+    Call `store`, `load`, `prefetch` and `reap` from the thread that owns the pool.
+    """
+
+    def __init__(
+        self, arena: Arena, host: HostTier, below: Tier | None = None, *,
+        pool: Holds | None = None, admission: SecondTouch | None = None, limits: Limits = USUAL,
+    ) -> None:  # fmt: skip
+        self._arena, self._host, self._below = arena, host, below
+        self._pool = pool
+        self._admission = admission
+        self._limits = limits
+        groups = range(len(arena.layout.groups))
+        self._host_group = [matching_group(arena.layout, g, host.layout) for g in groups]
+        self._bridges = [
+            Bridge(arena.layout, g, host.layout, h) for g, h in zip(groups, self._host_group,
+                                                                    strict=True)
+        ]  # fmt: skip
+        if below is not None:
+            for g in range(len(host.layout.groups)):
+                _check_same(host, below, g)
+        self._fences: Fences = fences(arena)
+        self._line = Line(
+            max_parts=limits.max_parts, max_bytes=limits.max_bytes,
+            others=max(1, limits.workers - 1),
+        )  # fmt: skip
+        self._lock = Lock()
+        self._window_lock = Lock()
+        self._windows: dict[int, Window] = {}
+        self._fetching: dict[tuple[int, bytes], Event] = {}
+        self._finished: list[Job] = []
+        self.skipped_demotions = 0
+        self._threads = [
+            Thread(target=self._work, name=f"kvstow-mover-{i}", daemon=True)
+            for i in range(limits.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ── commands ──────────────────────────────────────────────────────────────────
+
+    def store(self, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> Job:
+        """Bring blocks to the host tier, after what the current stream has been given.
+
+        Nobody may write to the blocks until the job is over.
+        """
+        return self._submit(Kind.STORE, group, ids, keys)
+
+    def load(self, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> Job:
+        """Bring rows from wherever they are to blocks; `result()` says which arrived."""
+        return self._submit(Kind.LOAD, group, ids, keys)
+
+    def prefetch(self, group: int, keys: Sequence[bytes]) -> Job:
+        """Bring rows from below to the host tier, as far as there is room."""
+        job = Job(Kind.PREFETCH, group, keys, np.empty(0, np.int64))
+        self._queue(job)
+        return job
+
+    def reap(self) -> tuple[Job, ...]:
+        """Jobs that ended since the last time; the holds on their blocks end here."""
+        with self._lock:
+            finished, self._finished = self._finished, []
+        for job in finished:
+            if self._pool is not None and len(job.ids):
+                self._pool.release(job.group, job.ids)
+            self._fences.forget(job)
+        return tuple(finished)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Whether everything is over, demotion included, within so many seconds."""
+        return self._line.wait_empty(timeout)
+
+    def close(self) -> None:
+        """Give up what has not begun, wait for what has."""
+        for part in self._line.close():
+            part.job.cancel()
+            self._end(part, ran=False, error=None)
+        for thread in self._threads:
+            thread.join()
+        self.reap()
+
+    def _submit(self, kind: Kind, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> Job:
+        blocks = self._arena.checked(group, ids)
+        if len(blocks) != len(keys):
+            raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
+        job = Job(kind, group, keys, blocks)
+        self._fences.record(job)
+        if self._pool is not None and len(blocks):
+            self._pool.share(group, blocks)
+        try:
+            self._queue(job)
+        except BaseException:
+            if self._pool is not None and len(blocks):
+                self._pool.release(group, blocks)
+            self._fences.forget(job)
+            raise
+        return job
+
+    def _queue(self, job: Job) -> None:
+        row_bytes = self._host.layout.row_bytes(self._host_group[job.group])
+        run = {Kind.LOAD: self._load, Kind.PREFETCH: self._prefetch, Kind.STORE: self._store,
+               Kind.DEMOTE: self._demote}[job.kind]  # fmt: skip
+        self._line.put(job, row_bytes, max(1, self._limits.part_bytes // row_bytes), run)
+        if job.over:  # no rows at all
+            self._finish(job)
+
+    # ── workers ───────────────────────────────────────────────────────────────────
+
+    def _work(self) -> None:
+        while (part := self._line.take()) is not None:
+            ran = part.job.begun()
+            error: StoreError | None = None
+            if ran:
+                try:
+                    part.run(part.job, part.positions)
+                except Exception as cause:
+                    error = _named(part, cause)
+                    log.warning("%s", error)
+            self._end(part, ran=ran, error=error)
+            self._line.done(part)
+
+    def _end(self, part: Part, *, ran: bool, error: StoreError | None) -> None:
+        if part.job.ended(ran=ran, error=error):
+            self._finish(part.job)
+
+    def _finish(self, job: Job) -> None:
+        if job.kind != Kind.DEMOTE:
+            with self._lock:
+                self._finished.append(job)
+
+    def _copied(self, job: Job, source: Arena, destination: Arena, moves: Moves) -> None:
+        """Copy after the job's fence; wait until all bytes have arrived."""
+        with self._fences.after(job) as stream:
+            copy(source, destination, moves, stream=stream).wait()
+
+    def _store(self, job: Job, positions: slice) -> None:
+        group = self._host_group[job.group]
+        keys, ids = job.keys[positions], job.ids[positions]
+        block = dict(zip(keys, ids.tolist(), strict=True))
+        reservation = self._host.reserve(group, keys)
+        try:
+            sources = np.array([block[key] for key in reservation.keys], np.int64)
+            if len(sources):
+                moves = self._bridges[job.group].out(sources, reservation.ids)
+                self._copied(job, self._arena, self._host.arena, moves)
+        except BaseException:
+            self._host.abandon(reservation)
+            raise
+        self._host.keep(reservation)
+        job.moved[positions] = self._host.contains(group, keys)
+        self._begin_demotion(job.group, keys)
+
+    def _load(self, job: Job, positions: slice) -> None:
+        keys, ids = job.keys[positions], job.ids[positions]
+        moved = self._from_host(job, keys, ids)
+        if self._below is not None and not moved.all():
+            rest = _chosen(keys, ~moved)
+            self._fetch(self._host_group[job.group], rest)
+            moved[~moved] = self._from_host(job, rest, ids[~moved], count=False)
+        if self._below is not None and not moved.all():
+            moved[~moved] = self._directly(job, _chosen(keys, ~moved), ids[~moved])
+        job.moved[positions] = moved
+
+    def _directly(self, job: Job, keys: Sequence[bytes], ids: Ints) -> Bools:
+        """Bring rows from below past the host, which had no room for them; which."""
+        assert self._below is not None
+        found = np.zeros(len(keys), bool)
+        if not self._below.contains(self._host_group[job.group], keys).any():
+            return found
+        with self._window_lock, self._fences.after(job):
+            window = self._windows.get(job.group)
+            if window is None:
+                window = Window(self._arena, job.group, self._host.layout)
+                self._windows[job.group] = window
+            for lo in range(0, len(keys), window.num_rows):
+                part = slice(lo, min(lo + window.num_rows, len(keys)))
+                rows = window.room(ids[part])
+                found[part] = self._below.load(window.tier_group, keys[part], rows)
+                window.deliver(ids[part], found[part])
+        return found
+
+    def _from_host(
+        self, job: Job, keys: Sequence[bytes], ids: Ints, *, count: bool = True
+    ) -> Bools:
+        """Bring rows that the host has to their blocks; which."""
+        group = self._host_group[job.group]
+        with self._host.held(group, keys) as (mask, rows):
+            if len(rows):
+                moves = self._bridges[job.group].back(rows, ids[mask])
+                self._copied(job, self._host.arena, self._arena, moves)
+        if count:
+            self._host.count_load(group, len(keys), len(rows))
+        return mask.copy()
+
+    def _prefetch(self, job: Job, positions: slice) -> None:
+        group = self._host_group[job.group]
+        keys = job.keys[positions]
+        if self._below is not None:
+            here = self._host.contains(group, keys)
+            self._fetch(group, _chosen(keys, ~here))
+        job.moved[positions] = self._host.contains(group, keys)
+
+    def _fetch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Bring rows from below to the host; those that another part is bringing are waited
+        for, not brought twice."""
+        assert self._below is not None
+        wanted = list(dict.fromkeys(keys))
+        with self._lock:
+            others = [self._fetching[group, key] for key in wanted
+                      if (group, key) in self._fetching]  # fmt: skip
+            mine = [key for key in wanted if (group, key) not in self._fetching]
+            arrived = Event()
+            self._fetching.update({(group, key): arrived for key in mine})
+        try:
+            self._fetch_mine(group, mine)
+        finally:
+            with self._lock:
+                for key in mine:
+                    del self._fetching[group, key]
+            arrived.set()
+        for other in others:
+            other.wait()
+
+    def _fetch_mine(self, group: int, keys: Sequence[bytes]) -> None:
+        assert self._below is not None
+        there = self._below.contains(group, keys)
+        reservation = self._host.reserve(group, _chosen(keys, there))
+        filled = np.zeros(len(reservation.ids), bool)
+        try:
+            rows = self._host.views(group, reservation.ids)
+            filled = self._below.load(group, reservation.keys, rows)
+        finally:
+            self._host.keep(reservation, filled)
+
+    def _begin_demotion(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows that are worth it go on to the tier below, when nothing else is to do."""
+        if self._below is None:
+            return
+        if self._admission is not None:
+            with self._lock:
+                admitted = self._admission.admits(np.array([mark(k) for k in keys], np.uint64))
+            keys = _chosen(keys, admitted)
+        if not keys:
+            return
+        try:
+            self._queue(Job(Kind.DEMOTE, group, keys, np.empty(0, np.int64)))
+        except StoreError:  # the line is full: a cache may forget
+            self.skipped_demotions += len(keys)
+
+    def _demote(self, job: Job, positions: slice) -> None:
+        assert self._below is not None
+        group = self._host_group[job.group]
+        keys = job.keys[positions]
+        with self._host.held(group, keys) as (mask, rows):
+            kept = self._below.store(group, _chosen(keys, mask), self._host.views(group, rows))
+        job.moved[positions][mask] = kept
+
+
+def _chosen(keys: Sequence[bytes], which: Bools) -> list[bytes]:
+    return [key for key, wanted in zip(keys, which, strict=True) if wanted]
+
+
+def _named(part: Part, cause: Exception) -> StoreError:
+    """The error of a part, naming the blocks that it leaves undone."""
+    ids = part.job.ids[part.positions].tolist()
+    what = f"blocks {ids[:8]}{' …' if ids[8:] else ''}" if ids else f"{len(part.job.keys)} rows"
+    return StoreError(
+        f"{part.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
+        blocks=tuple((part.job.group, block) for block in ids),
+    )
+
+
+def _check_same(host: HostTier, below: Tier, group: int) -> None:
+    mine, theirs = host.layout.groups[group].group, below.layout.groups[group].group
+    if mine.layers != theirs.layers or host.layout.row_bytes(group) != below.layout.row_bytes(
+        group
+    ):
+        raise StoreError(
+            f"tier {below.name!r} keeps other rows than the host tier in group {mine.name!r}\n\n"
+            "hint: make the host tier for the store's layout: HostTier(store.tier.layout, …)"
+        )
