@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import emit_json, emit_text, human, table, wrapped
+from kvstow.cli.output import emit_json, emit_text, human, note, table, wrapped
 from kvstow.cli.shorthand import Named, named
 from kvstow.plan.layout import ORDERS, Layout, Order
 
@@ -38,6 +38,7 @@ def route(
     destination: To,
     link: LinkName = "ib400",
     tokens: NumTokens = 8192,
+    html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
     """What moving blocks from one layout to another costs, before anything is sent."""
@@ -45,6 +46,9 @@ def route(
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
     found = _legs(here.layouts, there.layouts[0])
     document = _document(here, there, found, way, tokens)
+    if html is not None:
+        html.write_text(_page(document, here, there, found), encoding="utf-8")
+        note(f"page written to {html}")
     if json:
         emit_json(document)
     else:
@@ -175,6 +179,24 @@ def _source(here: Named, destination: Layout, source: Leg) -> dict[str, Any]:
         "moves_per_block": _number(sum((cost.moves for cost in costs), Fraction(0))),
         "bytes_per_block": _number(sum((cost.nbytes for cost in costs), Fraction(0))),
     }
+
+
+def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[Leg]) -> str:
+    from kvstow import __version__
+    from kvstow.render.bands import Leg as Drawn
+    from kvstow.render.bands import group_records
+    from kvstow.render.page import page
+    from kvstow.render.svg import layout_svg
+
+    legs = [Drawn(name=f"rank {here.ranks[leg.index]}", route=leg.route) for leg in found]
+    destination = there.layouts[0]
+    groups = group_records(legs, destination)
+    return page(
+        f"{document['model']}: route",
+        {"kvstow": __version__, "cost": document, "groups": groups},
+        ("route.js",),
+        still=layout_svg(destination),
+    )
 
 
 # ── other orders ──────────────────────────────────────────────────────────────────────

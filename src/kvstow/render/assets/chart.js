@@ -31,7 +31,7 @@ function axis(side, label, base, format) {
   const most = (plot) => Math.max(2, Math.floor((side === "y" ? plot.height : plot.width) / (side === "y" ? 45 : 60)));
   return {
     label, labelSize: 22, labelFont: "12px system-ui, sans-serif", font: "12px system-ui, sans-serif",
-    stroke: ink, size: side === "y" ? 64 : 34, space: side === "y" ? 34 : 56,
+    stroke: ink, size: side === "y" ? 70 : 34, space: side === "y" ? 34 : 56,
     grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 },
     values: (_, splits) => splits.map((n) => (n === null ? "" : format(n))),
     ...(base ? { splits: (plot, _, low, high) => powers(base, low, high, most(plot)), filter: (_, splits) => splits } : {}),
