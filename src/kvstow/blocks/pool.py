@@ -7,6 +7,7 @@ slabs, where the layout lets groups share them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,14 @@ class Want:
     count: int
     kind: Kind = "lasting"
     after: Ints | None = None
+
+
+class Ownership(NamedTuple):
+    """Slab by slab: the group that owns it (-1: nobody), its held and its cached rows."""
+
+    owner: Ints
+    held: Ints
+    cached: Ints
 
 
 class Pool:
@@ -107,6 +116,13 @@ class Pool:
     def in_quarantine(self, group: int, ids: npt.ArrayLike) -> Bools:
         stock = self._of[group][1]
         return stock.quarantined[stock.known(ids)]
+
+    def ownership(self) -> tuple[Ownership, ...]:
+        """Who owns which slab now, per set of groups that pass slabs around."""
+        return tuple(
+            Ownership(slabs.owner.copy(), slabs.held.copy(), slabs.cached.copy())
+            for slabs in self._slabs
+        )
 
     def refuse(self, needs: Mapping[int, int]) -> None:
         """Raises if so many rows of the groups cannot be held at once."""
