@@ -10,10 +10,14 @@ can be filled, and checked, without any of the library's own copying.
 import base64
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,25 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
+from kvstow.plan.align import Site
 from kvstow.plan.blocklist import Blocks
+from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
-from kvstow.plan.spec import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.pack import packed
+from kvstow.plan.spec import (
+    Chunk,
+    DType,
+    Encoder,
+    Extent,
+    Field,
+    Full,
+    LayerSpec,
+    Retention,
+    Sink,
+    State,
+    Window,
+)
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel import Keys
 from kvstow.transfer.generations import Generations
@@ -50,6 +69,27 @@ def from_json(listed: Listed) -> dict[int, Blocks]:
         int(g): Blocks(np.array(ids, np.int64), np.array(index, np.int64))
         for g, (ids, index) in listed.items()
     }
+
+
+def attention(name: str, retention: Retention, block_tokens: int = 4) -> LayerSpec:
+    head = (Extent.whole("content", 4),)
+    return LayerSpec(
+        name=name, retention=retention, block_tokens=block_tokens, states=block_tokens,
+        heads=Extent.whole("head", 2),
+        fields=(Field("k", DType.BFLOAT16, head), Field("v", DType.BFLOAT16, head)),
+    )  # fmt: skip
+
+
+def hybrid_layout(num_slabs: int = 12) -> Layout:
+    """Full, window and state groups in one arena."""
+    state = LayerSpec(
+        name="layers.2", retention=State(), block_tokens=16, states=1,
+        heads=Extent.whole("head", 1),
+        fields=(Field("ssm", DType.FLOAT32, (Extent.whole("state", 24),)),),
+    )  # fmt: skip
+    layers = [attention("layers.0", Full()), attention("layers.1", Window(8)), state,
+              attention("layers.3", Full())]  # fmt: skip
+    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
 
 
 def rows_for(layout: Layout, num_tokens: int, seed: int) -> Listed:
@@ -198,31 +238,60 @@ class Node:
 # ── the same in another process ───────────────────────────────────────────────────────
 
 
-class Process:
-    """A process that holds nodes."""
+class Zygote:
+    """A process that has imported everything and forks nodes' processes on demand.
 
-    def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
+    `prefix` is put before its command line, to start it in a network namespace, say.
+    """
+
+    def __init__(self, *prefix: str) -> None:
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-        self._lock = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="kvstow-test-")
+        self._count = 0
         self._child = subprocess.Popen(
             [*prefix, sys.executable, str(TESTS / "transfer_node.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+    def process(self, env: dict[str, str] | None = None) -> "Process":
+        """A new process, with this environment on top of ours."""
+        self._count += 1
+        path = f"{self._folder}/{self._count}"
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(path)
+            door.listen(1)
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            print(json.dumps([path, env or {}]), file=self._child.stdin, flush=True)
+            pid = int(self._child.stdout.readline())
+            line, _ = door.accept()
+        return Process(pid, line)
+
+    def close(self) -> None:
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._child.wait(20)
+        shutil.rmtree(self._folder)
+
+
+class Process:
+    """A process that holds nodes, at the other end of a socket."""
+
+    def __init__(self, pid: int, line: socket.socket) -> None:
+        self.pid = pid
+        self._line = line
+        self._file = line.makefile("rw")
+        self._lock = threading.Lock()
 
     def call(self, node: str, what: str, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
-            assert self._child.stdin is not None
-            assert self._child.stdout is not None
-            print(json.dumps([node, what, args, kwargs]), file=self._child.stdin, flush=True)
-            line = self._child.stdout.readline()
-        assert line, f"process {self.pid} ended with {self._child.wait(5)}"
+            print(json.dumps([node, what, args, kwargs]), file=self._file, flush=True)
+            line = self._file.readline()
+        assert line, f"process {self.pid} has ended"
         answer = json.loads(line)
         if "raised" in answer:
             raise RuntimeError(answer["raised"])
@@ -232,8 +301,7 @@ class Process:
         return Remote(self, manifest, name, how)
 
     def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -242,17 +310,11 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        if self._child.poll() is None:
-            self._child.send_signal(signal.SIGCONT)
-            assert self._child.stdin is not None
-            self._child.stdin.close()
-            try:
-                self._child.wait(20)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-        if self._child.stdout is not None:
-            self._child.stdout.close()
+        with suppress(ProcessLookupError):
+            self.resume()
+        with suppress(OSError):
+            self._file.close()
+        self._line.close()
 
 
 class Remote:
@@ -269,11 +331,12 @@ class Remote:
         return lambda *args, **kwargs: self.process.call(self.name, what, *args, **kwargs)
 
 
-def serve() -> None:
-    """Answer calls on stdin until it is closed."""
+def serve(line: socket.socket) -> None:
+    """Answer calls until the line is closed."""
     nodes: dict[str, Node] = {}
-    for line in sys.stdin:
-        name, what, args, kwargs = json.loads(line)
+    file = line.makefile("rw")
+    for text in file:
+        name, what, args, kwargs = json.loads(text)
         try:
             if what == "new":
                 nodes[name] = Node(base64.b64decode(args[0]), name=name, **kwargs)
@@ -282,12 +345,27 @@ def serve() -> None:
                 answer = nodes.pop(name).close()
             else:
                 answer = getattr(nodes[name], what)(*args, **kwargs)
-            print(json.dumps({"value": answer}), flush=True)
+            print(json.dumps({"value": answer}), file=file, flush=True)
         except Exception as error:
-            print(json.dumps({"raised": f"{type(error).__name__}: {error}"}), flush=True)
+            print(json.dumps({"raised": f"{type(error).__name__}: {error}"}), file=file, flush=True)
     for node in nodes.values():
         node.close()
 
 
+def fork() -> None:
+    """Fork one process per line on stdin; say its id on stdout."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for text in sys.stdin:
+        path, env = json.loads(text)
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(env)
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(path)
+                serve(line)
+            os._exit(0)
+        print(pid, flush=True)
+
+
 if __name__ == "__main__":
-    serve()
+    fork()

@@ -4,7 +4,6 @@ All ranks of the producer fill and offer; all ranks of the consumer pull from al
 The expected bytes come from the address law alone.
 """
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.spec import Chunk, DType, Full, State, Window
 from kvstow.transfer.local import Fabric
 from strategies import Kind, Served
-from transfer_node import Node, Process, rows_for
+from transfer_node import Node, rows_for
 
 KV = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
 DENSE = (Kind(Full(), 12, KV), Kind(Full(), 12, KV), Kind(Full(), 12, KV))
@@ -60,13 +59,6 @@ FIXED = {
     "latent replicas 4 to 2": (LATENT, serving(tp=4), serving(tp=2)),
     "scales": (SCALED, serving(tp=2, tokens=16), serving(tp=1, tokens=24)),
 }
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[Process]:
-    process = Process()
-    yield process
-    process.close()
 
 
 def ranks(served: Served) -> list[tuple[int, int]]:

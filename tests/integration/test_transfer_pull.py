@@ -5,50 +5,18 @@ from typing import Any
 
 import pytest
 
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, State, Window
+from kvstow.plan.spec import Full
 from kvstow.transfer.local import Fabric
-from transfer_node import Node, Process, rows_for
-
-
-def attention(name: str, retention: Any, block_tokens: int = 4, heads: int = 2) -> LayerSpec:
-    head = (Extent.whole("content", 4),)
-    return LayerSpec(
-        name=name, retention=retention, block_tokens=block_tokens, states=block_tokens,
-        heads=Extent.whole("head", heads),
-        fields=(Field("k", DType.BFLOAT16, head), Field("v", DType.BFLOAT16, head)),
-    )  # fmt: skip
-
-
-def recurrent(name: str) -> LayerSpec:
-    return LayerSpec(
-        name=name, retention=State(), block_tokens=16, states=1, heads=Extent.whole("head", 1),
-        fields=(Field("ssm", DType.FLOAT32, (Extent.whole("state", 24),)),),
-    )  # fmt: skip
-
-
-def hybrid(num_slabs: int = 12) -> Layout:
-    """Full, window and state groups in one arena."""
-    layers = [attention("layers.0", Full()), attention("layers.1", Window(8)),
-              recurrent("layers.2"), attention("layers.3", Full())]  # fmt: skip
-    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[Process]:
-    process = Process()
-    yield process
-    process.close()
+from transfer_node import Node, attention, hybrid_layout, rows_for
 
 
 @pytest.fixture(params=["local", "nixl"])
-def pair(request: pytest.FixtureRequest, other: Process) -> Iterator[tuple[Any, Node]]:
+def pair(request: pytest.FixtureRequest, other) -> Iterator[tuple[Any, Node]]:
     """A producer, in another process over NIXL, and a consumer here."""
-    manifest = encode(hybrid())
+    manifest = encode(hybrid_layout())
     fabric = Fabric() if request.param == "local" else None
     name = f"producer-{request.node.name}"
     producer = (
@@ -67,7 +35,7 @@ TOKENS = 18
 @pytest.mark.parametrize("digest", ["always", "sample", "off"])
 def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
     producer, consumer = pair
-    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
     producer.fill(source)
     ticket = producer.offer(source, TOKENS)
     stats = consumer.pull([ticket], target, direction=direction, digest=digest)
@@ -80,7 +48,7 @@ def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
 
 def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
     producer, consumer = pair
-    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
     number = consumer.begin_pull([producer.offer(source, TOKENS)], target)
     consumer.end_pull(number)
     assert consumer.wait_quiet(number, 5)
@@ -90,7 +58,7 @@ def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
 
 def test_a_prefix_that_the_consumer_has_is_not_moved_again(pair):
     producer, consumer = pair
-    source, target = (rows_for(hybrid(), TOKENS, seed) for seed in (1, 2))
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
     producer.fill(source)
     whole = consumer.pull([producer.offer(source, TOKENS)], target)
     consumer.wipe()

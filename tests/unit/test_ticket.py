@@ -25,7 +25,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         address="tcp://127.0.0.1:5555",
         key="",
         lease=draw(st.integers(0, 2**63 - 1)),
-        lease_seconds=draw(st.floats(0.01, 1e6)),
+        lease_seconds=draw(st.floats(0.01, 1e6) | st.integers(1, 600)),
         fingerprint="00" * 32,
         num_tokens=draw(st.integers(0, 2**40)),
         blocks={g: Blocks.first(ids) for g, ids in groups.items()},

@@ -86,6 +86,10 @@ class Contact:
         return self._options.drain_seconds
 
     @property
+    def heartbeat_seconds(self) -> float:
+        return self._options.heartbeat_seconds
+
+    @property
     def line(self) -> Line | None:
         return self._line
 

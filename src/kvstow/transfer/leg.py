@@ -27,6 +27,7 @@ from kvstow.transfer.wire import (
     AnyMessage,
     Begin,
     Begun,
+    Card,
     Claim,
     End,
     Failed,
@@ -84,7 +85,9 @@ class Leg:
         self._fence: Fence | None = None
         self._greeted = False
         self._drain_until = 0.0
+        self._card: Card | None = None
         self._witness: Fence | None = None
+        self._ask_at = 0.0
 
     @property
     def active(self) -> bool:
@@ -137,6 +140,8 @@ class Leg:
         assert contact.path is not None
         assert contact.card is not None
         contact.legs[self.id] = self
+        self._card = contact.card
+        self._ask_at = now + contact.heartbeat_seconds
         contact.kept.discard(ticket.lease)
         self.direction = goal.direction or contact.path.direction
         try:
@@ -199,9 +204,10 @@ class Leg:
         elif self.contact.state == "broken":
             self.fail(self.contact.error or lost(self.contact.name, "gone"), now)
             return
-        card = self.contact.card
-        if self._arrived and self._begun and card is not None:
-            self._fence = Fence(self._home, card, self.ticket)
+        elif not self._writer_quiet:
+            self._watch_writer(now)
+        if self._arrived and self._begun and self._card is not None:
+            self._fence = Fence(self._home, self._card, self.ticket)
             self.state = "fencing"
             self._check_fence(now)
 
@@ -297,21 +303,31 @@ class Leg:
                     if self.contact.state == "ready":
                         self.contact.fail(lost(self.contact.name, f"silent for {drain} s"))
         if not self._writer_quiet:
-            self._watch_writer()
+            self._watch_writer(now)
 
-    def _watch_writer(self) -> None:
-        """A producer that has died writes no more: its counters cannot be read either."""
-        contact = self.contact
-        if contact.card is None or contact.card.start != self.ticket.start:
-            self._writer_quiet = True
-            return
-        if self._witness is None:
-            if not self._home.is_attached(contact.card.start):
+    def _watch_writer(self, now: float) -> None:
+        """Find out, once per heartbeat, whether the producer still writes, or lives.
+
+        One that was started again, or whose counters cannot be read because it is gone,
+        writes no more. One that is only silent may.
+        """
+        card, contact = self._card, self.contact
+        assert card is not None
+        if contact.state == "ready" and contact.card is not None:
+            if contact.card.start != card.start:
+                self._writer_quiet = True
                 return
-            self._witness = Fence(self._home, contact.card, self.ticket)
-        self._witness.advance()
-        if self._witness.error is not None:
-            self._writer_quiet = self._witness.error.kind == "peer"
-            self._witness = None
-        elif self._witness.done:
+            if self.state == "failed" and now >= self._ask_at:
+                contact.send(Stop(self.id))
+        elif self.state == "failed" and now >= self._ask_at:
+            contact.greet(now)
+        if self._witness is None and now >= self._ask_at:
+            self._ask_at = now + contact.heartbeat_seconds
+            if not self._home.is_attached(card.start):
+                self._home.attach(card)
+            self._witness = Fence(self._home, card, self.ticket)
+        if self._witness is not None and (self._witness.advance() or self._witness.error):
+            if self._witness.error is not None and self._witness.error.kind == "peer":
+                self._writer_quiet = True
+                self._broken(self._witness.error, now)
             self._witness = None

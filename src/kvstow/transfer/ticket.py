@@ -76,7 +76,7 @@ class Ticket:
                 address=self.address,
                 key=self.key,
                 lease=self.lease,
-                lease_seconds=self.lease_seconds,
+                lease_seconds=float(self.lease_seconds),
                 fingerprint=self.fingerprint,
                 num_tokens=self.num_tokens,
                 groups=tuple(
