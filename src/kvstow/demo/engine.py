@@ -147,13 +147,17 @@ class Engine:
         memory.copy(admission.copies)
         into = self._missing(memory.ledger.blocks(admission.request), admission.hit_tokens)
         tickets = [Ticket.parse(ticket) for ticket in message.tickets]
+        failure = stats = None
         try:
             stats = self.agent.pull(
                 tickets, into=into, start_token=admission.hit_tokens, digest="always"
             ).wait()
         except TransferError as error:
+            failure = error
+        if not agreed(stats is not None) or stats is None:
             memory.ledger.release(admission.request, computed_tokens=admission.hit_tokens)
-            self.say(Lost(prompt=message.prompt, why=str(error), seconds=time.monotonic() - began))
+            why = str(failure or "another rank's rows did not arrive")
+            self.say(Lost(prompt=message.prompt, why=why, seconds=time.monotonic() - began))
             return None
         groups = memory.layout.groups
         self.say(
@@ -240,8 +244,8 @@ class Engine:
 
     def _ends(self) -> set[int]:
         """Tokens after which there is nothing to say."""
-        end = self.model.generation_config.eos_token_id
-        return set(end) if isinstance(end, list) else {end}
+        end: int | list[int] | None = self.model.generation_config.eos_token_id
+        return set(end) if isinstance(end, list) else {-1 if end is None else end}
 
     def _done(self, prompt: int, stream: Stream) -> None:
         self.say(

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from kvstow.plan.layout import Order
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Tagged with its own name."""
@@ -19,7 +21,7 @@ class Load(Message, frozen=True, kw_only=True):
     ranks: int = 1
     meeting: int = 0
     block_tokens: int = 16
-    order: str = "BLHNC"
+    order: Order = "BLHNC"
     memory: int = 256 << 20
     store: str = ""
 

@@ -56,5 +56,5 @@ def agreed(mine: bool) -> bool:
     if not distributed.is_initialized():
         return mine
     votes = torch.tensor([mine], dtype=torch.int32)
-    distributed.all_reduce(votes, distributed.ReduceOp.MIN)
+    distributed.all_reduce(votes, distributed.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
     return bool(votes[0])

@@ -32,6 +32,7 @@ from kvstow.demo.messages import (
 from kvstow.errors import KvstowError
 
 if TYPE_CHECKING:
+    from kvstow.adapters.transformers import ModelMemory
     from kvstow.demo.engine import Engine
     from kvstow.demo.models import Opened
     from kvstow.plan.layout import Layout
@@ -97,7 +98,7 @@ class Worker:
             )
         )
 
-    def _memory(self, message: Load, found: "Opened"):  # noqa: ANN202
+    def _memory(self, message: Load, found: "Opened") -> "tuple[ModelMemory, str]":
         from kvstow.adapters.transformers import ModelMemory, Shard
         from kvstow.demo.parallel import can_split, check_heads, split
 

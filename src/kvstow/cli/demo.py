@@ -1,0 +1,124 @@
+"""`kvstow demo`: prefill in one process, pull over NIXL, decode in another."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import FAILED, MISUSED, emit_json, refuse
+from kvstow.plan.layout import Order
+
+INTERRUPTED = 130
+USUAL_MEMORY = 256 << 20
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="smollm2, the directory of a checkpoint, or random:FAMILY such as random:falcon_h1.",
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", help="What to ask, once each.", show_default="five prompts"
+    ),
+]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens of an answer at most.")]
+TpPrefill = Annotated[int, typer.Option("--tp-prefill", min=1, help="Ranks that prefill.")]
+TpDecode = Annotated[int, typer.Option("--tp-decode", min=1, help="Ranks that decode.")]
+BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens per block.")]
+BlockTokensDecode = Annotated[
+    int | None,
+    typer.Option(
+        "--block-tokens-decode",
+        min=1,
+        help="Tokens per block where decoding.",
+        show_default="as --block-tokens",
+    ),
+]
+OrderDecode = Annotated[
+    Order | None,
+    typer.Option("--order-decode", help="Axes where decoding.", show_default="as --order"),
+]
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        "--memory",
+        parser=options.size,
+        metavar="SIZE",
+        help="Memory for the rows of each rank.",
+        show_default="256MiB",
+    ),
+]
+Offload = Annotated[
+    Path | None,
+    typer.Option(
+        "--offload",
+        metavar="DIR",
+        help="Keep rows there, and answer again from them in a fresh process.",
+        show_default=False,
+    ),
+]
+KillPrefill = Annotated[
+    bool,
+    typer.Option("--kill-prefill", help="Kill the prefill process with a ticket in flight."),
+]
+
+
+def demo(
+    model: Model = "smollm2",
+    prompt: Prompts = None,
+    new_tokens: NewTokens = 24,
+    tp_prefill: TpPrefill = 1,
+    tp_decode: TpDecode = 1,
+    block_tokens: BlockTokens = 16,
+    block_tokens_decode: BlockTokensDecode = None,
+    order: options.OrderName = "BLHNC",
+    order_decode: OrderDecode = None,
+    memory: Memory = None,
+    offload: Offload = None,
+    kill_prefill: KillPrefill = False,
+    json: options.Json = False,
+) -> None:
+    """Prefill here, decode there, compare with a single process token by token.
+
+    Ends with 1 if any token differs.
+    """
+    from rich.console import Console
+
+    from kvstow.demo.prompts import PROMPTS
+    from kvstow.demo.screen import Screen
+    from kvstow.demo.settings import Settings
+    from kvstow.demo.story import run
+
+    if prompt is not None and not all(prompt):
+        refuse("--prompt is empty\n\nhint: ask something", code=MISUSED)
+    settings = Settings(
+        model=model,
+        prompts=tuple(prompt or PROMPTS),
+        new_tokens=new_tokens,
+        tp_prefill=tp_prefill,
+        tp_decode=tp_decode,
+        block_tokens=block_tokens,
+        block_tokens_decode=block_tokens_decode or block_tokens,
+        order=order,
+        order_decode=order_decode or order,
+        memory=memory or USUAL_MEMORY,
+        offload=offload,
+        kill_prefill=kill_prefill,
+    )
+    try:
+        with Screen(Console(stderr=json)) as screen:
+            show = run(settings, screen.draw)
+            if not json:
+                screen.finish(show)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: all processes of the demo have ended", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if json:
+        emit_json(show.report())
+    if not show.identical:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,249 @@
+"""The demo on one screen: who does what, the plan, the answers, the transfers, the verdict."""
+
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from kvstow.demo.messages import Plan
+from kvstow.demo.show import Answer, Show
+
+QUESTION_WIDTH = 58
+
+
+class Screen:
+    """Redraws itself in a terminal; elsewhere prints steps as they come, and the end once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._said: dict[str, str] = {}
+
+    def draw(self, show: Show) -> None:
+        """Show the demo as it stands."""
+        if self._live is not None:
+            self._live.update(picture(show), refresh=True)
+            return
+        for name, what in show.doing.items():
+            if self._said.get(name) != what:
+                self._said[name] = what
+                self._console.print(f"{name}: {what}", style="dim", highlight=False)
+
+    def finish(self, show: Show) -> None:
+        """Leave the whole story on the screen."""
+        if self._live is not None:
+            self._live.update(picture(show), refresh=True)
+        else:
+            self._console.print(picture(show))
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def picture(show: Show) -> RenderableType:
+    """Everything, from top to bottom."""
+    parts: list[RenderableType] = [_title(show)]
+    if show.doing and not all(what == "ready" for what in show.doing.values()):
+        parts.append(_processes(show))
+    if show.plans:
+        parts.append(_plans(show))
+    if any(answer.prefilled for answer in show.answers):
+        parts += [_answers(show), _transfers(show)]
+    parts += [Text(f"note: {note}", style="yellow") for note in show.notes]
+    if show.identical is not None:
+        parts.append(_verdict(show))
+    return Group(*parts)
+
+
+def _title(show: Show) -> Text:
+    text = Text("kvstow demo", style="bold")
+    text.append("  prefill in one process, rows over NIXL, decode in another", style="not bold dim")
+    return text
+
+
+def _processes(show: Show) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, what in show.doing.items():
+        busy = what not in ("ready", "killed")
+        table.add_row(Spinner("dots") if busy else Text("·"), name, Text(what, style="dim"))
+    return table
+
+
+# ── the plan ──────────────────────────────────────────────────────────────────────────
+
+
+def _plans(show: Show) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="plan", title_justify="left", title_style="bold")
+    for column in ("side", "group"):
+        table.add_column(column)
+    for column in ("layers", "tokens/block", "row", "rows/slab", "slab", "arena"):
+        table.add_column(column, justify="right")
+    table.add_column("order")
+    sides = sorted(show.plans, reverse=True)
+    alike = len({_facts(show.plans[side]) for side in sides}) == 1
+    for side in sides[:1] if alike else sides:
+        plan = show.plans[side]
+        name = "both" if alike and len(sides) > 1 else side
+        for i, group in enumerate(plan.groups):
+            table.add_row(
+                name if i == 0 else "",
+                group.name,
+                str(group.layers),
+                str(group.block_tokens),
+                f"{group.row_bytes:,} B",
+                str(group.rows_per_slab),
+                size(plan.slab_bytes) if i == 0 else "",
+                size(plan.arena_bytes) if i == 0 else "",
+                plan.order if i == 0 else "",
+            )
+    how = [f"{side}: {what}" for side, what in show.how.items() if what != "one process"]
+    table.caption = "; ".join([show.model, *how])
+    table.caption_justify = "left"
+    return table
+
+
+def _facts(plan: Plan) -> tuple[object, ...]:
+    return (plan.order, plan.groups, plan.slab_bytes)
+
+
+# ── the answers ───────────────────────────────────────────────────────────────────────
+
+
+def _answers(show: Show) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", style="dim")
+    table.add_column(overflow="fold")
+    for number, answer in enumerate(show.answers, 1):
+        if not answer.prefilled:
+            continue
+        table.add_row(str(number), Text(_asked(answer.text), style="cyan"))
+        table.add_row("", Text.assemble(" ".join(answer.streamed.split()) or "…", _mark(answer)))
+    return Padding(table, (0, 0, 0, 1))
+
+
+def _asked(text: str) -> str:
+    """The question itself: the last line, with dots for what stands before it."""
+    lines = text.strip().splitlines()
+    short = lines[-1] if len(lines[-1]) <= QUESTION_WIDTH else lines[-1][: QUESTION_WIDTH - 1] + "…"
+    return f"[{len(lines) - 1} lines] {short}" if len(lines) > 1 else short
+
+
+def _mark(answer: Answer) -> tuple[str, str]:
+    match answer.identical:
+        case None:
+            return ("", "")
+        case True:
+            count = len(answer.decoded.tokens) if answer.decoded else 0
+            return (f"  = {count} tokens identical", "green")
+        case False:
+            return ("  ≠ differs from the single process", "bold red")
+
+
+# ── the transfers ─────────────────────────────────────────────────────────────────────
+
+
+def _transfers(show: Show) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="rows", title_justify="left", title_style="bold")
+    for column in ("", "tokens", "rows", "bytes", "descriptors", "per layer", "ms", "GB/s"):
+        table.add_column(column, justify="right")
+    for column in ("fence", "digest"):
+        table.add_column(column)
+    for column in ("first token", "recomputed"):
+        table.add_column(column, justify="right")
+    if show.settings.offload is not None:
+        table.add_column("from disk", justify="right")
+    for number, answer in enumerate(show.answers, 1):
+        if answer.prefilled:
+            for row in _transfer_rows(number, answer, show.settings.offload is not None):
+                table.add_row(*row)
+    return table
+
+
+def _transfer_rows(number: int, answer: Answer, offload: bool) -> list[list[RenderableType]]:
+    rows: list[list[RenderableType]] = []
+    for pull in answer.pulled:
+        rows.append([
+            str(number),
+            str(len(answer.tokens)),
+            str(pull.rows),
+            size(pull.nbytes),
+            str(pull.descriptors),
+            str(pull.per_layer),
+            f"{pull.seconds * 1e3:.0f}",
+            f"{pull.nbytes / pull.seconds / 1e9:.2f}",
+            Text(pull.fence, style="green"),
+            Text(pull.digest, style="green"),
+        ])  # fmt: skip
+    for lost in answer.lost:
+        why = " ".join(lost.why.split("\n\n")[0].split())
+        rows.append([
+            str(number), str(len(answer.tokens)), "–", "–", "–", "–",
+            f"{lost.seconds * 1e3:.0f}", "–",
+            Text("failed", style="red"), Text(f"computed here: {why[:60]}", style="red"),
+        ])  # fmt: skip
+    if not rows:
+        return [[str(number), str(len(answer.tokens))]]
+    rows[0] += [
+        seconds(answer.decoded.to_first) if answer.decoded else "",
+        seconds(answer.judged.to_first) if answer.judged else "",
+    ]
+    if offload and answer.from_store:
+        rows[0].append(seconds(answer.from_store.to_first))
+    return rows
+
+
+# ── the verdict ───────────────────────────────────────────────────────────────────────
+
+
+def _verdict(show: Show) -> RenderableType:
+    pulls = [pull for answer in show.answers for pull in answer.pulled]
+    fell_back = sum(bool(answer.lost) for answer in show.answers)
+    again = sum(answer.from_store is not None for answer in show.answers)
+    lines = [
+        Text("identical: every token is the single process's", style="bold green")
+        if show.identical
+        else Text("DIFFERENT: see above", style="bold red")
+    ]
+    facts = f"{len(pulls)} transfers, {size(sum(p.nbytes for p in pulls))} in " + (
+        f"{sum(p.descriptors for p in pulls):,} descriptors; one tensor per layer, K and V apart, "
+        f"needs {sum(p.per_layer for p in pulls):,}"
+    )
+    lines.append(Text(facts))
+    if fell_back:
+        lines.append(Text(f"{fell_back} transfer failed and was computed instead", style="yellow"))
+    if again:
+        lines.append(Text(f"{again} prompts answered again from disk by a fresh process"))
+    if show.seconds:
+        lines.append(Text(f"{show.seconds:.0f} s in all", style="dim"))
+    return Padding(Group(*lines), (0, 0, 0, 1))
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
