@@ -13,6 +13,7 @@ from kvstow.cli.output import emit_json, emit_text, human, note, table
 if TYPE_CHECKING:
     from kvstow.blocks.simulate import Pace, Report, Request
     from kvstow.plan.layout import Layout
+    from kvstow.render.film import Film
 
 Policy = Literal["slab", "union"]
 
@@ -51,10 +52,6 @@ MaxSeconds = Annotated[
 Chunk = Annotated[
     int, typer.Option("--chunk-tokens", min=1, help="Tokens of a prompt computed in one step.")
 ]
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="A page that plots it.", show_default=False),
-]
 
 
 def simulate(
@@ -74,13 +71,14 @@ def simulate(
     memory: options.Memory = None,
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
-    html: HtmlFile = None,
+    html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
     """Requests on the block ledger: concurrency, waste, hits over time."""
     from kvstow.blocks.simulate import Pace
     from kvstow.blocks.simulate.policy import layout_of
     from kvstow.plan.align import Site
+    from kvstow.render.film import Film
 
     what = served(
         Deployment(
@@ -99,14 +97,16 @@ def simulate(
     lines = _trace(trace, requests, rate, seed)
     pace = Pace(chunk_tokens=chunk_tokens)
     reports: dict[str, Report] = {}
+    films: dict[str, Film] = {}
     names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     for name in names:
         layout = layout_of(name, what.groups, budget=what.budget, num_slabs=num_slabs, site=site)
-        reports[name] = _replayed(name, layout, lines, pace, seconds)
+        films[name] = Film(layout)
+        reports[name] = _replayed(name, layout, lines, pace, seconds, films[name])
     if html is not None:
-        from kvstow.render.simulation import page
+        from kvstow.render.simulation import simulation_page
 
-        html.write_text(page(what.model.name, trace, reports), encoding="utf-8")
+        html.write_text(simulation_page(what.model.name, trace, reports, films), encoding="utf-8")
         note(f"page written to {html}")
     if json:
         emit_json(_document(what.model.name, trace, len(lines), reports))
@@ -123,9 +123,14 @@ def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[Req
 
 
 def _replayed(
-    name: str, layout: "Layout", trace: "list[Request]", pace: "Pace", seconds: float | None
+    name: str,
+    layout: "Layout",
+    trace: "list[Request]",
+    pace: "Pace",
+    seconds: float | None,
+    film: "Film",
 ) -> "Report":
-    """Replay with a bar on stderr."""
+    """Replay with a bar on stderr, and film it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -137,9 +142,17 @@ def _replayed(
     steps = None if seconds is None else max(1, round(seconds / pace.step_seconds))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=len(trace))
-        record = replay.run(
-            max_steps=steps, progress=lambda done, total: bar.update(task, completed=done)
-        )
+
+        def watch(done: int, total: int) -> None:
+            bar.update(task, completed=done)
+            film.see(
+                replay.ledger.pool,
+                replay.seconds,
+                prompt_tokens=replay.record.prompt_tokens,
+                hit_tokens=replay.record.hit_tokens,
+            )
+
+        record = replay.run(max_steps=steps, progress=watch)
     return Report.of(record)
 
 

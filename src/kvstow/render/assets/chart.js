@@ -26,6 +26,9 @@ function powers(base, low, high, most) {
   return Array.from({ length: Math.max(0, Math.floor((last - first) / step) + 1) }, (_, i) => base ** (first + i * step));
 }
 
+/** Steps between marks of bytes: powers of two. */
+const DOUBLINGS = Array.from({ length: 60 }, (_, i) => 2 ** i);
+
 function axis(side, label, base, format) {
   const [ink, line] = [resolved("--soft"), resolved("--line")];
   const most = (plot) => Math.max(2, Math.floor((side === "y" ? plot.height : plot.width) / (side === "y" ? 45 : 60)));
@@ -34,6 +37,7 @@ function axis(side, label, base, format) {
     stroke: ink, size: side === "y" ? 70 : 34, space: side === "y" ? 34 : 56,
     grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 },
     values: (_, splits) => splits.map((n) => (n === null ? "" : format(n))),
+    ...(format === human ? { incrs: DOUBLINGS } : {}),
     ...(base ? { splits: (plot, _, low, high) => powers(base, low, high, most(plot)), filter: (_, splits) => splits } : {}),
   };
 }
@@ -57,7 +61,7 @@ function lineChart(title, options) {
       width, height: options.height ?? 260, padding: [10, 24, 0, 0],
       scales: {
         x: options.logX ? { time: false, distr: 3, log: options.logX } : { time: false },
-        y: options.logY ? { distr: 3, log: options.logY } : { range: (_, low, high) => [Math.min(0, low ?? 0), options.top ?? Math.max(high ?? 1, 1e-9) * 1.05] },
+        y: options.logY ? { distr: 3, log: options.logY } : { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max((high ?? 0) * 1.05, options.least ?? 1)] },
       },
       axes: [axis("x", options.xLabel, options.logX, formatX), axis("y", options.yLabel, options.logY, formatY)],
       cursor: { drag: { x: false, y: false }, points: { size: 7 } },

@@ -15,6 +15,7 @@ function fill(node, attributes, children) {
 const el = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
 const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
+const mount = (...children) => fill(document.getElementById("page"), {}, children);
 const pageData = () => JSON.parse(document.getElementById("data").textContent);
 
 const count = (n) => Math.round(n).toLocaleString("en-US");

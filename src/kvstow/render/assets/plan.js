@@ -73,7 +73,7 @@ const parts = {
   compare: el("div", {}), rows: el("div", {}), command: el("code", {}),
 };
 const capacity = lineChart("Requests at once", { logX: 2, logY: 10, formatX: tokens, xLabel: "tokens per request", yLabel: "requests" });
-const growth = lineChart("Memory of one request", { logX: 2, logY: 2, formatX: tokens, xLabel: "tokens per request", yLabel: "bytes", formatY: human, tellY: bytes });
+const growth = lineChart("Memory of one request", { logX: 2, logY: 2, formatX: tokens, xLabel: "tokens per request", formatY: human, tellY: bytes });
 const growthWords = el("p", {});
 
 const tile = (value, words) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words));
@@ -194,7 +194,7 @@ function show() {
 }
 
 hatch();
-document.getElementById("page").append(
+mount(
   el("header", { class: "top" }, el("div", {}, el("h1", {}, atlas.model), el("p", { class: "soft" }, `KV cache layout: ${atlas.kv_dtype}, rank ${atlas.rank}${atlas.pp > 1 ? ` of ${atlas.pp} stages` : ""}`)), themeButton(() => { recolour(); })),
   el("form", { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() }, controls.map((control) => control.node), packingControl),
   parts.problem, parts.tiles,

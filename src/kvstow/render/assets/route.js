@@ -85,7 +85,7 @@ function show() {
 
 hatch();
 const { cost } = data;
-document.getElementById("page").append(
+mount(
   el("header", { class: "top" }, el("div", {}, el("h1", {}, cost.model), el("p", { class: "soft" }, el("code", {}, cost.from), ` (${cost.orders[0]}) → `, el("code", {}, cost.to), ` (${cost.orders[1]})`)), themeButton(() => {})),
   el("div", { class: "tiles" },
     tile(fine(cost.moves_per_block), "copies per destination block, all groups"), tile(human(cost.bytes_per_block), "per block"),
