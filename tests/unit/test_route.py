@@ -94,6 +94,15 @@ class TestJoining:
         moves = route(layout, layout).moves(lists, lists, 2)
         assert triples(moves) == [(32, 32, 8), (48, 48, 8), (88, 88, 8), (104, 104, 8)]
 
+    def test_padding_on_one_side_is_not_run_over_where_the_other_side_holds_a_layer(self):
+        layers = [attention(f"layers.{i}", heads=1) for i in range(3)]  # pages of 16 bytes
+        stage = laid_out(layers[0], layers[2], pp=(0, 2), alignment=Alignment(page=32, row=1))
+        whole = laid_out(*layers)
+        assert [stage.layers[f"layers.{i}"][2].offset for i in (0, 2)] == [0, 32]
+        for here, there in ((stage, whole), (whole, stage)):
+            moves = route(here, there).moves(first(2), first(3), 2)
+            assert moves.nbytes.tolist() == [16, 16]
+
     def test_unfilled_slots_are_run_over_in_the_middle_and_not_at_the_end(self):
         layout = laid_out(*TWO)
         moves = route(layout, layout).moves(first(2), first(7), 1)
