@@ -106,6 +106,10 @@ class _Layer:
         p = self.place
         return (id(self.keys), p.block_stride, p.head_stride, p.token_stride, self.spec.states)
 
+    @property
+    def heads_outside(self) -> bool:
+        return self.place.head_stride > self.place.token_stride
+
 
 def _alike(layers: list[_Layer]) -> list[list[_Layer]]:
     """Layers whose pages differ only in where they start."""
@@ -133,24 +137,37 @@ def _on_host(
     intervals: Intervals,
 ) -> int:
     table, unit = _word_keys(layer)
-    place, states = layer.place, layer.spec.states
-    heads, words = table.shape
-    flat = arena.bytes.numpy()
-    flat = flat[place.offset :][: (arena.nbytes - place.offset) // unit * unit]
-    cells = np.lib.stride_tricks.as_strided(
-        flat.view(f"<u{unit}"),
-        (arena.layout.num_blocks(arena.layout.layers[layer.spec.name][0]), states, heads, words),
-        (place.block_stride, place.token_stride, place.head_stride, unit),
-    )
+    cells = _cells(arena, layer, table.shape, unit)
+    states = layer.spec.states
     states_at = index[:, None] * states + np.arange(states)
     factors = state_keys(layer.spec.name, states_at) * _inside(states_at, intervals)
-    step = max(1, CHUNK_BYTES // (states * heads * words * unit))
+    step = max(1, CHUNK_BYTES // (states * table.size * unit))
     sums = np.zeros((), np.uint64)
     for at in range(0, len(ids), step):
-        part = cells[ids[at : at + step]].reshape(-1, heads * words)
-        inner = np.einsum("ij,j->i", part, table.reshape(-1))
-        sums += (inner * factors[at : at + step].reshape(-1)).sum(dtype=np.uint64)
+        part = cells[ids[at : at + step]]  # in the order in which it lies: head or token outside
+        if layer.heads_outside:
+            inner = np.einsum("bhnw,hw->bhn", part, table).sum(axis=1, dtype=np.uint64)
+        else:
+            inner = np.einsum("bnj,j->bn", part.reshape(*part.shape[:2], -1), table.reshape(-1))
+        sums += (inner * factors[at : at + step]).sum(dtype=np.uint64)
     return int(sums)
+
+
+def _cells(
+    arena: Arena, layer: _Layer, table_shape: tuple[int, ...], unit: int
+) -> npt.NDArray[np.uint32]:
+    """All cells of a layer in words: block, then head and token as they lie, then word."""
+    place = layer.place
+    heads, words = table_shape
+    flat = arena.bytes.numpy()[place.offset :]
+    axes = [(heads, place.head_stride), (layer.spec.states, place.token_stride)]
+    outer, inner = axes if layer.heads_outside else reversed(axes)
+    num_blocks = arena.layout.num_blocks(arena.layout.layers[layer.spec.name][0])
+    return np.lib.stride_tricks.as_strided(
+        flat[: flat.size // unit * unit].view(f"<u{unit}"),
+        (num_blocks, outer[0], inner[0], words),
+        (place.block_stride, outer[1], inner[1], unit),
+    )
 
 
 def _inside(states: npt.NDArray[np.int64], intervals: Intervals) -> Words:

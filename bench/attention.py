@@ -1,0 +1,106 @@
+# ruff: noqa: E402
+"""Paged decode attention in place: every order against per-layer `LBHNC`, on one CUDA machine.
+
+    PYTHONPATH=src python bench/attention.py --json bench/results/attention_h200.json
+
+64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; 16 layers in a row, so
+that a block is far from the next. Above 1.00 is faster than `LBHNC`.
+"""
+
+import os
+import sys
+
+sys.path[0] = os.path.dirname(sys.path[0])
+
+import statistics
+
+import numpy as np
+import torch
+from bench.caches import Cache
+from bench.machine import arguments, write
+
+from kvstow.memory.arena import Arena
+from kvstow.memory.kernels import paged_decode
+from kvstow.plan.layout import ORDERS
+
+DEVICE = torch.device("cuda:0")
+SEQUENCES, TOKENS, QUERY_HEADS = 64, 8192, 32
+PARTS = 4
+
+
+class Pool:
+    """One order's arena, filled, with random block tables."""
+
+    def __init__(self, order: str, cache: Cache, query: torch.Tensor) -> None:
+        per_sequence = TOKENS // cache.tokens
+        num_blocks = SEQUENCES * per_sequence + 1
+        self.arena = Arena(cache.layout(order, num_blocks), device=DEVICE)
+        self.views = [(self.arena.field(name, "k"), self.arena.field(name, "v"))
+                      for name in self.arena.layout.layers]  # fmt: skip
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for k, v in self.views:
+            logical = torch.randn(k.shape[1:], generator=generator, device=DEVICE)
+            for view in (k, v):
+                view.copy_(logical.bfloat16().expand_as(view))
+                view += torch.rand((view.shape[0], 1, 1, 1), device=DEVICE).bfloat16()
+        ids = np.random.default_rng(0).permutation(num_blocks - 1) + 1
+        self.table = torch.as_tensor(ids.reshape(SEQUENCES, per_sequence), dtype=torch.int32,
+                                     device=DEVICE)  # fmt: skip
+        self.lengths = torch.full((SEQUENCES,), TOKENS, dtype=torch.int32, device=DEVICE)
+        self.query = query
+
+    def attend(self, layer: int) -> torch.Tensor:
+        k, v = self.views[layer % len(self.views)]
+        return paged_decode(self.query, k, v, self.table, self.lengths, num_parts=PARTS)
+
+    def seconds(self, layer: int) -> float:
+        """GPU time of all layers once, one after the other, per layer."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(len(self.views)):
+            self.attend(layer + i)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / len(self.views)
+
+
+def compared(cache: Cache, order: str, baseline: Pool, repeats: int) -> dict[str, object]:
+    other = Pool(order, cache, baseline.query)
+    times: dict[str, list[float]] = {"base": [], "other": [], "again": []}
+    for i in range(repeats + 2):
+        found = {"base": baseline.seconds(i), "other": other.seconds(i),
+                 "again": baseline.seconds(i)}  # fmt: skip
+        if i >= 2:
+            for name, value in found.items():
+                times[name].append(value)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    nbytes = SEQUENCES * TOKENS * cache.heads * cache.dim * 2 * 2
+    result: dict[str, object] = {
+        "of_LBHNC": round(medians["base"] / medians["other"], 4),
+        "LBHNC_again": round(medians["base"] / medians["again"], 4),
+        "GB/s": round(nbytes / medians["other"] / 1e9),
+        "LBHNC_GB/s": round(nbytes / medians["base"] / 1e9),
+    }
+    other.arena.close()
+    return result
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    results: dict[str, object] = {}
+    query = torch.randn(SEQUENCES, QUERY_HEADS, 128, device=DEVICE).bfloat16()
+    for tokens in (16, 64):
+        cache = Cache("Llama-3.1-8B, half of it", 16, 8, 128, tokens)
+        baseline = Pool("LBHNC", cache, query)
+        for order in ORDERS[1:]:
+            name = f"{order}, {tokens} tokens per block"
+            results[name] = compared(cache, order, baseline, options.repeats)
+            print(name, results[name], flush=True)
+            torch.cuda.empty_cache()
+            write(options.json, results)
+        del baseline
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Layouts of the sizes that real models have, packed and per layer."""
+
+from dataclasses import dataclass
+
+from kvstow.plan.align import Site
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout, Order
+from kvstow.plan.pack import packed
+from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A model's full-attention group: layers of equal pages."""
+
+    name: str
+    num_layers: int
+    heads: int
+    dim: int
+    tokens: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.heads * self.tokens * self.dim * 2 * 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_layers * self.page_bytes
+
+    def layout(self, order: Order, num_blocks: int) -> Layout:
+        content = (Extent.whole("content", self.dim),)
+        layers = [
+            LayerSpec(
+                name=f"layers.{i}",
+                retention=Full(),
+                block_tokens=self.tokens,
+                states=self.tokens,
+                heads=Extent.whole("head", self.heads),
+                fields=(Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content)),
+            )
+            for i in range(self.num_layers)
+        ]
+        return packed(grouped(layers), num_slabs=num_blocks, site=Site(order=order))
+
+
+CACHES = (
+    Cache("gpt-oss-20b, 12 layers", 12, 8, 64, 16),
+    Cache("92 × 16 KiB (V4-Pro before packing)", 92, 2, 128, 16),
+    Cache("Llama-3.1-8B", 32, 8, 128, 16),
+    Cache("Mistral-Small-24B", 40, 8, 128, 16),
+)
+"""Rows of 0.39, 1.51, 2.10 and 2.62 MB."""
