@@ -1,0 +1,139 @@
+"""Every family generates the same, to the bit, from kvstow rows as from its own cache."""
+
+import functools
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from kvstow.adapters.transformers import KvstowCache, ModelMemory
+from kvstow.adapters.transformers.tiny import FAMILIES, tiny_model
+
+BLOCK_TOKENS = 4
+NEW_TOKENS = 12
+PROMPT_TOKENS = 30  # longer than every window
+
+BEGIN_ANEW = {"jamba", "bamba"}  # given several tokens, these forget the state they had
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+def memory_for(model: PreTrainedModel, **wishes) -> ModelMemory:
+    return ModelMemory.of(model, budget=2 << 20, block_tokens=BLOCK_TOKENS, **wishes)
+
+
+def prompt(batch: int, tokens: int = PROMPT_TOKENS, *, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 250, (batch, tokens), generator=generator)
+
+
+def generated(model, ids, cache=None, mask=None, **wishes):
+    given = {} if cache is None else {"past_key_values": cache}
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **given,
+        **wishes,
+    )
+
+
+def assert_same_bits(ours, theirs):
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.logits) == len(theirs.logits)
+    for mine, other in zip(ours.logits, theirs.logits, strict=True):
+        assert torch.equal(mine, other)
+
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_a_left_padded_batch_has_the_same_logits(family):
+    model = model_of(family)
+    ids = prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    mask[2, :1] = 0
+    with memory_for(model) as memory:
+        with KvstowCache(memory) as cache:
+            ours = generated(model, ids, cache, mask)
+        assert len(memory.ledger) == 0
+        memory.ledger.check()
+    assert_same_bits(ours, generated(model, ids, mask=mask))
+
+
+@families
+def test_beams_that_share_rows_have_the_same_logits(family):
+    model = model_of(family)
+    ids = prompt(2)
+    with memory_for(model) as memory:
+        with KvstowCache(memory) as cache:
+            ours = generated(model, ids, cache, num_beams=3)
+        memory.ledger.check()
+        assert all(memory.pool.num_held(g) == 0 for g in range(len(memory.layout.groups)))
+    assert_same_bits(ours, generated(model, ids, num_beams=3))
+
+
+@families
+def test_a_prompt_in_chunks_has_the_same_logits(family):
+    model = model_of(family)
+    ids = prompt(2)
+    with memory_for(model) as memory, KvstowCache(memory) as cache:
+        ours = generated(model, ids, cache, prefill_chunk_size=7)
+    assert_same_bits(ours, generated(model, ids, prefill_chunk_size=7))
+
+
+@families
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_other_orders_have_the_same_logits(family, order):
+    model = model_of(family)
+    ids = prompt(2)
+    with memory_for(model, order=order) as memory, KvstowCache(memory) as cache:
+        ours = generated(model, ids, cache)
+    assert_same_bits(ours, generated(model, ids))
+
+
+@families
+def test_a_second_turn_goes_on_from_the_same_cache(family):
+    model = model_of(family)
+    first, more = prompt(2), prompt(2, 1, seed=2)
+    with memory_for(model) as memory, KvstowCache(memory) as cache:
+        ours = generated(model, first, cache)
+        ours = generated(model, torch.cat([ours.sequences, more], 1), cache)
+    before = generated(model, first)
+    theirs = generated(model, torch.cat([before.sequences, more], 1), before.past_key_values)
+    assert_same_bits(ours, theirs)
+
+
+@families
+def test_a_shared_beginning_is_not_computed_again(family):
+    model = model_of(family)
+    first = prompt(1, 36)
+    second = torch.cat([first[:, :26], prompt(1, 9, seed=3)], 1)
+    with memory_for(model) as memory:
+        with KvstowCache(memory, tokens=first) as cache:
+            assert cache.get_seq_length() == 0
+            generated(model, first, cache, prefill_chunk_size=8)
+        with KvstowCache(memory, tokens=second) as cache:
+            hit = cache.get_seq_length()
+            ours = generated(model, second, cache)
+        memory.ledger.check()
+    assert hit == (0 if family in BEGIN_ANEW else 24)
+    theirs = generated(model, second)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for mine, other in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
