@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,8 @@ class Server:
         pids = self.worker_pids()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                pass
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -144,6 +142,7 @@ def environment(launch: Launch) -> dict[str, str]:
     own = {
         "VLLM_CPU_KVCACHE_SPACE": launch.cache_gib,
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -12,10 +12,12 @@ vLLM makes one connector in its scheduler and one in every worker. Here its obje
 values and ours become its own; everything else is in `kvstow.adapters.connector`.
 """
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -50,13 +53,14 @@ from kvstow.adapters.connector.declared import (
     declared_layout,
     declared_order,
 )
-from kvstow.adapters.connector.messages import Card, Results, Step
+from kvstow.adapters.connector.messages import Card, Found, Results, Step
 from kvstow.adapters.connector.scheduler import Asked, SchedulerSide
 from kvstow.adapters.connector.settings import Settings
 from kvstow.adapters.connector.worker import WorkerSide
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.plan.layout import Order
+from kvstow.plan.manifest import encode
 from kvstow.plan.spec import Chunk, DType, Extent, Full, Retention, Window
 from kvstow.transfer.nixl import NixlTransport
 
@@ -199,6 +203,19 @@ class KvstowStep(KVConnectorMetadata):
     step: Step
 
 
+@dataclass
+class KvstowFound(KVConnectorWorkerMetadata):
+    """Workers' answers to lookups, for the scheduler: what all ranks have."""
+
+    found: dict[str, Found]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowFound":
+        assert isinstance(other, KvstowFound)
+        return KvstowFound(
+            {name: found.both(other.found[name]) for name, found in self.found.items()}
+        )
+
+
 class KvstowStats(KVConnectorStats):
     """Counts by name, since the last time."""
 
@@ -245,16 +262,21 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _speak()
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._declared = declaration(vllm_config, kv_cache_config, model=self._settings.model)
         self._groups_taken = kv_cache_config.transfer_group_ids
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: Counter[str] = Counter()
+        self._found: dict[str, Found] = {}
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                declared_groups(self._declared), self._declared.num_blocks, self._settings
+                declared_groups(self._declared),
+                self._declared.num_blocks,
+                self._settings,
+                model=self._declared.model,
             )
 
     @classmethod
@@ -292,8 +314,11 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = "-".join(str(r) for r in (self._declared.pp[0], self._declared.tp[0]))
+        arena = adopted(self._declared, kv_caches)
+        if self._settings.manifest_file:
+            Path(f"{self._settings.manifest_file}.{rank}").write_bytes(encode(arena.layout))
         self._worker = WorkerSide(
-            adopted(self._declared, kv_caches),
+            arena,
             self._settings,
             transport=NixlTransport(),
             name=f"{self._engine}-{rank}",
@@ -319,11 +344,15 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found: Results = self._hands.results(idle=self._step.idle)
         self._stats.update(found.counts)
+        self._found = {answer.request: answer for answer in found.found}
         return KVConnectorTransferResults(
             finished_sending=set(found.sent),
             finished_recving=set(found.received),
             failed_recving=set(found.failed),
         )
+
+    def build_connector_worker_meta(self) -> KvstowFound | None:
+        return KvstowFound(self._found) if self._found else None
 
     @property
     def _step(self) -> Step:
@@ -359,7 +388,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         count = self._desk.matched(request.request_id, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = self._taken(blocks.get_block_ids())
@@ -381,11 +410,22 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        answers = connector_output.kv_connector_worker_meta
+        if isinstance(answers, KvstowFound):
+            self._desk.found(tuple(answers.found.values()))
         for request in connector_output.finished_sending or ():
             self._desk.sent(request)
 
     def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
+
+
+def _speak() -> None:
+    """What kvstow logs goes where vLLM's own lines go."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstow")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.getEffectiveLevel())
 
 
 def _asked(request: Any) -> Asked:

@@ -17,7 +17,9 @@ from kvstow.plan.group import Group, title
 from kvstow.plan.layout import ORDERS, Layout, Order, Placement, Rows
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec, Retention
 
-MAX_BASE_ALIGN = 4096
+MAX_BASE_ALIGN = 64
+"""No more is asked of the allocation than any allocator gives, so that a layout stays the same
+from start to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from kvstow.transfer.ticket import Ticket
 Ids = tuple[tuple[int, ...], ...]
 """Per group, the ids of a request's blocks by position; 0 where there is none."""
 
+Keyed = tuple[tuple[bytes, ...], tuple[int, ...]]
+"""Keys of rows, and the blocks that hold them or are to hold them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -43,19 +46,44 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """Keep these blocks, by key, outside the arena; per group `(keys, ids)`."""
+class Lookup:
+    """Which of these rows are kept outside the arena? Per group, the keys of a request."""
 
     request: str
-    rows: Mapping[int, tuple[tuple[bytes, ...], tuple[int, ...]]]
+    keys: tuple[tuple[bytes, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The answer: per group and key, whether the row was there."""
+
+    request: str
+    present: tuple[tuple[bool, ...], ...]
+
+    def both(self, other: "Found") -> "Found":
+        """What two ranks have alike."""
+        pairs = zip(self.present, other.present, strict=True)
+        return Found(
+            request=self.request,
+            present=tuple(tuple(a and b for a, b in zip(x, y, strict=True)) for x, y in pairs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Keep these blocks outside the arena."""
+
+    request: str
+    rows: Mapping[int, Keyed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Bring rows back into these blocks; per group `(keys, ids)`."""
+    """Bring rows back into these blocks; `num_tokens` tokens are waiting for it."""
 
     request: str
-    rows: Mapping[int, tuple[tuple[bytes, ...], tuple[int, ...]]]
+    rows: Mapping[int, Keyed]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +96,7 @@ class Step:
     pulls: tuple[Pull, ...] = ()
     stores: tuple[Store, ...] = ()
     restores: tuple[Restore, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
     idle: bool = False
 
 
@@ -78,4 +107,5 @@ class Results:
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    found: tuple[Found, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -18,8 +18,19 @@ from kvstow.adapters.connector.handover import (
     handover_in,
     prompt_digest,
 )
-from kvstow.adapters.connector.messages import Card, Ids, Offer, Pull, Step
+from kvstow.adapters.connector.messages import (
+    Card,
+    Found,
+    Ids,
+    Lookup,
+    Offer,
+    Pull,
+    Restore,
+    Step,
+    Store,
+)
 from kvstow.adapters.connector.pins import Pins
+from kvstow.adapters.connector.recall import Recall
 from kvstow.adapters.connector.settings import Settings
 from kvstow.errors import TransferError
 from kvstow.plan.blocklist import Blocks
@@ -43,9 +54,12 @@ class Asked:
 class SchedulerSide:
     """Bookkeeping of one engine."""
 
-    def __init__(self, groups: Sequence[Group], num_blocks: int, settings: Settings) -> None:
+    def __init__(
+        self, groups: Sequence[Group], num_blocks: int, settings: Settings, *, model: str
+    ) -> None:
         self._groups = tuple(groups)
         self._settings = settings
+        self._recall = Recall(groups, model.encode()) if settings.offloads else None
         self._pins = Pins(len(groups), num_blocks)
         self._cards: tuple[Card, ...] = ()
         self._incoming: dict[str, Handover] = {}
@@ -54,6 +68,9 @@ class SchedulerSide:
         self._keeps: list[Ticket] = []
         self._drops: list[Ticket] = []
         self._pulls: list[Pull] = []
+        self._lookups: list[Lookup] = []
+        self._stores: list[Store] = []
+        self._restores: list[Restore] = []
         self.counts: Counter[str] = Counter()
 
     def meet(self, cards: Sequence[Card]) -> None:
@@ -65,28 +82,50 @@ class SchedulerSide:
     def arrived(self, request: Asked) -> None:
         """A request is queued. Bad tickets are counted here and then ignored: the engine
         computes such a request itself."""
+        if self._carries(request):
+            return
+        if self._recall is not None:
+            lookup = self._recall.ask(request.id, request.tokens, request.salt)
+            self._lookups += [lookup] if lookup else []
+
+    def _carries(self, request: Asked) -> bool:
+        """Whether the request came with tickets that may be used; they are kept alive then."""
         try:
             handover = handover_in(request.params)
             if handover is None:
-                return
+                return False
             handover.check(request.tokens, request.salt)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
-            return
+            return False
         self._incoming[request.id] = handover
         self._keeps += handover.tickets
+        return True
 
-    def matched(self, request: str, num_computed: int) -> int:
-        """How many tokens beyond `num_computed` a pull would bring."""
+    def found(self, answers: Sequence[Found]) -> None:
+        """The workers' answers to what was looked up."""
+        for answer in answers:
+            if self._recall is not None:
+                self._recall.answer(answer)
+
+    def matched(self, request: str, num_computed: int) -> int | None:
+        """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
         handover = self._incoming.get(request)
-        return max(0, handover.num_tokens - num_computed) if handover else 0
+        if handover is not None:
+            return max(0, handover.num_tokens - num_computed)
+        return self._recall.matched(request, num_computed) if self._recall else 0
 
     def allocated(self, request: str, ids: Ids, num_external: int) -> None:
-        """The engine has given the request blocks for `num_external` tokens to be pulled."""
+        """The engine has given the request blocks, for `num_external` tokens to be loaded."""
         if num_external == 0:
+            self._forget(request)
             return
-        handover = self._incoming.pop(request)
+        handover = self._incoming.pop(request, None)
+        if handover is None:
+            assert self._recall is not None
+            self._restores.append(self._recall.taken(request, ids, num_external))
+            return
         self._pulls.append(
             Pull(
                 request=request,
@@ -107,9 +146,10 @@ class SchedulerSide:
         Whether its blocks must stay, and what its answer carries.
         """
         self._forget(request.id)
+        stays = self._kept(request, ids, num_tokens)
         asks = bool(request.params and request.params.get(ASKS_FOR_TICKETS))
         if not asks or num_tokens < 1:
-            return False, None
+            return stays, None
         blocks = self._listed(ids, num_tokens)
         tickets = self._tickets(blocks, num_tokens)
         self._outgoing[request.id] = blocks
@@ -122,6 +162,14 @@ class SchedulerSide:
         )
         return True, handover.params()
 
+    def _kept(self, request: Asked, ids: Ids, num_tokens: int) -> bool:
+        """Whether some of the request goes to the tiers."""
+        if self._recall is None:
+            return False
+        order = self._recall.store(request.id, request.tokens[:num_tokens], request.salt, ids)
+        self._stores += [order] if order else []
+        return order is not None
+
     def sent(self, request: str) -> None:
         """The workers' leases of a request are over: the engine may reuse its blocks."""
         blocks = self._outgoing.pop(request, None)
@@ -132,6 +180,8 @@ class SchedulerSide:
         handover = self._incoming.pop(request, None)
         if handover is not None:
             self._drops += handover.tickets
+        if self._recall is not None:
+            self._recall.forget(request)
 
     def _listed(self, ids: Ids, num_tokens: int) -> dict[int, Blocks]:
         """What the groups hold of the first tokens; blocks beyond and absent ones left out."""
@@ -169,9 +219,13 @@ class SchedulerSide:
             keeps=tuple(self._keeps),
             drops=tuple(self._drops),
             pulls=tuple(self._pulls),
+            stores=tuple(self._stores),
+            restores=tuple(self._restores),
+            lookups=tuple(self._lookups),
             idle=idle,
         )
-        for told in (self._offers, self._keeps, self._drops, self._pulls):
+        for told in (self._offers, self._keeps, self._drops, self._pulls, self._stores,
+                     self._restores, self._lookups):  # fmt: skip
             told.clear()
         return step
 

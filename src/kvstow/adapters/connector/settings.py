@@ -14,8 +14,9 @@ from kvstow.transfer.options import DigestPolicy, Options
 class Settings:
     """What an operator may say.
 
-    `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` and `disk_bytes`
-    above zero turn the offload tiers on.
+    `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` above zero turns
+    offloading on; the disk tier lies below the host tier. `manifest_file` is where a rank
+    writes its layout.
     """
 
     model: str = ""
@@ -29,6 +30,7 @@ class Settings:
     host_bytes: int = 0
     disk_path: str = ""
     disk_bytes: int = 0
+    manifest_file: str = ""
 
     @staticmethod
     def of(options: dict[str, Any]) -> "Settings":
@@ -47,16 +49,17 @@ class Settings:
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
         if self.consumer_ranks < 1:
             raise SpecError(f"consumer_ranks is {self.consumer_ranks}, not above 0")
-        if bool(self.disk_path) != (self.disk_bytes > 0) or min(self.host_bytes,
-                                                                self.disk_bytes) < 0:  # fmt: skip
+        if min(self.host_bytes, self.disk_bytes) < 0 or bool(self.disk_path) != (
+            self.disk_bytes > 0 and self.host_bytes > 0
+        ):
             raise SpecError(
                 f"host_bytes is {self.host_bytes}, disk_path {self.disk_path!r}, disk_bytes "
-                f"{self.disk_bytes}\n\nhint: a disk tier needs both of its options"
+                f"{self.disk_bytes}\n\nhint: a disk tier needs disk_path, disk_bytes, host_bytes"
             )
 
     @property
     def offloads(self) -> bool:
-        return self.host_bytes > 0 or self.disk_bytes > 0
+        return self.host_bytes > 0
 
     @property
     def agent(self) -> Options:

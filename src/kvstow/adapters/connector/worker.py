@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvstow.adapters.connector.counters import Counters
-from kvstow.adapters.connector.messages import Card, Offer, Pull, Results, Step
+from kvstow.adapters.connector.messages import Card, Found, Offer, Pull, Results, Step
 from kvstow.adapters.connector.scheduler import held
 from kvstow.adapters.connector.settings import Settings
+from kvstow.adapters.connector.shelf import Shelf
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.blocklist import Blocks
@@ -71,17 +72,33 @@ class WorkerSide:
             fingerprint=fingerprint(arena.layout),
         )
         self._loading: dict[str, Loading] = {}
-        self._leases: dict[str, int] = {}
+        self._shelf = Shelf(arena, settings) if settings.offloads else None
+        self._staying: Counter[str] = Counter()
+        """Per request, leases and stores that still need its blocks."""
         self._sent: set[str] = set()
+        self._found: list[Found] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._counts: Counter[str] = Counter()
         self.agent.start()
+        self._introduce()
+
+    def _introduce(self) -> None:
+        layout = self.arena.layout
+        rows = [
+            f"{rows.group.name}: {layout.row_bytes(g)} bytes in {len(layout.runs(g, 0))} runs"
+            for g, rows in enumerate(layout.groups)
+        ]
+        log.info("kvstow: %d bytes at %#x, order %s, %d blocks (%s), agent %s at %s",
+                 layout.nbytes, self.arena.address, layout.order, layout.num_blocks(0),
+                 "; ".join(rows), self.card.agent, self.card.address)  # fmt: skip
 
     # ── a step ────────────────────────────────────────────────────────────────────
 
     def begin(self, step: Step) -> None:
         """Start what the scheduler's side has decided."""
+        for store in step.stores:
+            self._staying[store.request] += 1
         for offer in step.offers:
             self._honour(offer)
         for ticket in step.keeps:
@@ -92,23 +109,57 @@ class WorkerSide:
             loading = Loading(pull, time.monotonic())
             self._loading[pull.request] = loading
             self._try(loading)
+        if self._shelf is not None:
+            self._move(step, self._shelf)
+
+    def _move(self, step: Step, shelf: Shelf) -> None:
+        self._found += [shelf.look_up(lookup) for lookup in step.lookups]
+        for restore in step.restores:
+            shelf.restore(restore)
+        for store in step.stores:
+            shelf.store(store)
 
     def results(self, *, idle: bool) -> Results:
         """What has ended since the last call."""
-        if idle and (self._loading or self._leases):
+        if idle and not self._found:
             time.sleep(IDLE_SECONDS)
         self.agent.tend()
         for loading in tuple(self._loading.values()):
             self._follow(loading)
+        if self._shelf is not None:
+            self._settle(self._shelf)
         found = Results(
             sent=frozenset(self._sent),
             received=frozenset(self._received),
             failed=frozenset(self._failed),
+            found=tuple(self._found),
             counts=dict(self._counts),
         )
-        for told in (self._sent, self._received, self._failed, self._counts):
+        for told in (self._sent, self._received, self._failed, self._found, self._counts):
             told.clear()
         return found
+
+    def _settle(self, shelf: Shelf) -> None:
+        for errand in shelf.stored():
+            rows = sum(int(job.moved.sum()) for job in errand.jobs)
+            self._counts["stored rows"] += rows
+            self._counts["store failed"] += int(errand.error is not None)
+            self._let_go(errand.request)
+        for errand in shelf.restored():
+            self._received.add(errand.request)
+            if errand.error is None:
+                self._counts["restored tokens"] += errand.num_tokens
+            else:
+                log.warning("request %s: restore failed: %s", errand.request, errand.error)
+                self._counts["restore failed"] += 1
+                self._failed.add(errand.request)
+
+    def _let_go(self, request: str) -> None:
+        """One lease or store less; the last one frees the request's blocks."""
+        self._staying[request] -= 1
+        if self._staying[request] == 0:
+            del self._staying[request]
+            self._sent.add(request)
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
@@ -119,11 +170,10 @@ class WorkerSide:
                                 f"of agent {self.card.agent!r}", kind="ticket")  # fmt: skip
         for group, blocks in mine.blocks.items():
             self._owner.set(group, blocks.ids, mine.generations[group])
-        self._leases[offer.request] = mine.lease
+        self._staying[offer.request] += 1
 
         def ended(reason: EndReason) -> None:
-            del self._leases[offer.request]
-            self._sent.add(offer.request)
+            self._let_go(offer.request)
             self._counts[f"lease {reason}"] += 1
 
         self.agent.honour(mine, readers=self._settings.consumer_ranks, on_end=ended)
@@ -193,4 +243,6 @@ class WorkerSide:
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
         self.agent.close()
+        if self._shelf is not None:
+            self._shelf.close()
         self.arena.close()

@@ -1,0 +1,226 @@
+"""Prefill in one vLLM, decode in another: real weights, real faults, the text of one vLLM.
+
+One pair of servers serves the whole file; the last tests leave the prefill server dead.
+"""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serving import Launch, Server, running
+
+from kvstow.transfer.ticket import Ticket
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+LEASE_SECONDS = 30
+BLOCK = 128
+ROW = 30 * 3 * BLOCK * 2 * 64 * 4
+"""SmolLM2: layers, kv heads, tokens, K and V, head dim, bytes."""
+
+SENTENCE = "The quick brown fox jumps over the lazy dog near the river bank. "
+SHORT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
+    """A prefill and a decode server over TCP, every byte's digest compared."""
+    launch = Launch(
+        model=smollm2,
+        name="smollm2",
+        settings={"digest": "always", "lease_seconds": LEASE_SECONDS, "transfer_seconds": 40},
+        environment={"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+    )
+    with running(launch, launch, logs=logs) as servers:
+        yield servers
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt of exactly so many tokens: words of the model's vocabulary, at random."""
+    return np.random.default_rng(seed).integers(100, 40_000, count).tolist()
+
+
+def handed_over(pair: list[Server], prompt: str | list[int], max_tokens: int = 12) -> str:
+    prefill, decode = pair
+    params = prefill.tickets(prompt)
+    return decode.text(prompt, max_tokens=max_tokens, kv_transfer_params=params)
+
+
+def alone(pair: list[Server], prompt: str | list[int], max_tokens: int = 12) -> str:
+    """What the prefill server answers on its own."""
+    return pair[0].text(prompt, max_tokens=max_tokens)
+
+
+# ── it works ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("count", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77])
+def test_decode_continues_as_one_server_would(pair: list[Server], count: int):
+    prompt = tokens(count, seed=count)
+    before = pair[1].counts().get("pulled tokens", 0)
+    assert handed_over(pair, prompt) == alone(pair, prompt)
+    assert pair[1].await_count("pulled tokens", before + count) == before + count
+
+
+def test_words_come_out(pair: list[Server]):
+    assert handed_over(pair, SHORT).startswith(" Paris")
+
+
+def test_a_long_prompt_of_words_continues(pair: list[Server]):
+    prompt = SENTENCE * 40 + SHORT
+    assert handed_over(pair, prompt) == alone(pair, prompt)
+
+
+def test_a_block_is_one_row_and_never_more_descriptors(pair: list[Server]):
+    decode = pair[1]
+    before = decode.counts()
+    prompt = tokens(6 * BLOCK - 3, seed=601)
+    handed_over(pair, prompt, max_tokens=1)
+    decode.await_count("pulled bytes", before["pulled bytes"] + 6 * ROW)
+    after = decode.counts()
+    assert after["pulled bytes"] - before["pulled bytes"] == 6 * ROW
+    assert 1 <= after["descriptors"] - before["descriptors"] <= 6
+
+
+def test_a_prefix_that_decode_has_is_not_pulled_again(pair: list[Server]):
+    decode = pair[1]
+    shared = tokens(2 * BLOCK, seed=7)
+    first, second = shared + tokens(40, seed=8), shared + tokens(50, seed=9)
+    assert handed_over(pair, first) == alone(pair, first)
+    before = decode.await_count("pulled tokens")
+    assert handed_over(pair, second) == alone(pair, second)
+    assert decode.await_count("pulled tokens", before + 50) == before + 50
+
+
+def test_several_requests_at_once_do_not_mix(pair: list[Server]):
+    prompts = [tokens(40 + 90 * i, seed=100 + i) for i in range(5)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        texts = list(pool.map(lambda prompt: handed_over(pair, prompt), prompts))
+    assert texts == [alone(pair, prompt) for prompt in prompts]
+
+
+def test_blocks_are_free_again_after_they_were_read(pair: list[Server]):
+    prefill = pair[0]
+    offered = prefill.await_count("offered")
+    ended = sum(n for what, n in prefill.counts().items() if what.startswith("lease "))
+    assert ended == offered
+
+
+# ── it fails, and the engine knows ────────────────────────────────────────────────────────
+
+
+def failed(pair: list[Server], prompt: list[int], params: object, kind: str) -> None:
+    """Decode is given tickets that must not work: the text is right, the counter says so."""
+    decode = pair[1]
+    before = decode.counts().get(kind, 0)
+    expected = alone(pair, prompt)
+    assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == expected
+    assert decode.await_count(kind, before + 1) == before + 1
+
+
+def test_tickets_of_another_prompt_are_refused(pair: list[Server]):
+    params = pair[0].tickets(tokens(150, seed=20))
+    failed(pair, tokens(150, seed=21), params, "refused")
+
+
+def test_garbled_tickets_are_refused(pair: list[Server]):
+    prompt = tokens(150, seed=22)
+    params = pair[0].tickets(prompt)
+    params["kvstow"]["tickets"] = [text[:-9] for text in params["kvstow"]["tickets"]]
+    failed(pair, prompt, params, "refused")
+
+
+def test_a_forged_ticket_is_not_honoured(pair: list[Server]):
+    prompt = tokens(150, seed=23)
+    params = pair[0].tickets(prompt)
+    real = Ticket.parse(params["kvstow"]["tickets"][0])
+    fields = {name: getattr(real, name) for name in Ticket.__dataclass_fields__}
+    forged = Ticket(**{**fields, "lease": real.lease ^ 1})
+    params["kvstow"]["tickets"] = [str(forged)]
+    failed(pair, prompt, params, "pull ticket")
+
+
+def test_a_ticket_that_was_read_is_not_honoured_again(pair: list[Server]):
+    prefill, decode = pair
+    prompt = tokens(2 * BLOCK + 30, seed=24)
+    params = prefill.tickets(prompt)
+    assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == alone(pair, prompt)
+    other = prompt[:]
+    decode.post("/reset_prefix_cache", {})
+    failed(pair, other, params, "pull used")
+
+
+def test_a_lease_that_ran_out_is_not_honoured(pair: list[Server]):
+    prompt = tokens(200, seed=25)
+    ended = pair[0].counts().get("lease expired", 0)
+    params = pair[0].tickets(prompt)
+    assert pair[0].await_count("lease expired", ended + 1, LEASE_SECONDS + 60) == ended + 1
+    failed(pair, prompt, params, "pull expired")
+
+
+def test_bytes_that_change_on_the_way_fail_the_digest(pair: list[Server]):
+    """The producer's memory is written to, for real, while decode pulls from it."""
+    prompt = tokens(3 * BLOCK + 5, seed=26)
+    expected = alone(pair, prompt)
+    params = pair[0].tickets(prompt)
+    blocks = Ticket.parse(params["kvstow"]["tickets"][0]).blocks[0].ids.tolist()
+    pid, base = worker_of(pair[0])
+    over = threading.Event()
+    scribbler = threading.Thread(target=scribble, args=(pid, base, blocks, over))
+    scribbler.start()
+    try:
+        before = pair[1].counts().get("pull digest", 0)
+        text = pair[1].text(prompt, max_tokens=12, kv_transfer_params=params)
+    finally:
+        over.set()
+        scribbler.join()
+    assert text == expected
+    assert pair[1].await_count("pull digest", before + 1) == before + 1
+    pair[0].post("/reset_prefix_cache", {})
+
+
+def worker_of(server: Server) -> tuple[int, int]:
+    """The worker's process, and where its cache lies."""
+    found = re.search(r"Worker[^\n]*pid=(\d+)[^\n]*kvstow: \d+ bytes at (0x[0-9a-f]+)",
+                      server.log.read_text(errors="replace"))  # fmt: skip
+    assert found, server.tail()
+    return int(found[1]), int(found[2], 16)
+
+
+def scribble(pid: int, base: int, blocks: list[int], over: threading.Event) -> None:
+    """Write other bytes into some blocks of a process, again and again."""
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        value = 0
+        while not over.is_set():
+            value = (value + 1) % 256
+            for block in blocks:
+                os.pwrite(memory.fileno(), bytes([value]) * 64, base + block * ROW + 4096)
+
+
+# ── the producer dies ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefill_server_killed_in_a_transfer_costs_only_time(pair: list[Server]):
+    """Stopped while decode pulls from it over TCP, then killed."""
+    prefill, decode = pair
+    prompt = tokens(6 * BLOCK, seed=30)
+    expected = alone(pair, prompt)
+    params = prefill.tickets(prompt)
+    pid, _ = worker_of(prefill)
+    before = decode.counts()
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            decode.text, prompt, max_tokens=12, kv_transfer_params=params
+        )  # fmt: skip
+        time.sleep(3)
+        prefill.kill()
+        assert answer.result() == expected
+    assert decode.await_count("pull peer", before.get("pull peer", 0) + 1) >= 1
