@@ -101,7 +101,7 @@ def simulate(
     names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     for name in names:
         layout = layout_of(name, what.groups, budget=what.budget, num_slabs=num_slabs, site=site)
-        films[name] = Film(layout)
+        films[name] = Film()
         reports[name] = _replayed(name, layout, lines, pace, seconds, films[name])
     if html is not None:
         from kvstow.render.simulation import simulation_page

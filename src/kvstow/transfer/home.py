@@ -39,6 +39,7 @@ class Home:
         self.arena = arena
         self.owner = owner
         self.transport = transport
+        self.telemetry = telemetry
         self.events = telemetry.events
         self.metrics = TransferMetrics(telemetry.registry)
         self.clock = clock

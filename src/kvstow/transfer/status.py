@@ -1,12 +1,18 @@
 """How an agent is doing, as a JSON document for `kvstow peers` and for dashboards."""
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.slabmap import slab_map
 
 if TYPE_CHECKING:
     from kvstow.transfer.service import Service
 
 STATUS_VERSION = 1
+RECENT = 30
+"""Events that are told, the latest ones."""
 
 
 def status_document(service: "Service") -> bytes:
@@ -50,4 +56,7 @@ def status_document(service: "Service") -> bytes:
         "quarantined_rows": service.quarantined_rows,
         "peers": peers,
         "guests": guests,
+        "slabs": asdict(slab_map(home.owner)) if isinstance(home.owner, Pool) else None,
+        "events": [json.loads(event.as_json()) for event in home.events.recent()[-RECENT:]],
+        "metrics": home.telemetry.exposition().decode(),
     }).encode()  # fmt: skip
