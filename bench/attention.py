@@ -87,6 +87,8 @@ def compared(cache: Cache, order: str, baseline: Pool, repeats: int) -> dict[str
 
 def main() -> None:
     options = arguments(__doc__ or "")
+    if not torch.cuda.is_available():
+        raise SystemExit("bench/attention.py needs a CUDA device")
     results: dict[str, object] = {}
     query = torch.randn(SEQUENCES, QUERY_HEADS, 128, device=DEVICE).bfloat16()
     for tokens in (16, 64):

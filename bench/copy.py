@@ -202,6 +202,8 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
 
 def main() -> None:
     options = arguments(__doc__ or "")
+    if not torch.cuda.is_available():
+        raise SystemExit("bench/copy.py needs a CUDA device")
     results: dict[str, object] = {}
     sections = {
         **{f"rows {c.row_bytes}": lambda c=c: rows_and_segments(c, options.bytes, options.repeats)

@@ -67,7 +67,9 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bytes", type=int, default=1 << 30, help="bytes moved per repeat")
-    return parser.parse_args()
+    options = parser.parse_args()
+    print("machine:", ", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
+    return options
 
 
 def interleaved(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -84,9 +86,6 @@ def interleaved(actions: dict[str, Callable[[], object]], repeats: int) -> dict[
 
 def write(path: Path | None, results: dict[str, object]) -> None:
     """Keep the results, with the machine beside them."""
-    document = {"machine": machine(), **results}
-    print("machine:", ", ".join(f"{k} {v}" for k, v in document["machine"].items()))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {path}")
+        path.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")

@@ -362,13 +362,15 @@ def test_the_paged_decode_kernel_honours_every_stride_on_the_device():
     from kvstow.memory.kernels import paged_decode
 
     for order in ORDERS:
-        for dtype in (DType.BFLOAT16, DType.FLOAT16):
-            for heads, tokens, dim in ((1, 1, 16), (2, 2, 16), (4, 4, 64), (8, 16, 128)):
-                layers = [layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype)
-                          for i in range(2)]  # fmt: skip
-                layout = packed(grouped(layers), num_slabs=24, site=Site(order=order))
-                report = check_attention(paged_decode, layout, device=DEVICE)
-                assert report.ok, report
+        for heads, tokens, dim, dtype in (
+            (1, 1, 16, DType.BFLOAT16), (2, 2, 16, DType.BFLOAT16), (4, 4, 64, DType.FLOAT16),
+            (8, 16, 128, DType.BFLOAT16),
+        ):  # fmt: skip
+            layers = [layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype)
+                      for i in range(2)]  # fmt: skip
+            layout = packed(grouped(layers), num_slabs=24, site=Site(order=order))
+            report = check_attention(paged_decode, layout, device=DEVICE)
+            assert report.ok, report
 
 
 def test_torch_attention_over_gathered_blocks_honours_every_stride_on_the_device():

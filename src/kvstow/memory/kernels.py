@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 # ruff: noqa: N803
 """Triton kernels, and the only module that imports triton.
 
@@ -71,42 +71,46 @@ def _words(memory: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 @triton.jit
-def _mixed(x):
-    """One odd number per x: a bijection of 64-bit words that leaves no pattern behind."""
+def _state_keys(index, seeds, keys, num_states, states, low, high, low2, high2, SIZE: tl.constexpr):
+    """T of every state of every listed block, 0 where it does not count."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    layer = tl.program_id(1)
+    there = at < num_states
+    state = tl.load(index + at // states, mask=there, other=0) * states + at % states
+    counted = ((state >= low) & (state < high)) | ((state >= low2) & (state < high2))
+    x = tl.load(seeds + layer).to(tl.uint64) + (state + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return (x ^ (x >> 31)) | 1
+    x = (x ^ (x >> 31)) | 1
+    found = tl.where(counted, x.to(tl.int64), 0)
+    tl.store(keys + layer.to(tl.int64) * num_states + at, found, mask=there)
 
 
 @triton.jit
 def _digest_cells(
-    memory, keys, ids, index, offsets, seeds, sums,
-    num_blocks, chunk, states, cell_words, tiles_per_head,
-    block_stride, head_stride, token_stride, low, high, low2, high2,
+    memory, keys, state_keys, ids, offsets, sums,
+    num_blocks, chunk, states, cell_words, tiles_per_head, block_stride, head_stride, token_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """One tile of one head's cells, summed over a chunk of blocks, then times its keys."""
     tile, part, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = (tile // tiles_per_head).to(tl.int64)
     word = (tile % tiles_per_head) * WORDS + tl.arange(0, WORDS)
     inside = word < cell_words
-    seed = tl.load(seeds + layer).to(tl.uint64)
     base = tl.load(offsets + layer) + head * head_stride
+    factors = state_keys + layer.to(tl.int64) * num_blocks * states
     total = tl.full((TOKENS, WORDS), 0, tl.uint64)
     for i in range(part * chunk, tl.minimum((part + 1) * chunk, num_blocks)):
         page = base + tl.load(ids + i) * block_stride
-        first = tl.load(index + i) * states
         for done in range(0, states, TOKENS):
             token = done + tl.arange(0, TOKENS)
-            state = first + token
-            counted = ((state >= low) & (state < high)) | ((state >= low2) & (state < high2))
-            counted = counted & (token < states)
+            factor = tl.load(factors + i * states + token, mask=token < states, other=0)
             cell = page + token * token_stride
             if ALIGNED:
                 cell = tl.multiple_of(cell, 4)
             where = memory + cell[:, None] + word[None, :]
-            words = tl.load(where, mask=counted[:, None] & inside[None, :], other=0)
-            key = _mixed(seed + (state + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-            total += words.to(tl.uint64) * key[:, None]
+            words = tl.load(where, mask=(factor != 0)[:, None] & inside[None, :], other=0)
+            total += words.to(tl.uint64) * factor.to(tl.uint64)[:, None]
     key = tl.load(keys + head * cell_words + word, mask=inside, other=0).to(tl.uint64)
     found = tl.sum(tl.sum(total * key[None, :], axis=1), axis=0)
     slot = (layer * tl.num_programs(1) + part) * tl.num_programs(0) + tile
@@ -134,16 +138,20 @@ def digest_cells(
     ids, index = blocks
     offsets, seeds = layers
     heads, cell_words = keys.shape
+    num_states = len(ids) * states
+    state_keys = torch.empty((len(offsets), num_states), dtype=torch.int64, device=memory.device)
+    _state_keys[(triton.cdiv(num_states, 256), len(offsets))](
+        index, seeds, state_keys, num_states, states, *counted, SIZE=256
+    )
     tokens = min(16, triton.next_power_of_2(states))
     words = min(triton.next_power_of_2(cell_words), 2048 // tokens)
     tiles_per_head = triton.cdiv(cell_words, words)
     chunk = max(1, (64 << 10) // (words * states * memory.element_size()))
-    parts = triton.cdiv(len(ids), chunk)
-    grid = (heads * tiles_per_head, parts, len(offsets))
+    grid = (heads * tiles_per_head, triton.cdiv(len(ids), chunk), len(offsets))
     sums = torch.empty(grid, dtype=torch.int64, device=memory.device)
     _digest_cells[grid](
-        memory, keys, ids, index, offsets, seeds, sums,
-        len(ids), chunk, states, cell_words, tiles_per_head, *strides, *counted,
+        memory, keys, state_keys, ids, offsets, sums,
+        len(ids), chunk, states, cell_words, tiles_per_head, *strides,
         TOKENS=tokens, WORDS=words, ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
     return int(sums.sum().item())
