@@ -92,8 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())  # fmt: skip
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in facts if line.startswith("model name")]
+    cpu = names[0] if names else platform.machine()
     machine = f"{cpu}, Python {platform.python_version()}, numpy {np.__version__}"
     print(f"{machine}\n", file=sys.stderr)
     report: dict[str, Any] = {"machine": machine, "compile": {}, "expand": {}}

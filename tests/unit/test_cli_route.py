@@ -37,6 +37,11 @@ def test_heads_outermost_on_both_sides_is_the_cheapest_for_different_tp():
     assert both["moves_per_block"] == 2
 
 
+def test_an_order_is_proposed_only_where_it_is_cheaper():
+    found = document("llama-3.1-8b", "llama-3.1-8b")
+    assert all(best["orders"] == found["orders"] for best in found["cheapest"])
+
+
 def test_the_time_is_moves_and_bytes_at_the_stated_rates():
     arguments = ("llama-3.1-8b@order=LBHNC", "llama-3.1-8b", "--tokens", "1024")
     found = document(*arguments, "--link", "10:2")

@@ -214,7 +214,9 @@ def cheapest(here: Named, there: Named, found: Sequence[Leg]) -> list[dict[str, 
     best: list[dict[str, Any]] = []
     for change, pairs in changes:
         costs = {pair: _moves(ours[pair[0]], theirs[pair[1]][0], found) for pair in pairs}
-        (one, other), moves = min(costs.items(), key=lambda item: item[1])
+        (one, other), moves = min(
+            costs.items(), key=lambda item: (item[1], item[0] != (mine, yours))
+        )
         best.append({"change": change, "orders": [one, other], "moves_per_block": _number(moves)})
     return best
 
