@@ -13,6 +13,7 @@ import typer
 from kvstow import __version__
 from kvstow.cli.check import check
 from kvstow.cli.compare import compare
+from kvstow.cli.dash import dash
 from kvstow.cli.demo import demo
 from kvstow.cli.output import Commands
 from kvstow.cli.plan import plan
@@ -50,6 +51,7 @@ def kvstow(
 app.command("plan")(plan)
 app.command("compare")(compare)
 app.command("check")(check)
+app.command("dash")(dash)
 app.command("demo")(demo)
 app.command("route")(route)
 app.command("route-requests")(route_requests)

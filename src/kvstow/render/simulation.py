@@ -30,7 +30,7 @@ def simulation_page(
             for name, report in reports.items()
         },
     }
-    return page(f"{model}: {trace} simulated", data, ("simulate.js",))
+    return page(f"{model}: {trace} simulated", data, ("slabmap.js", "simulate.js"))
 
 
 def _curves(samples: Sequence[Sample]) -> dict[str, Any]:
