@@ -143,7 +143,7 @@ def lists(data: st.DataObject, layout: Layout, num_tokens: int) -> dict[int, Blo
 @quick
 @given(st.data())
 def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObject) -> None:
-    _, num_tokens, ((_, a), (_, b)) = sides(data, 16)
+    _, num_tokens, ((_, a), (_, b)) = sides(data, 64)
     source, destination = (Side(x, lists(data, x, num_tokens)) for x in (a, b))
     exact = data.draw(st.booleans())
     start = data.draw(st.integers(0, num_tokens))
@@ -179,7 +179,7 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
 @quick
 @given(st.data())
 def test_all_sources_together_write_every_byte_exactly_once(data: st.DataObject) -> None:
-    model, num_tokens, ((how, _), (_, b)) = sides(data, 8)
+    model, num_tokens, ((how, _), (_, b)) = sides(data, 64)
     destination = Side(b, lists(data, b, num_tokens))
     peers = [how.layout(model, r, p, num_tokens) for p in range(how.pp) for r in range(how.tp)]
     assume(sum(peer.nbytes for peer in peers) <= LARGEST_ARENA)
