@@ -166,7 +166,7 @@ def index(directory: Path, num_rows: int) -> dict[str, object]:
             write.add_segment(segment, 0, slots)
         places = write.free(0, num_rows)
         write.lease(0, places, 1)
-        entries = [Entry(at, key, i + 1, 0, 0, b"", b"")
+        entries = [Entry(at, key, i + 1, 0, 0, b"")
                    for i, (at, key) in enumerate(zip(places, keys, strict=True))]  # fmt: skip
         write.enter(0, entries, 1)
     tier.close()

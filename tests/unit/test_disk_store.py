@@ -9,7 +9,7 @@ import xxhash
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.disk import Chain, DiskTier
+from kvstow.offload.disk import DiskTier
 from kvstow.offload.faulty import Fails, FaultyFiles, Flips, Tears
 from kvstow.offload.image import image
 from kvstow.offload.record import RECORD_BYTES, Link, Record, decode
@@ -273,7 +273,7 @@ def test_evicted_rows_are_gone_and_their_slots_used_again(tmp_path):
 def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=4 * MIB)
     row = random_rows(tier.layout.row_bytes(1), 1, 5)[0]
-    tier.store(1, [b"the key"], [row], Chain([Link(7, b"parent")]))
+    tier.store(1, [b"the key"], [row], [Link(7, b"parent")])
     tier.close()
     data = next(tmp_path.glob("segment-*.kv")).read_bytes()
     assert data[:8] == b"kvstowS1"

@@ -15,7 +15,7 @@ from collections import Counter as Tally
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 
@@ -52,31 +52,6 @@ PARTS = 2
 """Parts that are being written while one is leased or entered."""
 
 BEAT_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Where rows stand in their sequences; tokens are theirs, as little-endian int32."""
-
-    links: Sequence[Link]
-    tokens: Sequence[bytes] = ()
-
-    def link(self, i: int) -> Link:
-        return self.links[i] if self.links else Link()
-
-    def block_tokens(self, i: int) -> bytes:
-        return self.tokens[i] if self.tokens else b""
-
-
-UNCHAINED = Chain(())
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some rows of a store call, on their way."""
-
-    writing: Writing
-    tokens: tuple[bytes, ...]
 
 
 class DiskTier:
@@ -143,7 +118,7 @@ class DiskTier:
     # ── store ─────────────────────────────────────────────────────────────────────
 
     def store(
-        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], chain: Chain = UNCHAINED
+        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], links: Sequence[Link] = ()
     ) -> Bools:
         """Keep rows; which of them are kept now.
 
@@ -155,11 +130,11 @@ class DiskTier:
         missing = firsts(keys, ~kept)
         step = max(1, LEASE_BYTES // self._segments.slot_bytes[group])
         done: set[bytes] = set()
-        under_way: list[_Part] = []
+        under_way: list[Writing] = []
         try:
             for start in range(0, len(missing), step):
                 part = missing[start : start + step]
-                under_way.append(self._start(group, keys, rows, chain, part))
+                under_way.append(self._start(group, keys, rows, links, part))
                 if len(under_way) > PARTS:
                     done |= self._finish(group, under_way.pop(0))
             while under_way:
@@ -170,24 +145,26 @@ class DiskTier:
         return kept | np.array([key in done for key in keys], bool)
 
     def _start(
-        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], chain: Chain,
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[Link],
         part: Sequence[int],
-    ) -> _Part:  # fmt: skip
+    ) -> Writing:
         """Lease slots for rows and begin to write them; no more than there is room for."""
         marks = [mark(keys[i]) for i in part]
         places, first = self._room.lease(group, marks, self._busy())
-        slotted = [
-            Slotted(at, self._record(group, keys[i], first + n, chain.link(i)), rows[i])
-            for n, (at, i) in enumerate(zip(places, part, strict=False))
-        ]
-        tokens = tuple(chain.block_tokens(i) for i in part)
-        return _Part(self._segments.start(group, slotted), tokens)
+        slotted: list[Slotted] = []
+        for n, (at, i) in enumerate(zip(places, part, strict=False)):
+            link = links[i] if links else Link()
+            slotted.append(Slotted(at, self._record(group, keys[i], first + n, link), rows[i]))
+        return self._segments.start(group, slotted)
 
-    def _finish(self, group: int, part: _Part) -> set[bytes]:
+    def _finish(self, group: int, writing: Writing) -> set[bytes]:
         """Enter what has reached the medium; its keys. Raises where something has not."""
-        slotted, records = part.writing.rows, self._segments.finish(part.writing)
-        good = [(s.place, r, tokens)
-                for s, r, tokens in zip(slotted, records, part.tokens, strict=False)
+        slotted, records = writing.rows, self._segments.finish(writing)
+        good = [(s.place, r) for s, r in zip(slotted, records, strict=True)
                 if isinstance(r, Record)]  # fmt: skip
         entered = self._enter(group, good)
         bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
@@ -198,10 +175,10 @@ class DiskTier:
                              f"{next(iter(bad.values()))}")  # fmt: skip
         return entered
 
-    def _abandon(self, part: _Part) -> None:
+    def _abandon(self, writing: Writing) -> None:
         """Wait until nothing writes any more, then give the slots back."""
-        wait(part.writing.futures)
-        self._release([row.place for row in part.writing.rows])
+        wait(writing.futures)
+        self._release([row.place for row in writing.rows])
 
     def _record(self, group: int, key: bytes, generation: int, link: Link) -> Record:
         return Record(
@@ -209,11 +186,11 @@ class DiskTier:
             row_bytes=self.layout.row_bytes(group),
         )  # fmt: skip
 
-    def _enter(self, group: int, good: Sequence[tuple[int, Record, bytes]]) -> set[bytes]:
+    def _enter(self, group: int, good: Sequence[tuple[int, Record]]) -> set[bytes]:
         """Turn what is on the medium into rows; their keys."""
         entries = [
-            Entry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent, tokens)
-            for at, r, tokens in good
+            Entry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
+            for at, r in good
         ]
         with self._index.write() as write:
             entered = write.enter(group, entries, self._place.owner)

@@ -87,6 +87,11 @@ class Files:
         finally:
             os.close(fd)
 
+    def free(self, path: Path) -> int:
+        """Bytes that the file system of a directory has left for us."""
+        left = os.statvfs(path)
+        return left.f_bavail * left.f_frsize
+
     def size(self, path: Path) -> int | None:
         """Bytes of the file; None where there is no such file."""
         try:

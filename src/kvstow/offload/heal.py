@@ -19,7 +19,7 @@ from kvstow.offload.files import BLOCK, Files
 from kvstow.offload.image import image
 from kvstow.offload.index import FREE, Entry, Index, IndexBroken, Write, place
 from kvstow.offload.record import Record, slot_bytes
-from kvstow.offload.segments import Segments
+from kvstow.offload.segments import Segments, decode_header
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, encode, fingerprint
 from kvstow.plan.view import align_up
@@ -68,7 +68,7 @@ class Place:
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-            self.layout = _layout(path, layout)
+            self.layout = _stored_layout(path, layout)
             self.index, broken = self._sound_index()
         except BaseException:
             os.close(self._lock)
@@ -128,6 +128,7 @@ class Place:
         """Bytes of a data file, and of all of them together at most."""
         with self.index.write() as write:
             known = dict(write.ask("SELECT name, value FROM meta"))
+            write.set_meta("fingerprint", fingerprint(self.layout))
             most = capacity or known.get("capacity") or 0
             size = known.get("segment_bytes") or _found_size(self.path)
             if size is None:
@@ -141,11 +142,12 @@ class Place:
         return size, most
 
 
-def _layout(path: Path, wanted: Layout | None) -> Layout:
+def _stored_layout(path: Path, wanted: Layout | None) -> Layout:
     """The layout of the store's rows: that in the directory, else the wanted one's images."""
     file = path / "layout.json"
     if not file.exists():
         assert wanted is not None
+        _check_headers(path, fingerprint(image(wanted)))
         with tempfile.NamedTemporaryFile(dir=path, prefix="layout-", suffix=".tmp") as new:
             new.write(encode(image(wanted)))
             new.flush()
@@ -153,6 +155,19 @@ def _layout(path: Path, wanted: Layout | None) -> Layout:
             with suppress(FileExistsError):  # another process was faster
                 os.link(new.name, file)
     return decode(file.read_bytes())
+
+
+def _check_headers(path: Path, wanted: str) -> None:
+    """Refuses a layout that some data file of the directory was not made for."""
+    for file in sorted(path.glob("segment-*.kv")):
+        with open(file, "rb") as data:
+            header = decode_header(data.read(BLOCK))
+        if header is not None and header.fingerprint.hex() != wanted:
+            raise StoreError(
+                f"{file}: rows of another layout, {header.fingerprint.hex()[:12]}, not "
+                f"{wanted[:12]}; layout.json is missing\n\n"
+                "hint: give the layout that the store was made for"
+            )
 
 
 def _found_size(path: Path) -> int | None:
@@ -252,5 +267,5 @@ def _enter(write: Write, newest: dict[tuple[int, bytes], tuple[int, Record]]) ->
     for at, record in found:
         write.lease(record.group, [at], REBUILDER)
         entry = Entry(at, record.key, record.generation, record.checksum, record.link.block,
-                      record.link.parent, b"")  # fmt: skip
+                      record.link.parent)  # fmt: skip
         write.enter(record.group, [entry], REBUILDER)

@@ -43,7 +43,7 @@ CREATE INDEX slots_free ON slots (grp, place) WHERE owner = 0;
 CREATE TABLE rows (
     place INTEGER PRIMARY KEY, grp INTEGER NOT NULL, key BLOB NOT NULL,
     generation INTEGER NOT NULL, checksum INTEGER NOT NULL,
-    block INTEGER NOT NULL, parent BLOB NOT NULL, tokens BLOB NOT NULL, seq INTEGER NOT NULL);
+    block INTEGER NOT NULL, parent BLOB NOT NULL, seq INTEGER NOT NULL);
 CREATE UNIQUE INDEX rows_key ON rows (key, grp);
 CREATE INDEX rows_seq ON rows (grp, seq);
 CREATE TABLE owners (
@@ -83,7 +83,6 @@ class Entry:
     checksum: int
     block: int
     parent: bytes
-    tokens: bytes
 
 
 @contextmanager
@@ -272,9 +271,8 @@ class Write:
                 entered.append(False)
                 continue
             done = self.tell(
-                "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, e.tokens,
-                seq + i,
+                "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, seq + i,
             )  # fmt: skip
             if not done:
                 self.lease(group, [e.place], FREE)
@@ -282,10 +280,13 @@ class Write:
         return entered
 
     def drop(self, group: int, places: Iterable[int], *, to: int = FREE) -> int:
-        """Forget the rows at these places, which become free (or retired); how many were."""
+        """Forget the group's rows at these places, which become free (or retired); how many.
+
+        A place that has passed to another group meanwhile stays as it is.
+        """
         count = 0
         for at in places:
-            if self.tell("DELETE FROM rows WHERE place = ?", at):
+            if self.tell("DELETE FROM rows WHERE place = ? AND grp = ?", at, group):
                 self.lease(group, [at], to)
                 count += 1
         return count

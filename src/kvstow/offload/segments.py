@@ -18,6 +18,7 @@
 All files of a store are equally long, so one can pass from a group to another.
 """
 
+import errno
 import os
 import queue
 import struct
@@ -39,6 +40,8 @@ from kvstow.plan.layout import Layout
 MAGIC = b"kvstowS1"
 CHUNK_BYTES = 4 << 20
 """Adjacent slots are read and written together up to this length."""
+
+INDEX_RESERVE = 16 << 20
 
 _HEADER = struct.Struct("<8sQQII32s")
 _OWN = struct.Struct("<q")
@@ -125,7 +128,13 @@ class Segments:
         return self._files.size(self.file(segment))
 
     def create(self, segment: int, group: int) -> None:
-        """A new data file, its space set aside. Raises OSError, having left nothing."""
+        """A new data file, its space set aside. Raises OSError, having left nothing.
+
+        The last of the disk is left to the index: a store that cannot write it is of no use.
+        """
+        reserve = min(INDEX_RESERVE, 4 * self.segment_bytes)
+        if self._files.free(self.path) < self.segment_bytes + reserve:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path = self.file(segment)
         fd = self._files.open(path, create=True)
         try:

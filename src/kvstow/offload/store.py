@@ -14,9 +14,10 @@ import numpy.typing as npt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.bridge import check_joinable
-from kvstow.offload.disk import UNCHAINED, Chain, DiskTier
+from kvstow.offload.disk import DiskTier
 from kvstow.offload.files import Files
 from kvstow.offload.policies import PolicyName
+from kvstow.offload.record import Link
 from kvstow.offload.staging import Window
 from kvstow.offload.tier import Bools, checked_keys
 from kvstow.plan.layout import Layout
@@ -73,10 +74,11 @@ class Store:
         group: int,
         ids: npt.ArrayLike,
         keys: Sequence[bytes],
-        chain: Chain = UNCHAINED,
+        links: Sequence[Link] = (),
     ) -> Bools:
         """Keep blocks of an arena on disk; which of them are there now.
 
+        `links` say where the blocks stand in their sequences, for `kvstow store convert`.
         Nobody may write to them meanwhile. Raises StoreError, naming the blocks, when the
         medium fails.
         """
@@ -85,9 +87,8 @@ class Store:
         for lo in range(0, len(blocks), window.num_rows):
             part = slice(lo, min(lo + window.num_rows, len(blocks)))
             rows = window.fetch(blocks[part])
-            some = Chain(chain.links[part], chain.tokens[part])
             try:
-                kept[part] = self.tier.store(window.tier_group, keys[part], rows, some)
+                kept[part] = self.tier.store(window.tier_group, keys[part], rows, links[part])
             except StoreError as error:
                 named = tuple((group, int(block)) for block in blocks[part])
                 raise StoreError(str(error), blocks=named) from error

@@ -1,0 +1,161 @@
+"""A store rewritten for another layout: other order, alignment, tp or more tokens per block.
+
+Rows go through routes, a batch at a time. With the same tokens per block a row keeps its key.
+With a multiple of them, as many rows in a chain become one, and it has the key of the last: keys
+name everything up to the end of a block (`keys.block_keys`). Fewer tokens per block would need
+keys for block ends that the store has never seen, and is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstow.errors import StoreError
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import copy
+from kvstow.offload.disk import DiskTier
+from kvstow.offload.image import stacked
+from kvstow.offload.record import Link
+from kvstow.offload.staging import STAGE_BYTES, views
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.layout import Layout
+from kvstow.plan.sources import Source, sources
+from kvstow.plan.spec import State
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A row to be made: the keys of the rows it is made of, in order, and its own place."""
+
+    keys: tuple[bytes, ...]
+    link: Link
+
+    @property
+    def key(self) -> bytes:
+        return self.keys[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What became of a store's rows."""
+
+    written: int
+    incomplete: int
+    """Rows of the new store for which some row of the old ones was missing or damaged."""
+
+
+def convert(old: Sequence[DiskTier], new: DiskTier) -> Converted:
+    """Write the rows of stores of one deployment's ranks into a store of another layout."""
+    written = incomplete = 0
+    for group in range(len(new.layout.groups)):
+        theirs = _group_of(old[0].layout, new.layout, group)
+        ratio = _ratio(old[0].layout, theirs, new.layout, group)
+        stage = _Stage(old, theirs, new.layout, group, ratio)
+        for runs in stage.batches(_runs(old[0], theirs, ratio)):
+            done = stage.moved(runs, new)
+            written += done
+            incomplete += len(runs) - done
+    return Converted(written, incomplete)
+
+
+class _Stage:
+    """Room for a batch of rows of one group, of every old store and of the new one."""
+
+    def __init__(
+        self, old: Sequence[DiskTier], theirs: int, layout: Layout, group: int, ratio: int
+    ) -> None:
+        self._old, self._theirs, self._group = old, theirs, group
+        self._recurrent = isinstance(layout.groups[group].group.retention, State)
+        self._parts = 1 if self._recurrent else ratio
+        self._tokens = layout.groups[group].group.block_tokens
+        self.num_rows = max(1, STAGE_BYTES // layout.row_bytes(group))
+        shapes = [stacked(tier.layout, theirs, self.num_rows * self._parts) for tier in old]
+        self._target = Arena(stacked(layout, group, self.num_rows))
+        self._sources: tuple[Source, ...] = sources(shapes, self._target.layout)
+        self._stages = {s.index: Arena(shapes[s.index]) for s in self._sources}
+
+    def batches(self, runs: Iterator[Run]) -> Iterator[list[Run]]:
+        batch: list[Run] = []
+        for run in runs:
+            batch.append(run)
+            if len(batch) == self.num_rows:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def moved(self, runs: Sequence[Run], new: DiskTier) -> int:
+        """Read, route and write a batch; how many rows the new store has of it."""
+        keys = [key for run in runs for key in run.keys]
+        whole = np.ones(len(runs), bool)
+        for index, stage in self._stages.items():
+            rows = views(stage, 0, np.arange(1, len(keys) + 1))
+            found = self._old[index].load(self._theirs, keys, rows)
+            whole &= found.reshape(len(runs), self._parts).all(axis=1)
+        good = np.flatnonzero(whole)
+        for source in self._sources:
+            self._route(source, good)
+        rows = views(self._target, 0, good + 1)
+        chosen = [runs[i] for i in good.tolist()]
+        links = [run.link for run in chosen]
+        return int(new.store(self._group, [run.key for run in chosen], rows, links).sum())
+
+    def _route(self, source: Source, good: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
+        """Bring every good row across, each as a request of its own."""
+        stage = self._stages[source.index]
+        for i in good.tolist():
+            first = 1 + i * self._parts
+            theirs = {0: Blocks.first(np.arange(first, first + self._parts))}
+            ours = {0: Blocks.first([1 + i])}
+            copy(stage, self._target, source.route.moves(theirs, ours, self._tokens)).wait()
+
+
+def _group_of(old: Layout, new: Layout, group: int) -> int:
+    """The old group that has the layers of a new one."""
+    names = [layer.name for layer in new.groups[group].group.layers]
+    for g, rows in enumerate(old.groups):
+        if [layer.name for layer in rows.group.layers] == names:
+            return g
+    raise StoreError(
+        f"no group of the old store has the {len(names)} layers of group "
+        f"{new.groups[group].group.name!r}\n\nhint: plan the new layout with the same groups"
+    )
+
+
+def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
+    """How many old blocks make a new one."""
+    before = old.groups[theirs].group.block_tokens
+    after = new.groups[group].group.block_tokens
+    if after % before:
+        raise StoreError(
+            f"group {new.groups[group].group.name!r}: blocks of {before} tokens do not make blocks "
+            f"of {after}: the keys of their ends are unknown\n\n"
+            f"hint: choose a multiple of {before} tokens per block"
+        )
+    return after // before
+
+
+def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[Run]:
+    """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block."""
+    rows = tier.index.ask("SELECT key, block, parent FROM rows WHERE grp = ? ORDER BY seq", group)
+    recurrent = isinstance(tier.layout.groups[group].group.retention, State)
+    known = {key: (block, parent) for key, block, parent in rows}
+    for key, block, _ in rows:
+        if (block + 1) % ratio and ratio > 1:
+            continue
+        chain = [key]
+        while len(chain) < (1 if recurrent else ratio) and chain[0] in known:
+            chain.insert(0, known[chain[0]][1])
+        if all(link in known for link in chain):
+            parent = _ancestor(known, key, ratio)
+            yield Run(tuple(chain), Link((block + 1) // ratio - 1, parent))
+
+
+def _ancestor(known: dict[bytes, tuple[int, bytes]], key: bytes, steps: int) -> bytes:
+    """The key `steps` blocks before; nothing where the chain begins or is not known so far."""
+    for _ in range(steps):
+        if key not in known:
+            return b""
+        key = known[key][1]
+    return key
