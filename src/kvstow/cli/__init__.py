@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from kvstow import __version__
+from kvstow.cli.bench import bench
 from kvstow.cli.check import check
 from kvstow.cli.compare import compare
 from kvstow.cli.dash import dash
 from kvstow.cli.demo import demo
 from kvstow.cli.output import Commands
+from kvstow.cli.peers import peers
 from kvstow.cli.plan import plan
 from kvstow.cli.route import route
 from kvstow.cli.route_requests import route_requests
@@ -53,9 +55,11 @@ app.command("compare")(compare)
 app.command("check")(check)
 app.command("dash")(dash)
 app.command("demo")(demo)
+app.command("peers")(peers)
 app.command("route")(route)
 app.command("route-requests")(route_requests)
 app.command("simulate")(simulate)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

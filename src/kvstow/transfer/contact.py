@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvstow.transfer.leg import Leg
 
 ContactState = Literal["idle", "greeting", "probing", "ready", "broken"]
-PROBES = 3
+PROBES = 5
 """The first one also connects, so it never counts alone."""
 
 

@@ -8,13 +8,16 @@ from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
 
 IN_FLIGHT = 3
 LEAST_CHUNK = 16 << 20
+USUAL_CHUNK = 64 << 20
 MOST_CHUNK = 1 << 30
 CHUNK_SECONDS = 0.02
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
 
 def chunk_bytes(bytes_per_second: float) -> int:
-    """How much to post at once over a path of this rate."""
+    """How much to post at once over a path of this rate; 0 where it is not known."""
+    if bytes_per_second == 0:
+        return USUAL_CHUNK
     return int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
 
 

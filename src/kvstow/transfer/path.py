@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvstow.transfer.transport import Direction
 
-PREFER_READ = 1.25
+PREFER_READ = 2.0
 """Writing costs the producer work: it has to be so much faster to be chosen."""
 
 

@@ -24,6 +24,7 @@ from kvstow.plan.manifest import decode
 from kvstow.plan.route import Claims, Route, route
 from kvstow.plan.sources import sources
 from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.contact import PROBES
 from kvstow.transfer.digesting import digests, unpacked_claims
 from kvstow.transfer.home import PROBE_BYTES, Home, check_blocks
 from kvstow.transfer.lease import Leases
@@ -52,6 +53,9 @@ from kvstow.transfer.wire import (
     Welcome,
     Written,
 )
+
+AWAKE_AFTER_HELLO = 0.5
+"""A new guest measures how fast it can read: that takes our help, and is not announced."""
 
 SILENT_BEATS = 30
 """A guest that was silent for so many heartbeats is forgotten."""
@@ -112,10 +116,17 @@ class Serving:
         self._writings: dict[tuple[int, int], Writing] = {}
         self._probes: list[Probe] = []
         self._digests: list[tuple[Guest, int, Future[tuple[int, ...]]]] = []
+        self._awake_until = 0.0
+
+    def stay_awake(self, seconds: float) -> None:
+        """Make progress without pause for so long: some engines' targets have to."""
+        self._awake_until = max(self._awake_until, self._home.clock() + seconds)
 
     @property
     def busy(self) -> bool:
         """Whether a guest needs this process to make progress."""
+        if self._home.clock() < self._awake_until:
+            return True
         return bool(self._writings or self._probes or self._digests) or any(
             guest.reading for guest in self.guests.values()
         )
@@ -164,6 +175,7 @@ class Serving:
             self._forget(old)
         guest.heard_at = now
         self.guests[line.session] = guest
+        self.stay_awake(AWAKE_AFTER_HELLO)
         self._channel.send(line, Welcome(self._home.card))
 
     def _forget(self, guest: Guest) -> None:
@@ -310,13 +322,13 @@ class Writing:
 
 
 class Probe:
-    """A few megabytes written into a guest's probe memory, three times."""
+    """A few megabytes written into a guest's probe memory, several times."""
 
     def __init__(self, home: Home, guest: Guest, nbytes: int) -> None:
         self.guest = guest
         self._home = home
         self._nbytes = min(PROBE_BYTES, max(1, nbytes), guest.card.probe.nbytes)
-        self._left = 3
+        self._left = PROBES
         self._best = 0.0
         self._mover: Mover | None = None
         self._started = 0.0

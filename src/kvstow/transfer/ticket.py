@@ -114,9 +114,11 @@ class Ticket:
         if not whole or blake2b(body, digest_size=_CHECKSUM).digest() != data[:_CHECKSUM]:
             raise _bad("the checksum does not match: it was cut or changed on the way")
         try:
-            return _ticket(msgspec.msgpack.decode(body, type=_Body))
+            ticket = _ticket(msgspec.msgpack.decode(body, type=_Body))
         except (msgspec.MsgspecError, SpecError) as error:
             raise _bad(str(error)) from None
+        ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
+        return ticket
 
     @staticmethod
     def parse(text: str) -> "Ticket":

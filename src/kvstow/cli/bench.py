@@ -1,0 +1,84 @@
+"""`kvstow bench`: ratios measured on this machine, in one run."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import emit_json, emit_text, human, note, table
+
+bench = typer.Typer(no_args_is_help=True, help="Ratios measured on this machine, in one run.")
+
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
+Layers = Annotated[int, typer.Option("--layers", min=1, help="Layers, K and V of 16 KiB each.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often; the best counts.")]
+Tcp = Annotated[bool, typer.Option("--tcp", help="Over TCP on loopback, as between hosts.")]
+Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
+Way = Annotated[
+    Literal["read", "write"] | None,
+    typer.Option("--direction", help="Force a direction; measured if not.", show_default=False),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="FILE", help="Also write the JSON here.", show_default=False),
+]
+
+
+@bench.callback()
+def group() -> None:
+    """Ratios measured on this machine, in one run."""
+
+
+@bench.command("transfer")
+def transfer(
+    rows: Rows = 512,
+    layers: Layers = 46,
+    repeats: Repeats = 5,
+    tcp: Tcp = False,
+    device: Device = "cpu",
+    direction: Way = None,
+    output: Output = None,
+    json: options.Json = False,
+) -> None:
+    """Pull scattered rows between two processes over NIXL.
+
+    Against one contiguous buffer (the limit), and against per-layer pieces, through NIXL
+    alone, in the same run.
+    """
+    if tcp:  # has to be there before NIXL is loaded, here and in the other process
+        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    from kvstow.transfer.bench import Setting, measured
+
+    setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
+    note(f"moving {human(setting.nbytes)} {5 * (1 + repeats)} times between two processes")
+    found = measured(setting, direction)
+    if output is not None:
+        import json as json_
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json_.dumps(found, indent=1) + "\n")
+    if json:
+        emit_json(found)
+    else:
+        emit_text(*_shown(found))
+
+
+def _shown(found: dict[str, Any]) -> list[str]:
+    names = {
+        "raw": "one contiguous buffer, NIXL alone",
+        "contiguous": "rows in order, pulled",
+        "rows": "rows scattered, pulled",
+        "sampled": "rows scattered, pulled, digest sampled",
+        "per_layer": "pieces of 16 KiB, NIXL alone",
+    }
+    rates, descriptors = found["gigabytes_per_second"], found["descriptors"]
+    lines = [(text, str(descriptors[name]), f"{rates[name]:.2f}") for name, text in names.items()]
+    return [
+        found["machine"],
+        table(("moved by " + found["direction"], "descriptors", "GB/s"), lines),
+        f"{found['ratio_to_raw']:.2f} of the limit, {found['ratio_to_per_layer']:.2f} times the "
+        f"pieces' rate\n{found['overhead_us_per_pull']:.0f} µs of our own per pull, "
+        f"{found['contact_ms']:.1f} ms at first contact",
+    ]
