@@ -28,6 +28,8 @@ function sideSegments(side, at, colour, width, scale, name) {
   return segments;
 }
 
+/** A rank, and its group where one rank has several for this destination group. */
+const sourceName = (group, source) => (new Set(group.sources.map(({ group: name }) => name)).size > 1 ? `${source.name} ${source.group}` : source.name);
 const shortLayer = (name) => `L${name.split(".").find((part) => /^\d+$/.test(part)) ?? ""}`;
 
 function bandPath([, s, sBytes, d, dBytes], top, bottom, height) {
@@ -45,7 +47,7 @@ function drawBands(group, width, top, bottom) {
     return {
       band, group: leg,
       title: copies === 1 ? `One copy of ${bytes(nbytes)}` : `${count(copies)} copies of ${bytes(Math.round(nbytes / copies))} each`,
-      facts: [["from", `${source.name}, block ${Math.floor((s - source.at) / source.block_bytes)}, byte ${count((s - source.at) % source.block_bytes)} of it`], ["to", `block ${Math.floor(d / group.destination.block_bytes)}, byte ${count(d % group.destination.block_bytes)} of it`], ["in all", bytes(nbytes)]],
+      facts: [["from", `${sourceName(group, source)}, block ${Math.floor((s - source.at) / source.block_bytes)}, byte ${count((s - source.at) % source.block_bytes)} of it`], ["to", `block ${Math.floor(d / group.destination.block_bytes)}, byte ${count(d % group.destination.block_bytes)} of it`], ["in all", bytes(nbytes)]],
     };
   });
   const rects = segments.map((segment) => {
@@ -66,11 +68,11 @@ const draw = redrawn(picture, (width) => {
   const group = data.groups[chosen];
   const most = Math.max(group.source_bytes, group.destination.num_blocks * group.destination.block_bytes);
   const scale = width / most;
-  const top = group.sources.flatMap((source, i) => sideSegments(source, source.at, i, width, scale, `${source.name}: `));
+  const top = group.sources.flatMap((source, i) => sideSegments(source, source.at, i, width, scale, `${sourceName(group, source)}: `));
   const bottom = sideSegments(group.destination, 0, 7, width, scale, "");
   tip.hide();
   picture.replaceChildren(
-    el("div", { class: "lane-name" }, el("b", {}, `from ${group.sources[0].order}, ${count(group.sources[0].block_tokens)} tokens per block`), el("span", {}, group.sources.map((source, i) => el("span", { style: "margin-left:1rem" }, el("span", { class: `swatch g${i % 8}` }), `${source.name}: ${counted(source.num_blocks, "block")}`)))),
+    el("div", { class: "lane-name" }, el("b", {}, `from ${group.sources[0].order}, ${count(group.sources[0].block_tokens)} tokens per block`), el("span", {}, group.sources.map((source, i) => el("span", { style: "margin-left:1rem" }, el("span", { class: `swatch g${i % 8}` }), `${sourceName(group, source)}: ${counted(source.num_blocks, "block")}`)))),
     bar("Source blocks", top, most, width, 28), drawBands(group, width, scale, scale), bar("Destination blocks", bottom, most, width, 28),
     el("div", { class: "lane-name" }, el("b", {}, `to ${group.destination.order}, ${count(group.block_tokens)} tokens per block`), el("span", {}, `${counted(group.destination.num_blocks, "block")} of ${bytes(group.destination.block_bytes)}`)),
   );
