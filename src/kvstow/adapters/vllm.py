@@ -327,6 +327,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KvstowCard:
         return KvstowCard(self._hands.card)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._hands.promise(self._step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._hands.begin(self._step)
 

@@ -54,6 +54,11 @@ class Leases:
     def __contains__(self, id: int) -> bool:
         return id in self._running
 
+    def has_ended(self, id: int) -> bool:
+        """Whether it ran here and no longer does. One that is not known may still be granted:
+        an engine's scheduler gives tickets out before the agent hears of them."""
+        return id in self._ended
+
     @staticmethod
     def fresh_id() -> int:
         """An id that nobody can guess."""

@@ -225,7 +225,7 @@ class Serving:
     def _renew(self, guest: Guest, leases: tuple[int, ...], now: float) -> None:
         for lease in leases:
             self._leases.renew(lease, now=now)
-        ended = tuple(lease for lease in leases if lease not in self._leases)
+        ended = tuple(lease for lease in leases if self._leases.has_ended(lease))
         self._channel.send(guest.line, Alive(ended))
 
     def lease_ended(self, lease: int, reason: str) -> None:

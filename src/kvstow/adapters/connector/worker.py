@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.002
 """An engine that only waits for us asks again and again: it may as well sleep this long."""
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 10.0
 """A ticket may be shown before the producer's worker has heard of it: ask again so long."""
 
 RETRY_SECONDS = 0.1
@@ -95,8 +95,9 @@ class WorkerSide:
 
     # ── a step ────────────────────────────────────────────────────────────────────
 
-    def begin(self, step: Step) -> None:
-        """Start what the scheduler's side has decided."""
+    def promise(self, step: Step) -> None:
+        """What needs no memory, at once, before the engine computes: somebody may show a
+        ticket already that the scheduler's side has just given out."""
         for store in step.stores:
             self._staying[store.request] += 1
         for offer in step.offers:
@@ -105,19 +106,20 @@ class WorkerSide:
             self.agent.keep(ticket)
         for ticket in step.drops:
             self.agent.drop(ticket)
+        if self._shelf is not None:
+            self._found += [self._shelf.look_up(lookup) for lookup in step.lookups]
+
+    def begin(self, step: Step) -> None:
+        """Start to move what the scheduler's side has decided; `promise` comes first."""
         for pull in step.pulls:
             loading = Loading(pull, time.monotonic())
             self._loading[pull.request] = loading
             self._try(loading)
         if self._shelf is not None:
-            self._move(step, self._shelf)
-
-    def _move(self, step: Step, shelf: Shelf) -> None:
-        self._found += [shelf.look_up(lookup) for lookup in step.lookups]
-        for restore in step.restores:
-            shelf.restore(restore)
-        for store in step.stores:
-            shelf.store(store)
+            for restore in step.restores:
+                self._shelf.restore(restore)
+            for store in step.stores:
+                self._shelf.store(store)
 
     def results(self, *, idle: bool) -> Results:
         """What has ended since the last call."""

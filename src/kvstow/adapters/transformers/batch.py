@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.paged import Pages
 from kvstow.adapters.transformers.pages import Table, gathered, one_stride, write
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
@@ -42,6 +43,7 @@ class Batch:
         self._tables: dict[int, Table] = {}
         self._running: dict[int, Tensor] = {}
         self._lent: dict[tuple[str, str], Tensor] = {}
+        self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
         self._before: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._before_tokens = -1
@@ -156,11 +158,15 @@ class Batch:
             self._grow(wanted)
 
     def _grow(self, wanted: int) -> None:
+        copies: tuple[Copy, ...] = ()
         if wanted > 1 or self.num_tokens:
             self.settle()
-            self._copy(self.memory.ledger.grow(self.requests, wanted))
+            copies = self.memory.ledger.grow(self.requests, wanted)
+            self._copy(copies)
+        same_blocks = all(table.has_room(wanted) for table in self._tables.values())
         self.num_tokens = wanted
-        self._refresh()
+        if copies or not same_blocks:
+            self._refresh()
 
     def _copy(self, copies: tuple[Copy, ...]) -> None:
         """Copy rows as they were when this pass began."""
@@ -177,13 +183,9 @@ class Batch:
 
     def store(self, layer: str, field: str, states: Tensor, start: int) -> Tensor:
         """Write new tokens, and return all from `start` on."""
-        pages = self.memory.arena.field(layer, field)
-        if states.dtype != pages.dtype:
-            raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
-        table = self._tables[self.memory.layout.layers[layer][0]]
         seen = self.seen(layer)
         own = self._own_heads(layer, states)
-        write(pages, table, own, seen)
+        pages, table = self._write(layer, field, own)
         if seen == start:
             return states.contiguous()
         if own is not states:
@@ -192,6 +194,28 @@ class Batch:
                 f"{states.shape[1]} heads\n\nhint: compute the prompt in one pass"
             )
         return gathered(pages, table, start, seen + states.shape[2])
+
+    def stored_in_place(
+        self, layer: str, keys: Tensor, values: Tensor, window: int | None
+    ) -> Pages:
+        """Write new tokens, and say where all of them lie."""
+        k_pages, table = self._write(layer, "k", keys)
+        v_pages, _ = self._write(layer, "v", values)
+        return Pages(k_pages, v_pages, table, self.seen(layer) + keys.shape[2], window)
+
+    def _write(self, layer: str, field: str, states: Tensor) -> tuple[Tensor, Table]:
+        pages = self._pages(layer, field)
+        if states.dtype != pages.dtype:
+            raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
+        table = self._tables[self.memory.layout.layers[layer][0]]
+        write(pages, table, states, self.seen(layer))
+        return pages, table
+
+    def _pages(self, layer: str, field: str) -> Tensor:
+        """A field of all blocks; the views are made once."""
+        if (layer, field) not in self._views:
+            self._views[layer, field] = self.memory.arena.field(layer, field)
+        return self._views[layer, field]
 
     def _own_heads(self, layer: str, states: Tensor) -> Tensor:
         """The heads that this process holds, where the model computes them all."""
@@ -241,7 +265,7 @@ class Batch:
 
     def _rows(self, layer: str, field: str) -> Tensor:
         """A state field of all blocks, without its axes of size one for head and token."""
-        return self.memory.arena.field(layer, field)[:, 0, 0]
+        return self._pages(layer, field)[:, 0, 0]
 
     def settle(self) -> None:
         """Bring lent copies back into their rows."""

@@ -19,6 +19,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvstow.adapters.transformers.batch import Batch
+from kvstow.adapters.transformers.paged import noted
 from kvstow.errors import ModelError
 
 Tensor = torch.Tensor
@@ -47,12 +48,15 @@ class RowsLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns what the queries may attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.lazy_initialization(key_states, value_states)
         start = self.first_seen()
         self.batch.step(self.name, key_states.shape[-2])
-        keys = self.batch.store(self.name, "k", key_states, start)
-        values = self.batch.store(self.name, "v", value_states, start)
+        if self.batch.memory.in_place:
+            pages = self.batch.stored_in_place(self.name, key_states, value_states, self.window)
+            keys, values = noted(key_states, pages), value_states
+        else:
+            keys = self.batch.store(self.name, "k", key_states, start)
+            values = self.batch.store(self.name, "v", value_states, start)
         self.batch.done(self.name, key_states.shape[-2])
         return keys, values
 

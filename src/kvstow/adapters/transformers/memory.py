@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvstow.adapters.transformers.paged import attend_in_place
 from kvstow.adapters.transformers.specs import ALL_HEADS, Shard, cache_layers, resumes
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
@@ -28,6 +29,8 @@ class ModelMemory:
     ledger: Ledger
     num_layers: int
     """Layers of the model, those that keep nothing included."""
+    in_place: bool = False
+    """Attention reads the rows; otherwise they are gathered for it."""
 
     @classmethod
     def of(
@@ -39,11 +42,15 @@ class ModelMemory:
         order: Order = "BLHNC",
         shard: Shard = ALL_HEADS,
         name: str | None = None,
+        in_place: bool = False,
     ) -> Self:
         """`budget` bytes on the model's device, in rows of what the model keeps.
 
         Runs the model on a few tokens to see what that is. Prefixes are found again later,
         unless the model cannot go on from a state (see `resumes`).
+
+        With `in_place` (CUDA) the model's attention becomes one that reads rows where they
+        lie, and the model needs a `KvstowCache` from then on.
         """
         site = Site(
             model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)
@@ -51,10 +58,14 @@ class ModelMemory:
         groups = grouped(cache_layers(model, block_tokens=block_tokens, shard=shard))
         layout = packed(groups, budget=budget, site=site)
         stateful = any(isinstance(group.retention, State) for group in groups)
+        ledger = Ledger(Pool(layout), caching=not stateful or resumes(model))
+        if in_place:
+            attend_in_place(model)
         return cls(
             arena=Arena(layout, device=model.device),
-            ledger=Ledger(Pool(layout), caching=not stateful or resumes(model)),
+            ledger=ledger,
             num_layers=len(DynamicCache(config=model.config).layers),
+            in_place=in_place,
         )
 
     @property

@@ -18,6 +18,13 @@ class Table:
     first: int
     block_tokens: int
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many tokens end in a block that is listed already.
+
+        Blocks at the beginning may have been given back meanwhile: nobody looks there.
+        """
+        return num_tokens <= (self.first + self.ids.shape[1]) * self.block_tokens
+
     def places(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Block id `[batch, token]` and slot `[token]` of the tokens `[start, end)`."""
         tokens = torch.arange(start, end, device=self.ids.device)
@@ -29,7 +36,7 @@ def write(field: Tensor, table: Table, states: Tensor, start: int) -> None:
     by_token = field.transpose(1, 2)
     tokens = states.shape[2]
     if tokens == 1:
-        column = table.ids[:, start // table.block_tokens - table.first]
+        column = table.ids[:, start // table.block_tokens - table.first].contiguous()
         by_token.select(1, start % table.block_tokens).index_copy_(0, column, states[:, :, 0])
         return
     blocks, slots = table.places(start, start + tokens)

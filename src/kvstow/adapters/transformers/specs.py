@@ -12,17 +12,12 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvstow.errors import ModelError
 from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Retention, State, Window
 
-PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"})
 """Attention layers whose whole content is keys, values and perhaps indexer keys."""
 
 TRIAL_TOKENS = 8
@@ -40,7 +35,12 @@ class Shard:
     computes_all: bool = False
 
     def heads(self, computed: int) -> Extent:
-        """What is held, as a part of all ranks' heads, where the model computes so many."""
+        """What is held, as a part of all ranks' heads, where the model computes so many.
+
+        What cannot be shared out, a latent say, every rank holds whole.
+        """
+        if self.computes_all and computed % self.size:
+            return Extent.whole("head", computed)
         held = computed // self.size if self.computes_all else computed
         return Extent("head", held * self.size, ((held * self.rank, held * (self.rank + 1)),))
 
@@ -98,7 +98,8 @@ def _attention(name: str, layer: Any, block_tokens: int, shard: Shard) -> tuple[
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None:
         return ()
-    if type(layer) not in PLAIN_LAYERS and not isinstance(layer, LinearAttentionCacheLayerMixin):
+    mixed = isinstance(layer, LinearAttentionCacheLayerMixin)
+    if type(layer).__name__ not in PLAIN_LAYERS and not mixed:
         raise ModelError(
             f"layer {name!r} is a {type(layer).__name__}, which keeps more than keys and values"
             "\n\nhint: use the model's own cache"
