@@ -9,10 +9,13 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 Fact = str | int | float | bool
 """What an event may carry: plain values, never keys, never contents of rows."""
@@ -132,3 +135,45 @@ class TransferMetrics:
             registry=registry,
         )
         self.peers = Gauge("kvstow_transfer_peers", "Peers connected", registry=registry)
+
+
+TIER_COUNTS = {
+    "hits": "Rows asked for that were there",
+    "misses": "Rows asked for that were not",
+    "stored_rows": "Rows stored",
+    "stored_bytes": "Bytes stored",
+    "loaded_rows": "Rows loaded",
+    "loaded_bytes": "Bytes loaded",
+    "evicted_rows": "Rows given up for others",
+    "failures": "Rows that could not be written, or were not what they should have been",
+}
+TIER_GAUGES = {
+    "rows": "Rows kept",
+    "nbytes": "Bytes set aside for rows",
+    "capacity": "The most bytes there may be",
+}
+
+
+class TierMetrics(Collector):
+    """Numbers of offload tiers, read from them whenever somebody asks."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tiers: dict[str, Callable[[], Mapping[str, float]]] = {}
+        registry.register(self)
+
+    def watch(self, tier: str, facts: Callable[[], Mapping[str, float]]) -> None:
+        """Show a tier under that name; `facts` has the keys of TIER_COUNTS and TIER_GAUGES."""
+        self._tiers[tier] = facts
+
+    def collect(self) -> Iterable[Metric]:
+        known = {tier: facts() for tier, facts in self._tiers.items()}
+        for name, text in TIER_COUNTS.items():
+            counter = CounterMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])
+            for tier, facts in known.items():
+                counter.add_metric([tier], facts[name])
+            yield counter
+        for name, text in TIER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])
+            for tier, facts in known.items():
+                gauge.add_metric([tier], facts[name])
+            yield gauge

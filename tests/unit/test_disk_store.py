@@ -475,7 +475,7 @@ def test_slots_leased_by_a_dead_process_are_free_again(tmp_path):
     tier.close()
     with sqlite3.connect(tmp_path / "index.db") as index:
         index.execute("INSERT INTO owners VALUES (77, 999999999, 5, "
-                      "(SELECT 'x'), 0.0, '{}')")  # fmt: skip
+                      "(SELECT 'x'), 0.0, '[]')")  # fmt: skip
         index.execute("UPDATE slots SET owner = 77")
     index.close()
     tier = DiskTier(tmp_path)

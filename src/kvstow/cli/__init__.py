@@ -22,6 +22,8 @@ from kvstow.cli.plan import plan
 from kvstow.cli.route import route
 from kvstow.cli.route_requests import route_requests
 from kvstow.cli.simulate import simulate
+from kvstow.cli.store import store
+from kvstow.cli.top import top
 
 app = typer.Typer(
     name="kvstow",
@@ -59,7 +61,9 @@ app.command("peers")(peers)
 app.command("route")(route)
 app.command("route-requests")(route_requests)
 app.command("simulate")(simulate)
+app.command("top")(top)
 app.add_typer(bench, name="bench")
+app.add_typer(store, name="store")
 
 
 def main() -> None:

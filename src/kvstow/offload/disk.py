@@ -15,7 +15,7 @@ from collections import Counter as Tally
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 
@@ -36,6 +36,7 @@ from kvstow.offload.tier import (
     Bytes,
     Counter,
     Counts,
+    Tier,
     Usage,
     checked_keys,
     checked_rows,
@@ -84,6 +85,7 @@ class DiskTier:
         self._lock = Lock()
         self._counter = Counter()
         self._beaten = 0.0
+        self._beside: tuple[Tier, ...] = ()
 
     def close(self) -> None:
         """Write down what was used, and give up everything that is held."""
@@ -105,7 +107,8 @@ class DiskTier:
 
     @property
     def counts(self) -> Counts:
-        return self._counter.now
+        now = self._counter.now
+        return replace(now, evicted_rows=now.evicted_rows + self._room.evicted)
 
     @property
     def usage(self) -> Usage:
@@ -224,7 +227,7 @@ class DiskTier:
         if not good.all():
             self._dismiss(group, wanted, results)
         self._count_load(group, len(keys), int(good.sum()))
-        if self._ages.use(group, found.place[good]):
+        if self._ages.use(group, found.place[good]) or self._beat_is_due():
             with self._index.write() as write:
                 self._ages.flush(write)
                 self._beat(write)
@@ -300,6 +303,12 @@ class DiskTier:
         self._counter.add(Counts(evicted_rows=count))
         return count
 
+    # ── being seen ────────────────────────────────────────────────────────────────
+
+    def publish(self, tier: Tier) -> None:
+        """Let `kvstow top` show another tier of this process beside the store."""
+        self._beside = (*self._beside, tier)
+
     def beat(self) -> None:
         """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
         with self._index.write() as write:
@@ -307,13 +316,12 @@ class DiskTier:
             self._beaten = 0.0
             self._beat(write)
 
-    def _beat(self, write: Write) -> None:
-        now = time.monotonic()
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            counts = {**asdict(self.counts), "evicted_rows": self._evicted}
-            owner.beat(write, self._place.owner, json.dumps(counts))
+    def _beat_is_due(self) -> bool:
+        return time.monotonic() - self._beaten >= BEAT_SECONDS
 
-    @property
-    def _evicted(self) -> int:
-        return self.counts.evicted_rows + self._room.evicted
+    def _beat(self, write: Write) -> None:
+        if self._beat_is_due():
+            self._beaten = time.monotonic()
+            tiers = [{"tier": tier.name, **asdict(tier.counts), **asdict(tier.usage)}
+                     for tier in (*self._beside, self)]  # fmt: skip
+            owner.beat(write, self._place.owner, json.dumps(tiers))

@@ -48,7 +48,7 @@ CREATE UNIQUE INDEX rows_key ON rows (key, grp);
 CREATE INDEX rows_seq ON rows (grp, seq);
 CREATE TABLE owners (
     id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, started INTEGER NOT NULL,
-    host TEXT NOT NULL, beat REAL NOT NULL, counts TEXT NOT NULL DEFAULT '{}');
+    host TEXT NOT NULL, beat REAL NOT NULL, counts TEXT NOT NULL DEFAULT '[]');
 CREATE TABLE events (time REAL NOT NULL, what TEXT NOT NULL, rows INTEGER NOT NULL);
 INSERT INTO meta VALUES ('clock', 0);
 """

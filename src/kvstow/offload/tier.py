@@ -8,7 +8,7 @@ keep a row; it promises never to return another one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import Protocol
 
@@ -136,3 +136,8 @@ def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
             seen.add(keys[i])
             positions.append(i)
     return positions
+
+
+def facts(tier: Tier) -> dict[str, float]:
+    """Counts and usage of a tier by name, as `observe.TierMetrics.watch` wants them."""
+    return {**asdict(tier.counts), **asdict(tier.usage)}

@@ -1,0 +1,165 @@
+"""`kvstow store`: look into a store on disk, verify, convert and shrink it."""
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import FAILED, emit_json, emit_text, human, note, refuse, table
+
+store = typer.Typer(help="Stores of rows on disk.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The store's directory.", show_default=False)
+]
+
+
+@store.command()
+def inspect(directory: Directory, json: options.Json = False) -> None:
+    """What a store holds, who has it open, what it has lost.
+
+    Reads only: nothing is locked, healed or written.
+    """
+    from kvstow.offload.survey import survey
+
+    found = survey(directory)
+    if json:
+        emit_json(found)
+    else:
+        emit_text(*_inspected(found))
+
+
+@store.command()
+def verify(directory: Directory, json: options.Json = False) -> None:
+    """Read every row and compare it with its checksum; drop the damaged ones.
+
+    Exit code 1 if there were any, or if opening the store had to drop some.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvstow.offload.disk import DiskTier
+    from kvstow.offload.verify import verify as verified
+
+    tier = DiskTier(directory)
+    try:
+        with Progress(console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as bar:
+            task = bar.add_task("rows", total=tier.usage.rows)
+            found = verified(tier, lambda rows: bar.advance(task, rows))
+    finally:
+        tier.close()
+    dropped = [str(drop) for drop in tier.dropped]
+    damaged = [{"group": group, "key": key.hex()} for group, key in found.damaged]
+    ok = not damaged and not dropped
+    if json:
+        emit_json({"ok": ok, "rows": found.rows, "bytes": found.nbytes, "damaged": damaged,
+                   "dropped": dropped})  # fmt: skip
+    else:
+        emit_text(f"{found.rows:,} rows, {human(found.nbytes)} read: {len(damaged):,} damaged")
+        for drop in dropped:
+            note(drop)
+    if not ok:
+        raise typer.Exit(FAILED)
+
+
+@store.command()
+def convert(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR…", help="The stores of all ranks.", show_default=False),
+    ],
+    to: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="The new store.", show_default=False)
+    ],
+    layout: Annotated[
+        Path,
+        typer.Option(
+            "--layout", metavar="FILE", help="Manifest of the new layout.", show_default=False
+        ),
+    ],
+    capacity: Annotated[
+        int | None,
+        typer.Option("--capacity", parser=options.size, metavar="SIZE", show_default="the old one"),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a store's rows into a new store of another layout.
+
+    `kvstow plan --manifest FILE` makes the layout. Order, alignment, tensor parallelism
+    may differ, tokens per block may be a multiple. Exit code 1 if rows were left behind.
+    """
+    from contextlib import ExitStack
+
+    from kvstow.offload.convert import convert as converted
+    from kvstow.offload.disk import DiskTier
+    from kvstow.plan.manifest import decode
+
+    if (to / "layout.json").exists():
+        refuse(f"{to}: there is a store already", code=FAILED)
+    with ExitStack() as stack:
+        old = [DiskTier(directory) for directory in directories]
+        for tier in old:
+            stack.callback(tier.close)
+        most = capacity or sum(tier.usage.capacity for tier in old)
+        new = DiskTier(to, decode(layout.read_bytes()), capacity=most)
+        stack.callback(new.close)
+        done = converted(old, new)
+    if json:
+        emit_json({"written": done.written, "incomplete": done.incomplete})
+    else:
+        emit_text(f"{done.written:,} rows written, {done.incomplete:,} left behind")
+    if done.incomplete:
+        raise typer.Exit(FAILED)
+
+
+@store.command()
+def prune(
+    directory: Directory,
+    to: Annotated[
+        int,
+        typer.Option("--to", parser=options.size, metavar="SIZE", help="Bytes of data files.",
+                     show_default=False),
+    ],
+    json: options.Json = False,
+) -> None:  # fmt: skip
+    """Remove data files, coldest first, until at most SIZE is left."""
+    from kvstow.offload.disk import DiskTier
+
+    tier = DiskTier(directory)
+    try:
+        before = tier.usage.nbytes
+        rows = tier.prune(to)
+        after = tier.usage.nbytes
+    finally:
+        tier.close()
+    if json:
+        emit_json({"rows": rows, "bytes_before": before, "bytes_after": after})
+    else:
+        emit_text(f"{rows:,} rows dropped, {human(before)} before, {human(after)} now")
+
+
+def _inspected(found: dict[str, Any]) -> list[str]:
+    head = (
+        f"{found['path']}: {found['model'] or 'a model'}, {found['order']}, tp rank "
+        f"{found['tp'][0]} of {found['tp'][1]}\n"
+        f"{found['rows']:,} rows in {human(found['data_bytes'])} of {human(found['capacity'])}, "
+        f"data files of {human(found['segment_bytes'])}\nfingerprint {found['fingerprint']}"
+    )
+    groups = table(
+        ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired", "files"],
+        [[g["name"], str(g["block_tokens"]), human(g["row_bytes"]), f"{g['rows']:,}",
+          human(g["bytes"]), f"{g['free_slots']:,}", f"{g['leased_slots']:,}",
+          f"{g['retired_slots']:,}", str(g["segments"])] for g in found["groups"]],
+    )  # fmt: skip
+    owners = "\n".join(
+        f"open in process {o['pid']}" if o["alive"] else f"left by process {o['pid']}, which died"
+        for o in found["owners"]
+    )
+    events = "\n".join(
+        f"{datetime.fromtimestamp(e['time']):%Y-%m-%d %H:%M:%S}  {e['what']}: {e['rows']:,} rows"
+        for e in found["events"]
+    )
+    return [part for part in (head, groups, owners, events) if part]

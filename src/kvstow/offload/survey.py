@@ -1,0 +1,101 @@
+"""A look at a store without touching it: no lock, no healing, nothing written."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstow.errors import StoreError
+from kvstow.offload.index import SLOT_BITS
+from kvstow.offload.owner import lives
+from kvstow.offload.record import slot_bytes
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode, fingerprint
+
+EVENTS = 20
+
+
+def survey(path: Path) -> dict[str, Any]:
+    """What a store holds, who has it open and what it has lost, as plain values."""
+    layout = layout_in(path)
+    ask = _asker(path / "index.db")
+    meta = dict(ask("SELECT name, value FROM meta"))
+    files = {file.name: file.stat().st_size for file in sorted(path.glob("segment-*.kv"))}
+    return {
+        "path": str(path),
+        "model": layout.model,
+        "order": layout.order,
+        "tp": list(layout.tp),
+        "pp": list(layout.pp),
+        "fingerprint": fingerprint(layout),
+        "format": meta.get("format"),
+        "capacity": meta.get("capacity"),
+        "segment_bytes": meta.get("segment_bytes"),
+        "data_bytes": sum(files.values()),
+        "rows": ask("SELECT COUNT(*) FROM rows")[0][0],
+        "groups": [_group(ask, layout, g) for g in range(len(layout.groups))],
+        "owners": [_owner(*row) for row in ask(
+            "SELECT pid, started, host, beat, counts FROM owners ORDER BY id")],
+        "events": [{"time": when, "what": what, "rows": rows} for when, what, rows in ask(
+            "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS)],
+    }  # fmt: skip
+
+
+def layout_in(path: Path) -> Layout:
+    """The layout of a store's rows."""
+    file = path / "layout.json"
+    if not file.exists():
+        raise StoreError(f"{path}: no store there (layout.json is missing)")
+    return decode(file.read_bytes())
+
+
+class _Asker:
+    def __init__(self, sql: sqlite3.Connection) -> None:
+        self._sql = sql
+
+    def __call__(self, question: str, *values: Any) -> Sequence[Any]:
+        try:
+            return self._sql.execute(question, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise StoreError(
+                f"the index cannot be read: {error}\n\n"
+                "hint: the next process to open the store makes it again"
+            ) from error
+
+
+def _asker(file: Path) -> _Asker:
+    if not file.exists():
+        raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again")
+    return _Asker(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=10))
+
+
+def _group(ask: _Asker, layout: Layout, group: int) -> dict[str, Any]:
+    row_bytes = layout.row_bytes(group)
+    rows, oldest, newest = ask(
+        "SELECT COUNT(*), MIN(seq), MAX(seq) FROM rows WHERE grp = ?", group
+    )[0]
+    owners = dict(ask("SELECT MIN(owner, 1), COUNT(*) FROM slots WHERE grp = ? GROUP BY 1", group))
+    chained = ask("SELECT COUNT(*) FROM rows WHERE grp = ? AND (block > 0 OR parent <> x'')", group)
+    return {
+        "name": layout.groups[group].group.name,
+        "block_tokens": layout.groups[group].group.block_tokens,
+        "row_bytes": row_bytes,
+        "slot_bytes": slot_bytes(row_bytes),
+        "segments": ask("SELECT COUNT(*) FROM segments WHERE grp = ?", group)[0][0],
+        "rows": rows,
+        "bytes": rows * row_bytes,
+        "chained_rows": chained[0][0],
+        "free_slots": owners.get(0, 0),
+        "leased_slots": owners.get(1, 0),
+        "retired_slots": owners.get(-1, 0),
+        "segments_used": len(ask(
+            f"SELECT DISTINCT place >> {SLOT_BITS} FROM rows WHERE grp = ?", group)),
+        "oldest_use": oldest,
+        "newest_use": newest,
+    }  # fmt: skip
+
+
+def _owner(pid: int, started: int, host: str, beat: float, counts: str) -> dict[str, Any]:
+    alive = lives(pid, started, host, beat)
+    return {"pid": pid, "alive": alive, "beat": beat, "tiers": json.loads(counts)}

@@ -1,0 +1,123 @@
+"""`kvstow store` and `kvstow top` on real stores, as their users run them."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvstow.cli import app
+from kvstow.observe import Telemetry, TierMetrics
+from kvstow.offload.disk import DiskTier
+from kvstow.offload.host import HostTier
+from kvstow.offload.tier import facts
+from kvstow.plan.manifest import encode
+from offloading import hybrid, key, random_rows
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tier = DiskTier(tmp_path / "store", hybrid(), capacity=MIB)
+    for group in range(2):
+        rows = random_rows(tier.layout.row_bytes(group), 20, group)
+        tier.store(group, [key(group, i) for i in range(20)], rows)
+    tier.close()
+    return tmp_path / "store"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_inspect_counts_rows_by_group_and_writes_nothing(directory):
+    before = {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
+    found = json.loads(run("store", "inspect", directory, "--json").stdout)
+    assert found["rows"] == 40
+    assert [group["rows"] for group in found["groups"]] == [20, 20]
+    assert found["model"] == "hybrid"
+    assert found["owners"] == []
+    after = {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
+    assert {k: v for k, v in after.items() if k in before and "-shm" not in k} == {
+        k: v for k, v in before.items() if "-shm" not in k
+    }
+    text = run("store", "inspect", directory)
+    assert text.exit_code == 0
+    assert "full" in text.stdout
+
+
+def test_inspect_of_nothing_is_refused(tmp_path):
+    done = run("store", "inspect", tmp_path)
+    assert done.exit_code == 1
+    assert "no store there" in done.stderr
+
+
+def test_verify_finds_a_flipped_bit_and_drops_the_row(directory):
+    assert run("store", "verify", directory).exit_code == 0
+    file = directory / "segment-000000.kv"
+    data = bytearray(file.read_bytes())
+    data[4096 + 5] ^= 1
+    file.write_bytes(data)
+    done = run("store", "verify", directory, "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert found["rows"] == 40
+    assert len(found["damaged"]) == 1
+    assert run("store", "verify", directory).exit_code == 0
+    events = json.loads(run("store", "inspect", directory, "--json").stdout)["events"]
+    assert "is not what was written" in events[0]["what"]
+
+
+def test_prune_shrinks_to_the_size_asked_for(directory):
+    done = run("store", "prune", directory, "--to", "128KiB", "--json")
+    found = json.loads(done.stdout)
+    assert found["bytes_after"] <= 128 << 10 < found["bytes_before"]
+    assert sum(f.stat().st_size for f in directory.glob("segment-*.kv")) == found["bytes_after"]
+
+
+def test_convert_writes_a_store_of_the_new_layout(directory, tmp_path):
+    manifest = tmp_path / "new.json"
+    manifest.write_bytes(encode(hybrid(order="BHLNC")))
+    done = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
+    assert done.exit_code == 0, done.output
+    found = json.loads(run("store", "inspect", tmp_path / "new", "--json").stdout)
+    assert found["rows"] == 40
+    assert found["order"] == "BHLNC"
+    again = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
+    assert again.exit_code == 1
+    assert "already" in again.stderr
+
+
+def test_top_shows_the_tiers_of_a_living_process(directory):
+    tier = DiskTier(directory)
+    host = HostTier(tier.layout, capacity=MIB)
+    tier.publish(host)
+    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(21)]
+    host.load(0, [b"none"], rows[:1])
+    tier.load(0, [key(0, i) for i in range(21)], rows)
+    tier.beat()
+    found = json.loads(run("top", directory, "--json").stdout)["tiers"]
+    tier.close()
+    disk, host_line = found
+    assert disk["tier"] == "disk"
+    assert disk["pid"] == os.getpid()
+    assert disk["hits"] == 20
+    assert disk["hit_rate"] == 20 / 21
+    assert host_line["misses"] == 1
+    assert "no living process" in run("top", directory, "--once", "--every", "0.1").stdout
+
+
+def test_metrics_show_every_tier(directory):
+    tier = DiskTier(directory)
+    telemetry = Telemetry()
+    metrics = TierMetrics(telemetry.registry)
+    metrics.watch("disk", lambda: facts(tier))
+    tier.load(0, [key(0, 0), b"none"],
+              [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(2)])  # fmt: skip
+    text = telemetry.exposition().decode()
+    tier.close()
+    assert 'kvstow_tier_hits_total{tier="disk"} 1.0' in text
+    assert 'kvstow_tier_misses_total{tier="disk"} 1.0' in text
+    assert 'kvstow_tier_rows{tier="disk"} 40.0' in text
