@@ -26,7 +26,7 @@ const percent = (part) => `${(100 * part).toFixed(part && part < 0.0995 ? 2 : 1)
 function human(nbytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let power = 0;
-  while (nbytes >= 1024 && power < units.length - 1) {
+  while (Number(nbytes.toPrecision(4)) >= 1024 && power < units.length - 1) {
     nbytes /= 1024;
     power += 1;
   }

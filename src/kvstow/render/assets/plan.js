@@ -95,7 +95,7 @@ function showTiles(layout) {
 function showGroups(drawn) {
   const { layout } = drawn;
   parts.legend.replaceChildren(...layout.groups.map((group, g) => el("li", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), `${group.name}: ${group.keeps}`)),
-    el("li", {}, el("span", { class: "swatch padding" }), "padding"), drawn.hasSlabs ? el("li", {}, el("span", { class: "swatch null" }), "slab 0, nobody's") : null);
+    el("li", {}, el("span", { class: "swatch padding" }), "padding"), ...(drawn.hasSlabs ? [el("li", {}, el("span", { class: "swatch null" }), "slab 0, nobody's")] : []));
   parts.groups.replaceChildren(table(
     ["group", "keeps", "layers", "tokens per block", "row bytes", "rows per slab", "padding", "copies"],
     layout.groups.map((group, g) => ({ cells: [el("span", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), group.name), group.keeps, count(group.layers.length), count(group.block_tokens), count(group.row_bytes), count(group.rows_per_slab), percent(layout.padding[g]), count(layout.copies[g])] })),
@@ -184,7 +184,9 @@ function show() {
   parts.problem.textContent = layout.error ?? "";
   showCompared();
   if (layout.error) return;
+  const before = drawn?.hasSlabs;
   drawn = new Drawn(layout, atlas, colours);
+  if (before !== drawn.hasSlabs) state.look.row = drawn.hasSlabs ? 0 : layout.groups[0].rows_per_slab;
   state.look = drawn.inside(state.look);
   showTiles(layout);
   showGroups(drawn);
