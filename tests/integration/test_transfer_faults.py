@@ -354,33 +354,36 @@ def test_a_kept_ticket_outlives_its_lease_time(nodes):
     assert "error" not in consumer.pull([kept], TARGET)
 
 
-def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric):
-    """Nobody raises a generation: a broken owner. Only the digest can tell."""
-    producer, consumer, tripped = None, None, []
+@pytest.mark.parametrize("spoilt", range(3))
+def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt):
+    """A broken owner raises no generation: the fence passes, and only the digest can tell."""
+    producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
+    one = {str(spoilt): [rows[:1] for rows in SOURCE[str(spoilt)]]}
+    tripped: list[int] = []
 
     def in_the_middle(copy: int) -> None:
-        if producer is not None and not tripped:
+        if producer.agent.service.leases and not tripped:
+            guests = producer.agent.service.serving.guests
+            wait_for(lambda: any(guest.reading for guest in tuple(guests.values())))
+            producer.agent.service.home.worker.submit(int).result()  # it has its digest by now
+            producer.fill(one, salt=99)
             tripped.append(copy)
-            producer.fill(SOURCE, salt=99)
 
-    manifest = encode(LAYOUT)
-    first = Node(manifest, fabric, name="p", options=HURRY)
     consumer = Node(
-        manifest,
+        encode(LAYOUT),
         name="c",
         options=HURRY,
         transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle),
     )
-    first.fill(SOURCE)
-    consumer.path(first.address)
-    ticket = first.offer(SOURCE, TOKENS)
-    slow = first.agent.service.home.worker  # the producer's digest is taken before the change
-    number = consumer.begin_pull([ticket], TARGET, direction="read", digest="always")
-    slow.submit(lambda: None).result()
-    first_result = consumer.end_pull(number)
-    assert "error" not in first_result or first_result["kind"] == "digest"
+    producer.fill(SOURCE)
+    consumer.path(producer.address)
+    if spoilt == 1:  # make sure that a byte within the window's reach is spoilt
+        one["1"] = [rows[-1:] for rows in SOURCE["1"]]
+    ticket = producer.offer(SOURCE, TOKENS)
+    assert_failed(consumer.pull([ticket], TARGET, direction="read", digest="always"), "digest")
+    assert tripped
     consumer.close()
-    first.close()
+    producer.close()
 
 
 # ── several sources ───────────────────────────────────────────────────────────────────

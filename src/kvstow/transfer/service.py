@@ -83,14 +83,28 @@ class Service:
                 time.sleep(BUSY_SLEEP)
             try:
                 busy = self.step(0 if busy else IDLE_MS)
-            except KvstowError as error:
-                log.error("agent %s: %s", self.home.name, error)
+            except Exception as error:  # nobody else would ever hear of it
+                log.exception("agent %s: a turn failed", self.home.name)
+                self._give_up(error)
+                busy = True
+
+    def _give_up(self, error: Exception) -> None:
+        """Something went wrong that never should: end all transfers rather than hang."""
+        self.home.note("turn-failed", {"error": repr(error)})
+        fault = TransferError(f"agent {self.home.name!r}: {error!r}", kind="transport")
+        for transfer in self.transfers:
+            if not transfer.done:
+                transfer.fail(fault, self.home.clock())
 
     def step(self, timeout_ms: int = 0) -> bool:
         """One turn of everything; whether something is under way."""
         for line, message in self.channel.heard(timeout_ms):
             self._obey()
-            self._dispatch(line, message)
+            try:
+                self._dispatch(line, message)
+            except (KvstowError, ValueError, ArithmeticError, LookupError) as error:
+                log.warning("agent %s: %s: %r", self.home.name, type(message).__name__, error)
+                self.home.metrics.messages.labels("body").inc()
         self._obey()
         now = self.home.clock()
         self.home.transport.progress()

@@ -14,7 +14,6 @@ from kvstow.errors import (
     KvstowError,
     ManifestError,
     RouteError,
-    SpecError,
     TransferError,
 )
 from kvstow.plan.agree import differences
@@ -199,7 +198,7 @@ class Serving:
                     digests, self._home.arena, ticket.blocks, begin.samples, claims
                 )
                 self._digests.append((guest, begin.transfer, told))
-        except (TransferError, RouteError, SpecError) as error:
+        except (KvstowError, ValueError, ArithmeticError, LookupError) as error:
             self._leases.shut(begin.lease, reader, accepted=False)
             kind: FaultKind = error.kind if isinstance(error, TransferError) else "ticket"
             self._channel.send(guest.line, Refused(begin.transfer, kind, (str(error),)))
@@ -263,10 +262,11 @@ class Serving:
                 self._forget(guest)
 
     def _tell_digest(self, guest: Guest, transfer: int, told: Future[tuple[int, ...]]) -> None:
-        try:
-            self._channel.send(guest.line, TellDigest(transfer, told.result()))
-        except KvstowError as error:
+        error = told.exception()
+        if error is not None:
             self._channel.send(guest.line, Failed(transfer, "digest", f"no digest: {error}"))
+        else:
+            self._channel.send(guest.line, TellDigest(transfer, told.result()))
 
 
 def attached(home: Home, guest: Guest) -> None:
