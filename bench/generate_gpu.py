@@ -4,11 +4,11 @@
     PYTHONPATH=src python bench/generate_gpu.py --json bench/results/generate_gpu.json
 
 Both run `model.generate` on the same random-weight Llama and the same prompts, one after the
-other in one process. The static cache compiles its decode step, as transformers does by default on CUDA
-(`--no-compile` turns that off). Reported: tokens per second of the whole call and of decoding
-alone (the call less one that stops after the first token), best of the repeats, and the share
-of tokens that agree: bfloat16 sums in another order may choose another token now and then, and
-after the first difference two texts have nothing to do with each other.
+other in one process. The static cache compiles its decode step, as transformers does by default
+on CUDA (`--no-compile` turns that off). Reported, best of the repeats: tokens per second of the
+whole call and of decoding alone (the call less one that stops after the first token); and the
+share of tokens that agree: bfloat16 sums in another order may choose another token now and then,
+and after the first difference two texts have nothing to do with each other.
 """
 
 import os
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import transformers
+from bench.machine import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.machine import machine
 from kvstow.adapters.transformers import KvstowCache, ModelMemory
 
 

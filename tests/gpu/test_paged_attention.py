@@ -1,9 +1,8 @@
 """Attention that reads rows in place, and generation through it, on a CUDA device."""
 
-import pytest
-import torch
+from itertools import product
 
-pytestmark = pytest.mark.gpu
+import torch
 
 NUM_BLOCKS = 400
 
@@ -25,26 +24,26 @@ def expected(query, keys, values, first, window, sinks):
     return (score.softmax(-1).nan_to_num(0)[..., :num_tokens] @ values).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("splits", [None, 1, 4])
-@pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize(
-    ("sequences", "heads", "kv_heads", "queries", "tokens", "block_tokens", "dim", "v_dim"),
-    [
-        (1, 1, 1, 1, 1, 1, 16, 16),
-        (2, 2, 2, 2, 2, 2, 16, 16),
-        (2, 8, 2, 1, 300, 16, 128, 128),
-        (3, 9, 3, 70, 130, 16, 64, 64),
-        (2, 4, 1, 33, 33, 4, 80, 48),
-    ],
-)
-def test_rows_read_in_place_give_plain_attention(
-    dtype, window, splits, sink, sequences, heads, kv_heads, queries, tokens, block_tokens, dim,
-    v_dim,
-):  # fmt: skip
+SHAPES = [  # sequences, heads, kv heads, queries, tokens, tokens per block, dims of k and v
+    (1, 1, 1, 1, 1, 1, 16, 16),
+    (2, 2, 2, 2, 2, 2, 16, 16),
+    (2, 8, 2, 1, 300, 16, 128, 128),
+    (3, 9, 3, 70, 130, 16, 64, 64),
+    (2, 4, 1, 33, 33, 4, 80, 48),
+]
+
+
+def test_rows_read_in_place_give_plain_attention():
+    for dtype, window, splits, sink, shape in product(
+        (torch.float32, torch.bfloat16), (None, 20), (None, 1, 4), (False, True), SHAPES
+    ):
+        check_attention(dtype, window, splits, sink, shape)
+
+
+def check_attention(dtype, window, splits, sink, shape):
     from kvstow.memory.attention import paged_attention
 
+    sequences, heads, kv_heads, queries, tokens, block_tokens, dim, v_dim = shape
     torch.manual_seed(0)
     device = torch.device("cuda")
     blocks = -(-tokens // block_tokens)
@@ -82,10 +81,12 @@ def test_rows_read_in_place_give_plain_attention(
     )
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "falcon_h1"]
-)
-def test_a_model_that_reads_rows_in_place_chooses_the_same_tokens(family):
+def test_a_model_that_reads_rows_in_place_chooses_the_same_tokens():
+    for family in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "falcon_h1"):
+        check_generation(family)
+
+
+def check_generation(family):
     from kvstow.adapters.transformers import KvstowCache, ModelMemory
     from kvstow.adapters.transformers.tiny import tiny_model
 
