@@ -1,6 +1,7 @@
 """A pool behaves like sets of ids, and a generation never outlives the bytes it stands for."""
 
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_layouts import layouts
+from kvstow.blocks.pick import Kind
 from kvstow.blocks.pool import Pool, Want
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.layout import Layout
 
 LAYOUTS = layouts()
+KINDS = get_args(Kind)
 Row = tuple[int, int]
 
 
@@ -81,9 +84,10 @@ class PoolMachine(RuleBasedStateMachine):
             most = self.sets.layout.num_blocks(g)
             last = [ids[-1][1] for ids in self.holders if ids[-1][0] == g]
             if near and last:
-                wants.append(Want(g, len(last), np.array(last)))
+                wants.append(Want(g, len(last), "single", np.array(last)))
             else:
-                wants.append(Want(g, data.draw(st.integers(0, max(1, most // 2)))))
+                count = data.draw(st.integers(0, max(1, most // 2)))
+                wants.append(Want(g, count, data.draw(st.sampled_from(KINDS))))
         needs: Counter[int] = Counter()
         for want in wants:
             needs[want.group] += want.count

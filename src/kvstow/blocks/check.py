@@ -61,7 +61,8 @@ def _broken_shelves(slabs: Slabs, stock: Stock) -> Iterator[str]:
     mine = slabs.owner == stock.group
     free = np.where(mine, stock.rows_per_slab - slabs.held - slabs.cached, 0)
     shelf = stock.partial.shelf[: slabs.num_slabs]
-    for slab in np.nonzero(shelf != stock.levels[free])[0][:3]:
+    expected = stock.shelves_of(np.arange(slabs.num_slabs), free)
+    for slab in np.nonzero(shelf != expected)[0][:3]:
         yield (f"group {stock.name!r}: slab {slab} with {free[slab]} free rows is on shelf "
                f"{shelf[slab]}")  # fmt: skip
     idle = mine & (slabs.held == 0)

@@ -150,7 +150,7 @@ class Ledger:
         parts: dict[int, list[Ints]] = {}
         for want, ids in zip(wants, held, strict=True):
             parts.setdefault(want.group, []).append(ids)
-        return {g: ids[0] if len(ids) == 1 else np.concatenate(ids) for g, ids in parts.items()}
+        return {g: _by_block(ids) for g, ids in parts.items()}
 
     def _open(self, slot: int, g: int, hit: Hit, ids: Ints) -> Sequence[Copy]:
         """Enter a request's rows of one group: what is shared, then what is new."""
@@ -198,45 +198,43 @@ class Ledger:
         self._requests.refuse_twice(slots)
         if self.prefixes:
             self._seal(slots, before)
-        for g, table in self._growing.items():
-            if table.moves and len(ids := table.slide(slots, before)):
-                self.pool.release(g, ids)
-        grows = after > before
-        copies = self._grow_rows(slots, before, after, grows)
+        copies = self._grow_rows(slots, before, after)
         self._requests.num_tokens[slots] = after
         return copies
 
-    def _grow_rows(
-        self, slots: Ints, before: Ints, after: Ints, grows: npt.NDArray[np.bool_]
-    ) -> tuple[Copy, ...]:
+    def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[Copy, ...]:
         """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
         wants: list[Want] = []
-        entries: list[tuple[Table, Ints]] = []
+        entries: list[tuple[Table, Ints, int]] = []
+        grows = after > before
         for g, table in self._growing.items():
             more = -(-after // table.block_tokens) - table.end[slots]
+            if table.moves and len(ids := table.slide(slots, before, more)):
+                self.pool.release(g, ids)
             wanted = np.nonzero(more)[0]
             if not len(wanted):
                 continue
             one = slots[wanted[more[wanted] == 1]]
             if len(one):
-                behind = None if table.moves else table.last_ids(one)
-                wants.append(Want(g, len(one), "single", behind))
-                entries.append((table, one))
+                kind = "moving" if table.moves else "single"
+                wants.append(Want(g, len(one), kind, table.near(one)))
+                entries.append((table, one, 1))
             for i in wanted[more[wanted] > 1].tolist():
                 stretch = _stretch(g, table, int(more[i]), int(after[i]))
                 wants += stretch
-                entries += [(table, slots[i : i + 1])] * len(stretch)
+                entries.append((table, slots[i : i + 1], len(stretch)))
         tails = self._shared_tails(slots[grows], before[grows])
         must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
         wants += [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
         ids = self.pool.hold_all(wants) if wants else []
-        given = iter(ids[len(entries) :])
+        given = iter(ids)
+        parts = [[next(given) for _ in range(count)] for _, _, count in entries]
         copies = [self._copied(tail, int(next(given)[0])) for tail in tails]
-        for (table, of), rows in zip(entries, ids[: len(entries)], strict=True):
+        for (table, of, _), rows in zip(entries, parts, strict=True):
             if len(of) == 1:
-                table.append(int(of[0]), rows)
+                table.append(int(of[0]), _by_block(rows))
             else:
-                table.append_one_each(of, rows)
+                table.append_one_each(of, rows[0])
         if tails:
             self._requests.forked[slots[grows]] = False
         copies += self._checkpoints.make(must, list(given))
@@ -383,7 +381,8 @@ class Ledger:
 
 def _stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     """What `count` blocks that end at `num_tokens` want: those that no later token sees
-    are wanted briefly."""
+    are wanted briefly. They come first in the request and last here, when the others
+    have their places."""
     end = -(-num_tokens // table.block_tokens)
     seen = int(first_seen(table.retention, np.array([num_tokens]), table.block_tokens)[0])
     if not table.moves:
@@ -391,4 +390,9 @@ def _stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     brief = min(count, max(0, seen - max(end - count, table.fixed)))
     if brief == 0:
         return [Want(g, count, "moving")]
-    return [Want(g, brief, "brief"), Want(g, count - brief, "moving")]
+    return [Want(g, count - brief, "moving"), Want(g, brief, "brief")]
+
+
+def _by_block(parts: list[Ints]) -> Ints:
+    """The rows that a stretch got, in the order of its blocks."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])

@@ -62,8 +62,10 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -
         rows = _in_free_slabs(slabs, stock, count, kind)
         parts.append(rows)
         count -= len(rows)
-    if count and kind in ("lasting", "moving") and stock.rows_per_slab > 1:
-        every = _free_rows(stock, range(1, len(stock.partial.totals)), 1 << 62)
+    if count and stock.rows_per_slab > 1:
+        every = _free_rows(stock, range(1, 2 * stock.top + 1), 1 << 62)
+        if len(parts[0]):
+            every = every[~np.isin(every, parts[0])]
         rows = fewest_runs(np.sort(every), count)
         parts.append(rows)
         count -= len(rows)
@@ -117,31 +119,31 @@ def _ascending(parts: list[Ints]) -> Ints:
 
 def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
-    top = len(stock.partial.totals)
-    if kind == "single" or (kind == "moving" and not _roomy(slabs)):
-        return _free_rows(stock, range(1, top), count)[:count]
+    top = stock.top
+    if kind == "single" or (kind == "moving" and not roomy(slabs)):
+        return _free_rows(stock, range(1, top + 1), count)[:count]
     if kind == "brief":
-        return _free_rows(stock, range(top - 1, 0, -1), count)[:count]
+        return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
     if rest == 0:
         return _NONE
-    for level in range(min(rest.bit_length(), top - 1), top):
+    for level in range(min(rest.bit_length(), top), top + 1):
         if stock.partial.totals[level]:
             near = stock.free_rows_of(stock.partial.first(level, MAX_SLABS_LOOKED_AT))
-            if _good(found := fewest_runs(near, rest), rest):
+            found = fewest_runs(near, rest)
+            if len(found) == rest and num_runs(found) <= MAX_PIECES:
                 return found
-    near = _free_rows(stock, range(top - 1, 0, -1), 4 * rest)
+    near = _free_rows(stock, range(top, 0, -1), 4 * rest)
     found = fewest_runs(np.sort(near), rest)
-    return found if _good(found, rest) or not _roomy(slabs) else _NONE
+    if len(found) < rest or (roomy(slabs) and num_runs(found) > MAX_PIECES):
+        return _NONE
+    return found
 
 
-def _roomy(slabs: Slabs) -> bool:
+def roomy(slabs: Slabs) -> bool:
+    """Whether there are free slabs enough to care for runs more than for gaps."""
     return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
-
-
-def _good(rows: Ints, count: int) -> bool:
-    return len(rows) == count and num_runs(rows) <= MAX_PIECES
 
 
 def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.check import broken_counts
-from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally
+from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally, roomy
 from kvstow.blocks.slabs import Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
@@ -166,13 +166,15 @@ class Pool:
         self.refuse(needs)
         held: list[Ints] = []
         for want in wants:
-            held.append(self._hold_after(want.group, want.after, needs) if want.after is not None
+            held.append(self._hold_after(want.group, want.kind, want.after, needs) if want.after is not None
                         else self._hold(want.group, want.count, needs, want.kind))  # fmt: skip
             needs[want.group] -= want.count
         return held
 
-    def _hold_after(self, group: int, after: Ints, needs: dict[int, int]) -> Ints:
+    def _hold_after(self, group: int, kind: Kind, after: Ints, needs: dict[int, int]) -> Ints:
         slabs, stock = self._of[group]
+        if kind == "moving" and stock.rows_per_slab > 1 and not roomy(slabs):
+            return self._hold(group, len(after), needs, "single")
         rows = after + 1
         fits = _free_next(slabs, stock, rows)
         near = rows[fits]
@@ -197,7 +199,7 @@ class Pool:
             rows = picked(slabs, stock, count, self._policy, kind)
         else:
             rows = picked_frugally(slabs, stock, count, kind)
-        slabs.occupy(stock, rows)
+        slabs.occupy(stock, rows, briefly=kind == "brief")
         return rows
 
     def share(self, group: int, ids: npt.ArrayLike) -> None:

@@ -97,7 +97,7 @@ class Slabs:
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
-    def occupy(self, stock: Stock, rows: Ints) -> None:
+    def occupy(self, stock: Stock, rows: Ints, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
         stock.generations[rows] += 1
         stock.refs[rows] = 1
@@ -111,6 +111,10 @@ class Slabs:
         each = distinct(slabs)
         before = self.held[each]
         np.add.at(self.held, slabs, 1)
+        if briefly:
+            stock.passing[each[before == 0]] = True
+        else:
+            stock.passing[each] = False
         self._settle(stock, each, before)
 
     def revive(self, stock: Stock, rows: Ints) -> None:
@@ -191,7 +195,7 @@ class Slabs:
         stock.spare += int(
             ((size - after) * ~idle).sum() - ((size - before) * ~was_idle).sum()
         )  # fmt: skip
-        levels = stock.levels[free]
+        levels = stock.shelves_of(slabs, free)
         empty = free == size
         if empty.any():
             levels[empty] = 0

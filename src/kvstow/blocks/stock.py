@@ -18,7 +18,11 @@ from kvstow.plan.blocklist import Ints
 
 
 class Stock:
-    """`num_slabs` slabs of `rows_per_slab` rows; the first `num_null` rows are nobody's."""
+    """`num_slabs` slabs of `rows_per_slab` rows; the first `num_null` rows are nobody's.
+
+    Slabs with free rows lie on shelves, by the number of those: `1 … top`, and `top + 1 …
+    2 · top` where all that is held in them is held briefly (`passing`).
+    """
 
     def __init__(
         self,
@@ -43,9 +47,16 @@ class Stock:
         self.queue = Queue(self.num_rows)
         self.idle = self.queue if rows_per_slab == 1 else Queue(num_slabs)
         self.levels = np.array([n.bit_length() for n in range(rows_per_slab + 1)], np.int64)
-        self.partial = Shelves(num_slabs, rows_per_slab.bit_length())
+        self.top = rows_per_slab.bit_length()
+        self.partial = Shelves(num_slabs, 2 * self.top)
+        self.passing = np.zeros(num_slabs, np.bool_)
         self.spare = 0
         self.num_held = 0
+
+    def shelves_of(self, slabs: Ints, free: Ints) -> Ints:
+        """Where slabs with so many free rows belong."""
+        levels = self.levels[free]
+        return levels + self.top * ((levels > 0) & self.passing[slabs])
 
     def slabs_of(self, rows: Ints) -> Ints:
         return rows if self.rows_per_slab == 1 else rows // self.rows_per_slab

@@ -79,6 +79,15 @@ class Table:
         ids = self._ids[slots, self._columns(np.maximum(last, 0))]
         return ids if len(last) == 0 or last.min() >= 0 else np.where(last < 0, 0, ids)
 
+    def near(self, slots: Ints) -> Ints:
+        """Per request, the row behind which it would like its next one: the last one, or
+        the one before the row that its window has just left."""
+        if not self.moves:
+            return self.last_ids(slots)
+        first = self.first[slots]
+        left = self._ids[slots, self._columns(np.maximum(first - 1, 0))] - 1
+        return np.where(first > self.fixed, left, self.last_ids(slots))
+
     # ── changes ───────────────────────────────────────────────────────────────────
 
     def open(self, slot: int, first: int, end: int) -> None:
@@ -107,12 +116,15 @@ class Table:
     def replace_last(self, slot: int, row: int) -> None:
         self.write(slot, self.end[slot : slot + 1] - 1, np.array([row]))
 
-    def slide(self, slots: Ints, num_tokens: Ints) -> Ints:
-        """Give up what no token at `num_tokens` or later sees; its ids."""
+    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> Ints:
+        """Give up what no token at `num_tokens` or later sees; its ids.
+
+        A single block stays until the request needs `more`, which can then be its row.
+        """
         seen = first_seen(self.retention, num_tokens, self.block_tokens)
         seen = np.minimum(seen, self.end[slots])
         first = np.maximum(self.first[slots], self.fixed) if self.fixed else self.first[slots]
-        moved = np.nonzero(seen > first)[0]
+        moved = np.nonzero(seen - first > (more == 0))[0]
         if not len(moved):
             return moved
         slots, seen, first = slots[moved], seen[moved], first[moved]

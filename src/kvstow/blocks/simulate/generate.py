@@ -88,6 +88,7 @@ def _agents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[Request]:
             prompt_tokens=sum(tokens for _, tokens in history) + turn,
             output_tokens=output,
             prefixes=(*history, (f"turn-{number}", turn)),
+            output=f"answer-{number}",
         )
         tasks[which] = (*history, (f"turn-{number}", turn), (f"answer-{number}", output))
         if len(history) > 24:

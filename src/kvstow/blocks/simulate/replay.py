@@ -14,9 +14,8 @@ import numpy as np
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.runs import num_runs
-from kvstow.blocks.simulate.tokens import Wording
+from kvstow.blocks.simulate.tokens import output, prompt
 from kvstow.blocks.simulate.trace import Request
 from kvstow.blocks.simulate.waste import Meter, Waste
 from kvstow.errors import OutOfBlocks, TraceError
@@ -27,12 +26,16 @@ from kvstow.plan.spec import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How an engine works: seconds a step, tokens of prompts a step, samples."""
+    """How an engine works: seconds a step, tokens of prompts a step, samples.
+
+    Nobody is admitted while more than `load` of the arena is held.
+    """
 
     step_seconds: float = 0.025
     prefill_tokens: int = 16_384
     chunk_tokens: int = 2_048
     sample_steps: int = 16
+    load: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,21 @@ class Record:
     admitted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request, and how many tokens it has to compute before it goes on decoding."""
+
+    number: int
+    request: Request
+    target: int
+
+
 @dataclass(slots=True)
 class _Running:
-    """A request in the engine: `target` tokens of prompt before it decodes."""
+    """A request in the engine: `target` tokens before it decodes, `end` in all."""
 
+    number: int
     request: Request
-    prompt: Prompt | int
     handle: int
     num_tokens: int
     target: int
@@ -77,16 +89,19 @@ class Replay:
     """One layout's ledger and the requests that run on it."""
 
     def __init__(self, layout: Layout, trace: Sequence[Request], pace: Pace) -> None:
-        shared = any(request.prefixes for request in trace)
+        shared = any(request.prefixes or request.output for request in trace)
         self.layout = layout
         self.pace = pace
         self.ledger = Ledger(Pool(layout), caching=shared)
         self.record = Record()
-        self._wording = Wording() if shared else None
-        self._waiting = deque((request, request.prompt_tokens) for request in trace)
+        self._worded = shared
+        self._waiting = deque(_Waiting(i, r, r.prompt_tokens) for i, r in enumerate(trace))
         self._running: list[_Running] = []
         self._meter = Meter(layout)
         self._step = 0
+        self._budget = 0
+        self._limit = pace.load * layout.nbytes
+        self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
         states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
         self._boundary = min(states) if states and shared else 0
         self._refuse_too_long(trace)
@@ -130,9 +145,10 @@ class Replay:
 
     def step(self) -> None:
         if not self._running and self._waiting:
-            arrival = self._waiting[0][0].arrival
+            arrival = self._waiting[0].request.arrival
             self._step = max(self._step, int(np.ceil(arrival / self.pace.step_seconds)))
-        self._advance(self._prefill_budget())
+        self._budget = self.pace.prefill_tokens
+        self._advance()
         self._admit_all()
         self._finish()
         if self._step % self.pace.sample_steps == 0:
@@ -141,12 +157,8 @@ class Replay:
 
     # ── one step ──────────────────────────────────────────────────────────────────
 
-    def _prefill_budget(self) -> int:
-        return self.pace.prefill_tokens
-
-    def _advance(self, budget: int) -> None:
+    def _advance(self) -> None:
         """One more token, or one more chunk of its prompt, for every request."""
-        self._budget = budget
         goals: list[int] = []
         for run in self._running:
             if run.num_tokens >= run.target:
@@ -178,42 +190,52 @@ class Replay:
     def _preempt(self) -> None:
         run = self._running.pop()
         self.ledger.release(run.handle)
-        self._waiting.appendleft((run.request, run.num_tokens))
+        target = max(run.request.prompt_tokens, run.num_tokens)
+        self._waiting.appendleft(_Waiting(run.number, run.request, target))
         self.record.preemptions += 1
 
     def _admit_all(self) -> None:
         while self._waiting and self._budget > 0:
-            request, target = self._waiting[0]
-            if request.arrival > self.seconds:
+            waiting = self._waiting[0]
+            if waiting.request.arrival > self.seconds or self._held_bytes() > self._limit:
                 return
             try:
-                self.ledger.pool.refuse(self._needs(target))
-                run = self._admitted(request, target)
+                self.ledger.pool.refuse(self._needs(waiting.target))
+                run = self._admitted(waiting)
             except OutOfBlocks:
                 return
             self._waiting.popleft()
             self._running.append(run)
 
-    def _admitted(self, request: Request, target: int) -> _Running:
-        """The request, begun; `target` is more than its prompt after a preemption."""
-        prompt = self._wording.prompt(request, target) if self._wording else target
+    def _held_bytes(self) -> int:
+        return sum(self.ledger.pool.num_held(g) * n for g, n in enumerate(self._strides))
+
+    def _admitted(self, waiting: _Waiting) -> _Running:
+        request, target = waiting.request, waiting.target
+        known = prompt(waiting.number, request, target) if self._worded else target
         first = self._chunk_end(0, target)
-        admission = self.ledger.admit(prompt, num_tokens=first)
+        admission = self.ledger.admit(known, num_tokens=first)
         start = max(first, admission.hit_tokens)
         if target == request.prompt_tokens:
             self.record.prompt_tokens += target
             self.record.hit_tokens += admission.hit_tokens
-        run = _Running(request, prompt, admission.request, start, target, request.num_tokens)
         if start >= target:
-            self._measure_runs(run.handle)
-        return run
+            self._measure_runs(admission.request)
+        return _Running(
+            waiting.number, request, admission.request, start, target, request.num_tokens
+        )
 
     def _finish(self) -> None:
         done = [run for run in self._running if run.num_tokens >= run.end]
-        if done:
-            self.ledger.release([run.handle for run in done])
-            self.record.completed += len(done)
-            self._running = [run for run in self._running if run.num_tokens < run.end]
+        if not done:
+            return
+        for run in done:
+            if run.request.output:
+                tokens = output(run.number, run.request)
+                self.ledger.append(run.handle, tokens[run.target - run.request.prompt_tokens :])
+        self.ledger.release([run.handle for run in done])
+        self.record.completed += len(done)
+        self._running = [run for run in self._running if run.num_tokens < run.end]
 
     # ── what is written down ──────────────────────────────────────────────────────
 
@@ -227,9 +249,7 @@ class Replay:
 
     def _sample(self) -> None:
         pool = self.ledger.pool
-        cached = sum(
-            pool.num_cached(g) * self.layout.row_stride(g) for g in range(len(self.layout.groups))
-        )
+        cached = sum(pool.num_cached(g) * n for g, n in enumerate(self._strides))
         self.record.samples.append(
             Sample(
                 self.seconds,

@@ -5,7 +5,8 @@
 
 `prefixes` are the parts that the prompt begins with, by name and number of tokens: two
 prompts that begin with the same names and numbers begin with the same tokens. What
-follows them is the request's own.
+follows them is the request's own. `output`, if given, names the answer, so that a later
+prompt can repeat it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: int
     output_tokens: int
     prefixes: tuple[tuple[str, int], ...] = ()
+    output: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.arrival < float("inf"):

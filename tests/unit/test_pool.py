@@ -1,0 +1,256 @@
+"""What a pool promises beyond sets of ids: runs, gaps, who loses a slab, what it says."""
+
+import numpy as np
+import pytest
+
+from block_layouts import HYBRID, MIXED, RECURRENT, layer, packed_layout
+from kvstow.blocks.pick import Candidates, lru
+from kvstow.blocks.pool import Pool, Want
+from kvstow.blocks.runs import fewest_runs, num_runs
+from kvstow.errors import BlockError, OutOfBlocks, PlanError
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import separate, union
+
+
+def rows_per_slab(pool: Pool, group: int) -> int:
+    return pool.layout.groups[group].rows_per_slab
+
+
+def all_rows(pool: Pool, group: int) -> int:
+    return (pool.layout.num_slabs - 1) * rows_per_slab(pool, group)
+
+
+def cache(pool: Pool, group: int, count: int) -> np.ndarray:
+    ids = pool.hold(group, count)
+    pool.keep(group, ids)
+    pool.release(group, ids)
+    return ids
+
+
+def test_null_rows_are_never_handed_out() -> None:
+    for layers in (HYBRID, RECURRENT, MIXED):
+        pool = Pool(packed_layout(layers, 4))
+        for group in range(len(pool.layout.groups)):
+            ids = pool.hold(group, all_rows(pool, group))
+            assert ids.min() == rows_per_slab(pool, group)
+            assert pool.num_free(group) == 0
+            pool.release(group, ids)
+
+
+def test_the_capacity_leaves_the_null_slab_out() -> None:
+    pool = Pool(packed_layout(HYBRID, 2))
+    assert pool.num_free(0) == rows_per_slab(pool, 0)
+    with pytest.raises(OutOfBlocks):
+        pool.hold(0, rows_per_slab(pool, 0) + 1)
+
+
+def test_a_hold_is_one_ascending_run_in_a_fresh_pool() -> None:
+    for layers in (HYBRID, (layer("a"),)):
+        pool = Pool(packed_layout(layers, 300))
+        for count in (1, 2, 17, 200):
+            assert num_runs(pool.hold(0, count)) == 1
+
+
+def test_a_hold_takes_the_tightest_run_that_fits() -> None:
+    pool = Pool(packed_layout((layer("a"),), 100))
+    ids = pool.hold(0, 60)
+    pool.release(0, np.concatenate((ids[5:15], ids[20:24], ids[30:50])))
+    assert pool.hold(0, 4).tolist() == ids[20:24].tolist()
+    assert pool.hold(0, 9).tolist() == ids[5:14].tolist()
+
+
+def test_a_hold_that_fits_nowhere_takes_the_longest_runs() -> None:
+    assert fewest_runs(np.array([1, 2, 3, 7, 9, 10, 11, 12]), 6).tolist() == [1, 2, 9, 10, 11, 12]
+    assert fewest_runs(np.array([4]), 1).tolist() == [4]
+    assert fewest_runs(np.array([4, 6]), 2).tolist() == [4, 6]
+
+
+def test_partly_used_slabs_are_filled_before_another_one_is_opened() -> None:
+    pool = Pool(packed_layout(RECURRENT, 40))
+    size = rows_per_slab(pool, 0)
+    assert size > 3
+    first = pool.hold(0, size - 2)
+    second = pool.hold(0, 2)
+    assert set(np.concatenate((first, second)) // size) == {first[0] // size}
+
+
+def test_whole_slabs_come_free() -> None:
+    pool = Pool(packed_layout(RECURRENT, 6))
+    before = pool.num_free(1)
+    ids = pool.hold(0, 2 * rows_per_slab(pool, 0))
+    assert pool.num_free(1) < before
+    pool.release(0, ids)
+    assert pool.num_free(1) == before
+
+
+def test_a_growing_request_gets_the_row_behind_its_last_one() -> None:
+    pool = Pool(packed_layout((layer("a"),), 50))
+    a, b = pool.hold(0, 3), pool.hold(0, 3)
+    pool.release(0, b)
+    (more,) = pool.hold_all([Want(0, 1, "single", a[-1:])])
+    assert more[0] == a[-1] + 1
+
+
+def test_two_that_grow_behind_one_row_get_different_rows() -> None:
+    pool = Pool(packed_layout((layer("a"),), 50))
+    last = pool.hold(0, 1)
+    (more,) = pool.hold_all([Want(0, 2, "single", np.repeat(last, 2))])
+    assert len(set(more.tolist())) == 2
+
+
+def test_cached_rows_are_evicted_oldest_first_and_only_when_needed() -> None:
+    pool = Pool(packed_layout((layer("a"),), 7))
+    gone: list[int] = []
+    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
+    old, young = cache(pool, 0, 2), cache(pool, 0, 2)
+    pool.hold(0, 2)
+    assert gone == []
+    pool.hold(0, 2)
+    assert sorted(gone) == old.tolist()
+    pool.hold(0, 1)
+    assert gone[-1] == young[-1], "the last block of a prompt goes before its first"
+
+
+def test_a_hit_makes_a_row_young_again() -> None:
+    pool = Pool(packed_layout((layer("a"),), 5))
+    old, young = cache(pool, 0, 2), cache(pool, 0, 2)
+    pool.share(0, old)
+    pool.release(0, old)
+    assert sorted(pool.hold(0, 2).tolist()) == young.tolist()
+
+
+def test_a_plain_function_decides_what_is_evicted() -> None:
+    def youngest(candidates: Candidates, count: int) -> np.ndarray:
+        return np.argsort(-candidates.last_use, kind="stable")[:count]
+
+    assert lru(Candidates(0, np.arange(3), np.arange(3)), 2).tolist() == [0, 1]
+    pool = Pool(packed_layout((layer("a"),), 5), policy=youngest)
+    cache(pool, 0, 2)
+    young = cache(pool, 0, 2)
+    assert sorted(pool.hold(0, 2).tolist()) == young.tolist()
+
+
+def test_a_slab_that_changes_hands_loses_cached_rows_and_never_held_ones() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    size = rows_per_slab(pool, 0)
+    held = pool.hold(0, 1)
+    cached = cache(pool, 0, 2 * size - 1)
+    gone: list[int] = []
+    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
+    pool.hold(1, 1)
+    assert set(gone) == {row for row in cached.tolist() if row // size != held[0] // size}
+    assert pool.holds(0, held).tolist() == [1]
+    with pytest.raises(OutOfBlocks):
+        pool.hold(1, rows_per_slab(pool, 1))
+
+
+def test_the_slab_with_the_fewest_cached_rows_changes_hands() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    size = rows_per_slab(pool, 0)
+    many = pool.hold(0, size)
+    few = pool.hold(0, size)
+    pool.keep(0, many)
+    pool.keep(0, few[:1])
+    pool.release(0, many)
+    pool.release(0, few)
+    gone: list[int] = []
+    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
+    pool.hold(1, 1)
+    assert gone == few[:1].tolist()
+
+
+def test_sharing_cached_content_keeps_its_generation_and_new_content_does_not() -> None:
+    pool = Pool(packed_layout((layer("a"),), 3))
+    ids = cache(pool, 0, 2)
+    before = pool.generations[0][ids].copy()
+    pool.share(0, ids)
+    assert (pool.generations[0][ids] == before).all()
+    pool.release(0, ids)
+    pool.hold(0, 2)
+    assert (pool.generations[0][ids] > before).all()
+
+
+def test_rows_of_the_old_owner_are_fenced_when_a_slab_changes_hands() -> None:
+    pool = Pool(packed_layout(RECURRENT, 2))
+    ids = pool.hold(0, 1)
+    pool.release(0, ids)
+    ticket = int(pool.generations[0][ids[0]])
+    pool.hold(1, 1)
+    assert pool.generations[0][ids[0]] > ticket
+
+
+def test_generations_live_in_the_memory_that_was_given() -> None:
+    layout = packed_layout(HYBRID, 4)
+    memory = [np.full(layout.num_blocks(g), 7, np.int64) for g in range(len(layout.groups))]
+    pool = Pool(layout, generations=memory)
+    ids = pool.hold(0, 2)
+    assert memory[0][ids].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda n: np.zeros(n - 1, np.int64), lambda n: np.zeros(n, np.int32),
+              lambda n: np.zeros(2 * n, np.int64)[::2]]
+)  # fmt: skip
+def test_generations_of_another_shape_are_refused(wrong) -> None:
+    layout = packed_layout((layer("a"),), 4)
+    with pytest.raises(PlanError, match="generations"):
+        Pool(layout, generations=[wrong(layout.num_blocks(0))])
+    with pytest.raises(PlanError, match="2 generation arrays for 1 groups"):
+        Pool(layout, generations=[np.zeros(4, np.int64)] * 2)
+
+
+def test_quarantined_rows_come_back_only_from_quarantine() -> None:
+    pool = Pool(packed_layout((layer("a"),), 3))
+    ids = pool.hold(0, 2)
+    pool.keep(0, ids)
+    pool.quarantine(0, ids[:1])
+    pool.release(0, ids)
+    assert pool.num_cached(0) == 1
+    assert pool.hold(0, 1).tolist() == ids[1:].tolist()
+    with pytest.raises(OutOfBlocks):
+        pool.hold(0, 1)
+    pool.unquarantine(0, ids[:1])
+    assert pool.hold(0, 1).tolist() == ids[:1].tolist()
+
+
+def test_what_is_refused_says_what_is_needed_and_free_in_every_group() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    with pytest.raises(OutOfBlocks, match=r"'full': 9 needed, 18 free; of group 'state': 12 needed, "
+                       r"16 free; 1 slabs too few for all of them together") as caught:  # fmt: skip
+        pool.hold_all([Want(0, 9), Want(1, 12)])
+    assert caught.value.needed == 21
+
+
+def test_groups_that_share_nothing_run_out_alone() -> None:
+    pool = Pool(separate(grouped(HYBRID), num_slabs=4, context_tokens=8))
+    pool.hold(0, pool.num_free(0))
+    assert pool.num_free(1) == all_rows(pool, 1)
+    pool.hold(1, pool.num_free(1))
+
+
+def test_one_row_per_slab_is_the_union_of_all_groups() -> None:
+    pool = Pool(union(grouped(HYBRID), num_slabs=5))
+    a, b = pool.hold(0, 2), pool.hold(1, 2)
+    assert not set(a.tolist()) & set(b.tolist())
+    assert pool.num_free(2) == 0
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**6], [0], [3, 4]])
+def test_releasing_what_is_not_held_names_the_block(ids: list[int]) -> None:
+    pool = Pool(packed_layout((layer("a"),), 6))
+    pool.hold(0, 3)
+    with pytest.raises(BlockError, match="block"):
+        pool.release(0, ids)
+    with pytest.raises(BlockError):
+        pool.keep(0, [5])
+    with pytest.raises(BlockError):
+        pool.share(0, [5])
+
+
+def test_check_names_the_numbers_that_do_not_add_up() -> None:
+    pool = Pool(packed_layout(HYBRID, 6))
+    ids = pool.hold(0, 4)
+    pool.check()
+    pool._of[0][1].refs[ids[0]] = 0
+    with pytest.raises(BlockError, match="held: 3 counted, 4 expected"):
+        pool.check()
