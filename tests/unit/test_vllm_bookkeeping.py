@@ -1,7 +1,7 @@
 """The vLLM connector's bookkeeping, against what vLLM 0.32 was seen to declare and to ask.
 
 No engine is needed: its words are recorded here as plain values. The same values are compared
-with the engine itself in tests/vllm.
+with the engine itself in tests/vllm (see recorded_vllm).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ import torch
 
 from kvstow.adapters.connector.declared import (
     Declaration,
-    Page,
     Region,
     axes_of,
     declared_groups,
@@ -29,41 +28,11 @@ from kvstow.errors import LayoutError, MemoryLayoutError, RouteError, SpecError,
 from kvstow.memory.arena import Arena
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.route import route
-from kvstow.plan.spec import DType, Extent, Full, Retention, Window
+from kvstow.plan.spec import Window
 from kvstow.transfer.ticket import Ticket
+from recorded_vllm import FULL, pages, smollm2
 
-FULL, WINDOW = Full(), Window(8)
-
-
-def pages(names: list[str], retention: Retention, heads: int, tokens: int, content: int):
-    return tuple(
-        Page(layer=name, retention=retention, block_tokens=tokens,
-             heads=Extent.whole("head", heads), states=tokens, content=content,
-             dtype=DType.FLOAT32)
-        for name in names
-    )  # fmt: skip
-
-
-def smollm2(order: str, num_blocks: int = 182) -> Declaration:
-    """What vLLM 0.32 declares for SmolLM2-135M in float32, 128 tokens per block."""
-    page = 3 * 128 * 128 * 4
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(30)]
-    rows = order.startswith("B")
-    return Declaration(
-        model="smollm2",
-        order=order,
-        num_blocks=num_blocks,
-        groups=(pages(names, FULL, heads=3, tokens=128, content=128),),
-        regions=(
-            Region(
-                layers=tuple(names),
-                nbytes=30 * page * num_blocks,
-                layer_stride=page if rows else page * num_blocks,
-                block_stride=30 * page if rows else page,
-                offset=0,
-            ),
-        ),
-    )
+WINDOW = Window(8)
 
 
 def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> Declaration:

@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from serving import Launch, Server, running
 
+import recorded_vllm
+from kvstow.adapters.connector.declared import declared_layout
+from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -35,7 +39,12 @@ def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
     launch = Launch(
         model=smollm2,
         name="smollm2",
-        settings={"digest": "always", "lease_seconds": LEASE_SECONDS, "transfer_seconds": 40},
+        settings={
+            "digest": "always",
+            "lease_seconds": LEASE_SECONDS,
+            "transfer_seconds": 40,
+            "manifest_file": str(logs / "manifest"),
+        },
         environment={"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
     )
     with running(launch, launch, logs=logs) as servers:
@@ -56,6 +65,12 @@ def handed_over(pair: list[Server], prompt: str | list[int], max_tokens: int = 1
 def alone(pair: list[Server], prompt: str | list[int], max_tokens: int = 12) -> str:
     """What the prefill server answers on its own."""
     return pair[0].text(prompt, max_tokens=max_tokens)
+
+
+def test_the_engine_declares_what_was_recorded(pair: list[Server], logs: Path):
+    layout = manifest.decode((logs / "manifest.0-0").read_bytes())
+    recorded = declared_layout(recorded_vllm.smollm2("BLHNC"), base_align=64)
+    assert replace(layout, model=recorded.model) == recorded
 
 
 # ── it works ──────────────────────────────────────────────────────────────────────────────

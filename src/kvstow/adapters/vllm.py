@@ -14,7 +14,7 @@ values and ours become its own; everything else is in `kvstow.adapters.connector
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +267,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._declared = declaration(vllm_config, kv_cache_config, model=self._settings.model)
         self._groups_taken = kv_cache_config.transfer_group_ids
         self._engine = vllm_config.kv_transfer_config.engine_id
-        self._stats: Counter[str] = Counter()
+        self._stats: defaultdict[str, float] = defaultdict(float)
         self._found: dict[str, Found] = {}
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -347,7 +347,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found: Results = self._hands.results(idle=self._step.idle)
-        self._stats.update(found.counts)
+        for what, count in found.counts.items():
+            self._stats[what] += count
         self._found = {answer.request: answer for answer in found.found}
         return KVConnectorTransferResults(
             finished_sending=set(found.sent),

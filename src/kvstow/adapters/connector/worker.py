@@ -6,7 +6,7 @@ fence or anything else did not hold: then the engine must not use a single byte 
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from kvstow.adapters.connector.counters import Counters
@@ -79,7 +79,7 @@ class WorkerSide:
         self._found: list[Found] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self.agent.start()
         self._introduce()
 
@@ -224,6 +224,7 @@ class WorkerSide:
         assert stats is not None
         self._counts["pulled bytes"] += stats.nbytes
         self._counts["descriptors"] += stats.descriptors
+        self._counts["pull seconds"] += stats.seconds
         log.info("pulled %d bytes in %d descriptors, %.3f s, fence %s, digest %s",
                  stats.nbytes, stats.descriptors, stats.seconds, stats.fence,
                  stats.digest)  # fmt: skip

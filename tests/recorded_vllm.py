@@ -1,0 +1,44 @@
+"""What vLLM 0.32 was seen to declare for real models on CPUs, in plain values.
+
+tests/unit uses it without vLLM; tests/vllm compares it with what running servers declare.
+"""
+
+from collections.abc import Sequence
+
+from kvstow.adapters.connector.declared import Declaration, Page, Region
+from kvstow.plan.spec import DType, Extent, Full, Retention
+
+FULL = Full()
+
+
+def pages(
+    names: Sequence[str], retention: Retention, heads: int, tokens: int, content: int
+) -> tuple[Page, ...]:
+    return tuple(
+        Page(layer=name, retention=retention, block_tokens=tokens,
+             heads=Extent.whole("head", heads), states=tokens, content=content,
+             dtype=DType.FLOAT32)
+        for name in names
+    )  # fmt: skip
+
+
+def smollm2(order: str, num_blocks: int = 182) -> Declaration:
+    """What vLLM 0.32 declares for SmolLM2-135M in float32, 128 tokens per block."""
+    page = 3 * 128 * 128 * 4
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(30)]
+    rows = order.startswith("B")
+    return Declaration(
+        model="smollm2",
+        order=order,
+        num_blocks=num_blocks,
+        groups=(pages(names, FULL, heads=3, tokens=128, content=128),),
+        regions=(
+            Region(
+                layers=tuple(names),
+                nbytes=30 * page * num_blocks,
+                layer_stride=page if rows else page * num_blocks,
+                block_stride=30 * page if rows else page,
+                offset=0,
+            ),
+        ),
+    )

@@ -1,0 +1,87 @@
+"""A model of window and full layers (Gemma 3): groups that overlay each other, handed over.
+
+Prefill keeps rows, decode keeps one region per layer: the route joins the two.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gemma
+import pytest
+from serving import Launch, Server, running
+
+from kvstow.transfer.ticket import Ticket
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+BOS = 2
+WINDOW = 512
+STORY = (
+    "Once upon a time there was a small village at the foot of a mountain. Every morning the "
+    "baker lit the oven, the smith opened the forge, and the children walked to school along "
+    "the river. "
+)
+
+
+@pytest.fixture(scope="module")
+def pair(logs: Path) -> Iterator[list[Server]]:
+    model = gemma.checkpoint()
+    if model is None:
+        pytest.skip(f"the package {gemma.PACKAGE} is not installed")
+    settings = {"digest": "always", "lease_seconds": 60}
+    launches = [
+        Launch(model=model, name="gemma", settings=settings, rows=rows) for rows in (True, False)
+    ]
+    with running(*launches, logs=logs) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def words(pair: list[Server]) -> list[int]:
+    """Tokens of a text, with the first token that Gemma needs."""
+    answer = pair[0].post("/tokenize", {"model": "gemma", "prompt": STORY * 24})
+    found = [token for token in answer["tokens"] if token != BOS]
+    assert len(found) > 900
+    return found
+
+
+def test_the_two_servers_keep_their_memory_in_different_orders(pair: list[Server]):
+    assert "order BLHNC" in pair[0].log.read_text()
+    assert "order LBHNC" in pair[1].log.read_text()
+
+
+@pytest.mark.parametrize("count", [6, 128, 400, WINDOW, WINDOW + 1, 640, 900])
+def test_decode_continues_as_one_server_would(pair: list[Server], words: list[int], count: int):
+    prefill, decode = pair
+    prompt = [BOS, *words[40 : 40 + count - 1]]
+    params = prefill.tickets(prompt)
+    before = decode.counts().get("pull accepted", 0)
+    text = decode.text(prompt, max_tokens=12, kv_transfer_params=params)
+    assert text == prefill.text(prompt, max_tokens=12)
+    assert decode.await_count("pull accepted", before + 1) == before + 1
+
+
+def test_past_the_window_only_the_window_is_offered(pair: list[Server], words: list[int]):
+    prompt = [BOS, *words[:899]]
+    params = pair[0].tickets(prompt)
+    ticket = Ticket.parse(params["kvstow"]["tickets"][0])
+    counts = sorted(len(blocks) for blocks in ticket.blocks.values())
+    blocks = -(-900 // 128)
+    assert counts[-1] == blocks
+    assert counts[0] < blocks
+    assert pair[1].text(prompt, max_tokens=8, kv_transfer_params=params)
+
+
+def test_a_failed_load_is_reported_for_all_groups_and_computed_anew(
+    pair: list[Server], words: list[int]
+):
+    prefill, decode = pair
+    prompt = [BOS, *words[100:800]]
+    params = prefill.tickets(prompt)
+    real = Ticket.parse(params["kvstow"]["tickets"][0])
+    fields = {name: getattr(real, name) for name in Ticket.__dataclass_fields__}
+    params["kvstow"]["tickets"] = [str(Ticket(**{**fields, "lease": real.lease ^ 1}))]
+    before = decode.counts().get("pull ticket", 0)
+    text = decode.text(prompt, max_tokens=12, kv_transfer_params=params)
+    assert text == prefill.text(prompt, max_tokens=12)
+    assert decode.await_count("pull ticket", before + 1) == before + 1
