@@ -1,0 +1,28 @@
+"""Simulate: the same requests under our slabs and under one row per block id.
+
+python examples/simulate_load.py [MODEL] [GIB] [REQUESTS]
+"""
+
+import sys
+
+from kvstow.blocks.simulate import Pace, Replay, Report, synthetic
+from kvstow.blocks.simulate.policy import POLICIES, layout_of
+from kvstow.plan.group import grouped
+from kvstow.plan.models import load_model, model_layers
+
+
+def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") -> None:
+    groups = grouped(model_layers(load_model(model)).layers)
+    trace = synthetic("chat", num_requests=int(requests), rate=float("inf"), seed=0)
+    for policy in POLICIES:
+        replay = Replay(layout_of(policy, groups, budget=int(gib) << 30), trace, Pace())
+        report = Report.of(replay.run())
+        print(
+            f"{policy:<6} {report.mean_requests:7.1f} requests at once, "
+            f"{report.waste['total']:6.1%} of the bytes in use wasted, "
+            f"{report.completed} completed"
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
