@@ -18,7 +18,19 @@ from bench.machine import arguments, interleaved, write
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.memory.moves import row_moves
+from kvstow.memory.moves import Spans, row_moves
+
+
+def each(source: Arena, destination: Arena, moves: Spans):
+    """What the C library makes of the same rows."""
+    addresses = ((moves.destination + destination.address).tolist(),
+                 (moves.source + source.address).tolist(), moves.nbytes.tolist())  # fmt: skip
+
+    def act() -> None:
+        for place, start, nbytes in zip(*addresses, strict=True):
+            ctypes.memmove(place, start, nbytes)
+
+    return act
 
 
 def measured(cache: Cache, total: int, repeats: int) -> dict[str, object]:
@@ -38,6 +50,7 @@ def measured(cache: Cache, total: int, repeats: int) -> dict[str, object]:
         moves = row_moves(layout, 0, ids, others)
         actions[f"{kind}, scattered"] = lambda s=source, d=destination, m=moves: copy(s, d, m)
         if kind == "rows":
+            actions["rows, scattered, one memmove each"] = each(source, destination, moves)
             whole = row_moves(layout, 0, straight, straight)
             actions["rows, contiguous"] = lambda s=source, d=destination, m=whole: copy(s, d, m)
             actions["one big memcpy"] = lambda s=source, d=destination: ctypes.memmove(
