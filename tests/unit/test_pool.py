@@ -215,8 +215,11 @@ def test_quarantined_rows_come_back_only_from_quarantine() -> None:
 
 def test_what_is_refused_says_what_is_needed_and_free_in_every_group() -> None:
     pool = Pool(packed_layout(RECURRENT, 3))
-    with pytest.raises(OutOfBlocks, match=r"'full': 9 needed, 18 free; of group 'state': 12 needed, "
-                       r"16 free; 1 slabs too few for all of them together") as caught:  # fmt: skip
+    words = (
+        "'full': 9 needed, 18 free; of group 'state': 12 needed, 16 free; "
+        "1 slabs too few for all of them together"
+    )
+    with pytest.raises(OutOfBlocks, match=words) as caught:
         pool.hold_all([Want(0, 9), Want(1, 12)])
     assert caught.value.needed == 21
 

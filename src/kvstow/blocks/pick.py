@@ -123,7 +123,8 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     if kind == "single" or (kind == "moving" and not roomy(slabs)):
         return _free_rows(stock, range(1, top + 1), count)[:count]
     if kind == "brief":
-        return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
+        levels = range(2 * top, top if roomy(slabs) else 0, -1)
+        return fewest_runs(np.sort(_free_rows(stock, levels, 2 * count)), count)
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
     if rest == 0:

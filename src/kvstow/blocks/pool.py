@@ -166,8 +166,11 @@ class Pool:
         self.refuse(needs)
         held: list[Ints] = []
         for want in wants:
-            held.append(self._hold_after(want.group, want.kind, want.after, needs) if want.after is not None
-                        else self._hold(want.group, want.count, needs, want.kind))  # fmt: skip
+            if want.after is None:
+                rows = self._hold(want.group, want.count, needs, want.kind)
+            else:
+                rows = self._hold_after(want.group, want.kind, want.after, needs)
+            held.append(rows)
             needs[want.group] -= want.count
         return held
 
