@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """Rows in device memory between two processes on one GPU, against pieces and one buffer.
 
     PYTHONPATH=src python bench/transfer_gpu.py --json bench/results/transfer_gpu.json
@@ -6,11 +7,14 @@ Says which direction first contact chose, then measures both. Needs a CUDA devic
 nixl-cu13, msgspec, pyzmq, prometheus-client.
 """
 
+import os
 import sys
+
+sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+
 from dataclasses import replace
 
-from machine import arguments, write
-
+from bench.machine import arguments, write
 from kvstow.transfer.bench import Setting, measured
 
 
