@@ -50,7 +50,7 @@ def _broken_rows(slabs: Slabs, stock: Stock) -> Iterator[str]:
         yield f"{name}: block {foreign[0]} is in use in slab {slab} of group {slabs.owner[slab]}"
     busy = (slabs.owner == stock.group) & (slabs.held > 0)
     spare = int((stock.rows_per_slab - slabs.held[busy]).sum())
-    if stock.spare != spare:
+    if spare != stock.spare:
         yield f"{name}: {spare} spare rows counted, {stock.spare} in the books"
     yield from _broken_shelves(slabs, stock)
 

@@ -111,7 +111,9 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
 
 
 def _ascending(parts: list[Ints]) -> Ints:
-    return np.sort(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    parts = [part for part in parts if len(part)]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return rows if np.all(rows[1:] > rows[:-1]) else np.sort(rows)
 
 
 # ── without evicting ──────────────────────────────────────────────────────────────────

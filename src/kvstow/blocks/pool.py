@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.check import broken_counts
 from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally, roomy
+from kvstow.blocks.runs import span_of_any
 from kvstow.blocks.slabs import Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
@@ -182,9 +183,10 @@ class Pool:
         fits = _free_next(slabs, stock, rows)
         near = rows[fits]
         if len(near):
+            near = np.sort(near)
             if stock.rows_per_slab == 1:
                 slabs.take_free(stock, near)
-            slabs.occupy(stock, np.sort(near))
+            slabs.occupy(stock, near)
         rest = len(rows) - len(near)
         if rest:
             left = needs | {group: needs[group] - len(near)}
@@ -211,7 +213,7 @@ class Pool:
         rows = stock.known(ids)
         refs = stock.refs[rows]
         cached = refs == 0
-        if not cached.any():
+        if not np.count_nonzero(cached):
             np.add.at(stock.refs, rows, 1)
             return
         stock.refuse(rows, cached & (stock.queue.place[rows] < 0), "is neither held nor cached")
@@ -226,17 +228,23 @@ class Pool:
         """
         slabs, stock = self._of[group]
         rows = stock.known(ids)
-        if not len(rows):
-            return
-        refs = stock.refs[rows]
-        np.subtract.at(stock.refs, rows, 1)
-        left = stock.refs[rows]
-        if left.min() < 0:
-            np.add.at(stock.refs, rows, 1)
+        where = span_of_any(rows)
+        if isinstance(where, slice):
+            left = stock.refs[where] - 1
             stock.refuse(rows, left < 0, "is released more often than it is held")
-        ended = rows[left == 0] if left.any() else rows
+            stock.refs[where] = left
+            once = True
+        else:
+            before = stock.refs[rows]
+            np.subtract.at(stock.refs, rows, 1)
+            left = stock.refs[rows]
+            if np.count_nonzero(left < 0):
+                np.add.at(stock.refs, rows, 1)
+                stock.refuse(rows, left < 0, "is released more often than it is held")
+            once = not np.count_nonzero(before - left != 1)
+        ended = rows[left == 0] if np.count_nonzero(left) else rows
         if len(ended):
-            slabs.vacated(stock, ended if (refs - left).max() == 1 else _unique(ended))
+            slabs.vacated(stock, ended if once else _unique(ended))
 
     # ── content ───────────────────────────────────────────────────────────────────
 
@@ -331,9 +339,9 @@ def _free_next(slabs: Slabs, stock: Stock, rows: Ints) -> Bools:
     else:
         of = stock.slabs_of(near)
         fits = inside & stock.free[near] & (slabs.owner[of] == stock.group) & (slabs.held[of] > 0)
-    if len(rows) > 1 and fits.any():
+    if len(rows) > 1 and np.count_nonzero(fits):
         twice = np.sort(near[fits])
-        if (twice[1:] == twice[:-1]).any():
+        if np.count_nonzero(twice[1:] == twice[:-1]):
             first = np.unique(near, return_index=True)[1]
             once = np.zeros(len(rows), np.bool_)
             once[first] = True

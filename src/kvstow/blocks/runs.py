@@ -48,3 +48,17 @@ def distinct(ascending: Ints) -> Ints:
     keep[0] = True
     np.not_equal(ascending[1:], ascending[:-1], out=keep[1:])
     return ascending[keep]
+
+
+def span(ascending: Ints) -> slice | Ints:
+    """Ascending ids, each once, as a slice where they are one run: cheaper to index with."""
+    if len(ascending) and ascending[-1] - ascending[0] == len(ascending) - 1:
+        return slice(int(ascending[0]), int(ascending[-1]) + 1)
+    return ascending
+
+
+def span_of_any(ids: Ints) -> slice | Ints:
+    """The same for ids in any order, which may be named twice."""
+    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and np.all(ids[1:] - ids[:-1] == 1):
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return ids

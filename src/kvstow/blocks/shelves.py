@@ -9,7 +9,7 @@ thousandth of it.
 
 import numpy as np
 
-from kvstow.blocks.runs import fewest_runs
+from kvstow.blocks.runs import fewest_runs, span, span_of_any
 from kvstow.plan.blocklist import Ints
 
 SEGMENT_BITS = 10
@@ -25,19 +25,34 @@ class Shelves:
         self.shelf = np.zeros(segments * SEGMENT, np.int8)
         self.totals = [0] * (num_shelves + 1)
         self._counts = np.zeros((num_shelves + 1, segments), np.int64)
+        self._flat = self._counts.reshape(-1)
         self._open = 0
 
     def put(self, items: Ints, shelf: int) -> None:
         """Lay items that lie on the floor onto one shelf."""
-        self.shelf[items] = shelf
-        np.add.at(self._counts[shelf], items >> SEGMENT_BITS, 1)
-        self.totals[shelf] += len(items)
+        where = span_of_any(items)
+        self.shelf[where] = shelf
+        self._count(where, shelf, 1)
 
     def drop(self, items: Ints, shelf: int) -> None:
-        """Lay items of one shelf onto the floor."""
-        self.shelf[items] = 0
-        np.subtract.at(self._counts[shelf], items >> SEGMENT_BITS, 1)
-        self.totals[shelf] -= len(items)
+        """Lay items of one shelf, ascending, onto the floor."""
+        where = span(items)
+        self.shelf[where] = 0
+        self._count(where, shelf, -1)
+
+    def _count(self, items: slice | Ints, shelf: int, sign: int) -> None:
+        counts = self._counts[shelf]
+        if not isinstance(items, slice):
+            np.add.at(counts, items >> SEGMENT_BITS, sign)
+            self.totals[shelf] += sign * len(items)
+            return
+        self.totals[shelf] += sign * (items.stop - items.start)
+        start = items.start
+        while start < items.stop:
+            segment = start >> SEGMENT_BITS
+            end = min(items.stop, (segment + 1) << SEGMENT_BITS)
+            counts[segment] += sign * (end - start)
+            start = end
 
     def move(self, items: Ints, shelves: Ints) -> None:
         """Lay each item, named once, onto its shelf."""
@@ -48,8 +63,9 @@ class Shelves:
         items, before, shelves = items[moved], before[moved], shelves[moved]
         self.shelf[items] = shelves
         segments = items >> SEGMENT_BITS
-        np.subtract.at(self._counts, (before, segments), 1)
-        np.add.at(self._counts, (shelves, segments), 1)
+        width = self._counts.shape[1]
+        np.subtract.at(self._flat, before * width + segments, 1)
+        np.add.at(self._flat, shelves * width + segments, 1)
         for shelf in before.tolist():
             self.totals[shelf] -= 1
         for shelf in shelves.tolist():

@@ -16,14 +16,17 @@ from collections.abc import Callable, Sequence
 from itertools import count as counter
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstow.blocks.runs import distinct
+from kvstow.blocks.runs import distinct, span, span_of_any
 from kvstow.blocks.shelves import Shelves
 from kvstow.blocks.stock import Stock
 from kvstow.plan.blocklist import Ints
 
 Evicted = Callable[[int, Ints], None]
 """Told the group and the rows whose content is given up, before they are used again."""
+
+Bools = npt.NDArray[np.bool_]
 
 FREE = 1
 NOBODY = -1
@@ -70,15 +73,16 @@ class Slabs:
         What other groups' rows in them once held is about to be written over: their
         generations move on, too.
         """
-        if len(self.stocks) > 1:
-            before = self.last_owner[slabs]
-            foreign = before != stock.group
-            if foreign.any():
-                for other in self.stocks:
-                    if other is not stock and len(mine := slabs[before == other.group]):
-                        other.generations[other.rows_of(mine)] += 1
-                self.last_owner[slabs] = stock.group
-        self.owner[slabs] = stock.group
+        where = span(slabs)
+        self.owner[where] = stock.group
+        if len(self.stocks) == 1:
+            return
+        before = self.last_owner[where]
+        if np.count_nonzero(before != stock.group):
+            for other in self.stocks:
+                if other is not stock and len(mine := slabs[before == other.group]):
+                    other.generations[other.rows_of(mine)] += 1
+            self.last_owner[where] = stock.group
 
     def vacate(self, stock: Stock, slabs: Ints) -> None:
         """Evict what idle slabs of the group have cached; they are nobody's, and on no shelf."""
@@ -99,12 +103,13 @@ class Slabs:
 
     def occupy(self, stock: Stock, rows: Ints, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
-        stock.generations[rows] += 1
-        stock.refs[rows] = 1
-        stock.free[rows] = False
+        where = span(rows)
+        stock.generations[where] += 1
+        stock.refs[where] = 1
+        stock.free[where] = False
         stock.num_held += len(rows)
         if stock.rows_per_slab == 1:
-            self.held[rows] = 1
+            self.held[where] = 1
             self.num_idle -= len(rows)
             return
         slabs = stock.slabs_of(rows)
@@ -112,9 +117,9 @@ class Slabs:
         before = self.held[each]
         np.add.at(self.held, slabs, 1)
         if briefly:
-            stock.passing[each[before == 0]] = True
+            stock.passing[each[before == 0]] = 1
         else:
-            stock.passing[each] = False
+            stock.passing[each] = 0
         self._settle(stock, each, before)
 
     def revive(self, stock: Stock, rows: Ints) -> None:
@@ -137,26 +142,34 @@ class Slabs:
     def vacated(self, stock: Stock, rows: Ints) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
         them to be evicted first; others are free."""
+        where = span_of_any(rows)
         stock.num_held -= len(rows)
-        kept = stock.kept[rows]
+        kept = stock.kept[where]
         stamp = next(self._clock)
-        if kept.any():
+        num_kept = int(np.count_nonzero(kept))
+        if num_kept == len(rows):
+            cached, freed = rows[::-1], rows[:0]
+        elif num_kept:
             cached, freed = rows[kept][::-1], rows[~kept]
-            stock.queue.put(cached, stamp)
         else:
             cached, freed = rows[:0], rows
-        stock.free[freed] = True
+        if num_kept:
+            stock.queue.put(cached, stamp)
+        if len(freed):
+            stock.free[where if num_kept == 0 else freed] = True
         if stock.rows_per_slab == 1:
-            self.held[rows] = 0
+            self.held[where] = 0
             self.num_idle += len(rows)
-            self.cached[cached] = 1
-            self._give_up(freed)
+            if num_kept:
+                self.cached[cached] = 1
+            if len(freed):
+                self._give_up(freed)
             return
-        slabs = np.sort(stock.slabs_of(rows))
+        slabs = stock.slabs_of(rows) if isinstance(where, slice) else np.sort(stock.slabs_of(rows))
         each = distinct(slabs)
         before = self.held[each]
         np.subtract.at(self.held, slabs, 1)
-        if len(cached):
+        if num_kept:
             np.add.at(self.cached, stock.slabs_of(cached), 1)
         self._settle(stock, each, before, stamp)
 
@@ -181,29 +194,30 @@ class Slabs:
         self._settle(stock, each, self.held[each])
 
     def _give_up(self, slabs: Ints) -> None:
-        self.owner[slabs] = NOBODY
+        self.owner[span_of_any(slabs)] = NOBODY
         self.free.put(slabs, FREE)
 
     def _settle(self, stock: Stock, slabs: Ints, before: Ints, stamp: int = 0) -> None:
         """Bring counts, shelves and the queue of idle slabs up to date with `held`, which
         was `before`, and `cached`."""
-        size = stock.rows_per_slab
         after = self.held[slabs]
-        free = size - after - self.cached[slabs]
-        was_idle, idle = before == 0, after == 0
-        self.num_idle += int(np.count_nonzero(idle)) - int(np.count_nonzero(was_idle))
-        stock.spare += int(
-            ((size - after) * ~idle).sum() - ((size - before) * ~was_idle).sum()
-        )  # fmt: skip
-        levels = stock.shelves_of(slabs, free)
-        empty = free == size
-        if empty.any():
-            levels[empty] = 0
-            self._give_up(slabs[empty])
-        stock.partial.move(slabs, levels)
+        busy, was_busy = int(np.count_nonzero(after)), int(np.count_nonzero(before))
+        stock.num_busy += busy - was_busy
+        self.num_idle -= busy - was_busy
+        free = stock.rows_per_slab - after - self.cached[slabs]
+        shelves = stock.shelves_of(slabs, free)
+        if busy < len(slabs) or was_busy < len(slabs):
+            empty = free == stock.rows_per_slab
+            if np.count_nonzero(empty):
+                shelves[empty] = 0
+                self._give_up(slabs[empty])
+            self._line_up(stock, slabs, (after == 0) & ~empty, stamp)
+        stock.partial.move(slabs, shelves)
+
+    def _line_up(self, stock: Stock, slabs: Ints, idle: Bools, stamp: int) -> None:
+        """Have exactly the idle ones of the slabs in the queue."""
         queued = stock.idle.place[slabs] >= 0
-        waits = idle & ~empty
-        if (queued & ~waits).any():
-            stock.idle.drop(slabs[queued & ~waits])
-        if (waits & ~queued).any():
-            stock.idle.put(slabs[waits & ~queued], stamp or next(self._clock))
+        if np.count_nonzero(leaves := queued & ~idle):
+            stock.idle.drop(slabs[leaves])
+        if np.count_nonzero(comes := idle & ~queued):
+            stock.idle.put(slabs[comes], stamp or next(self._clock))

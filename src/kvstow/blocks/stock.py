@@ -46,17 +46,22 @@ class Stock:
         self.generations = _generations(name, self.num_rows, generations)
         self.queue = Queue(self.num_rows)
         self.idle = self.queue if rows_per_slab == 1 else Queue(num_slabs)
-        self.levels = np.array([n.bit_length() for n in range(rows_per_slab + 1)], np.int64)
         self.top = rows_per_slab.bit_length()
         self.partial = Shelves(num_slabs, 2 * self.top)
-        self.passing = np.zeros(num_slabs, np.bool_)
-        self.spare = 0
+        self.passing = np.zeros(num_slabs, np.int64)
+        self.num_busy = 0
         self.num_held = 0
+        levels = [n.bit_length() for n in range(rows_per_slab + 1)]
+        self._shelf = np.array([levels, [n and n + self.top for n in levels]], np.int64)
+
+    @property
+    def spare(self) -> int:
+        """Rows that are not held, in slabs that have held ones."""
+        return 0 if self.rows_per_slab == 1 else self.num_busy * self.rows_per_slab - self.num_held
 
     def shelves_of(self, slabs: Ints, free: Ints) -> Ints:
         """Where slabs with so many free rows belong."""
-        levels = self.levels[free]
-        return levels + self.top * ((levels > 0) & self.passing[slabs])
+        return self._shelf[self.passing[slabs], free]
 
     def slabs_of(self, rows: Ints) -> Ints:
         return rows if self.rows_per_slab == 1 else rows // self.rows_per_slab
@@ -89,7 +94,7 @@ class Stock:
 
     def refuse(self, rows: Ints, wrong: npt.NDArray[np.bool_], what: str) -> None:
         """Raises if any row is wrong, naming the first of them."""
-        if wrong.any():
+        if np.count_nonzero(wrong):
             first = int(rows[wrong][0])
             raise BlockError(
                 f"group {self.name!r}: block {first} {what}: it has {int(self.refs[first])} holds "
