@@ -41,8 +41,10 @@ def opened(chromium):
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on(
             "request",
-            lambda request: request.url.startswith(tuple(allowed))
-            or complaints.append(f"fetched {request.url}"),
+            lambda request: (
+                request.url.startswith(tuple(allowed))
+                or complaints.append(f"fetched {request.url}")
+            ),
         )
         try:
             page.goto(url)

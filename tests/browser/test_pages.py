@@ -23,7 +23,9 @@ def run(*arguments):
 def pages(tmp_path_factory):
     """One page of each kind, made by the commands."""
     folder = tmp_path_factory.mktemp("pages")
-    run("plan", MODEL, *MEMORY, "--html", f"{folder}/plan.html", "--manifest", f"{folder}/plan.json")
+    run(
+        "plan", MODEL, *MEMORY, "--html", f"{folder}/plan.html", "--manifest", f"{folder}/plan.json"
+    )
     run("plan", "deepseek-v4-flash", "--html", f"{folder}/hybrid.html")
     run("route", "llama-3.2-1b@tp=2", "llama-3.2-1b@order=LBHNC,block_tokens=64", "--html",
         f"{folder}/route.html")  # fmt: skip
@@ -174,9 +176,7 @@ def test_the_address_on_the_page_is_that_of_the_view(opened, pages, level, which
     with opened(f"file://{pages}/plan.html", width=1600) as page:
         page.locator(f'[data-level="{level}"] .seg').nth(which).click()
         text = page.locator(".address").inner_text().replace(",", "")
-    numbers = re.search(
-        r"block (\d+) .*head (\d+) .*state (\d+) × \d+ \+ (\w+) \d+ = (\d+)", text
-    )
+    numbers = re.search(r"block (\d+) .*head (\d+) .*state (\d+) × \d+ \+ (\w+) \d+ = (\d+)", text)
     block, head, token = (int(n) for n in numbers.group(1, 2, 3))
     layer = layout.groups[0].group.layers[2 if level == "row" else 0]
     view = layout.field(layer.name, numbers[4])

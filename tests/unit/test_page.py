@@ -155,8 +155,9 @@ def test_the_plan_page_holds_what_plan_says_for_every_variant(tmp_path):
             assert planned["slab_bytes"] == said["slab_bytes"]
             assert planned["num_slabs"] == said["num_slabs"]
             assert planned["copies"] == list(said["transfer"]["descriptors_per_block"].values())
-            assert dict(zip(data["lengths"], planned["requests"], strict=True))[8192] == (
-                said["capacity"]["requests"]["8192"]
+            assert (
+                dict(zip(data["lengths"], planned["requests"], strict=True))[8192]
+                == (said["capacity"]["requests"]["8192"])
             )
 
 

@@ -25,8 +25,9 @@ LEAST_KEY = 16
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="AGENT…",
-        help="Addresses of agents (tcp://127.0.0.1:PORT), or Prometheus endpoints (http://…).",
+        metavar="SOURCE…",
+        help="Addresses of agents (tcp://127.0.0.1:PORT), Prometheus endpoints (http://…), "
+        "directories of stores.",
         show_default=False,
     ),
 ]
@@ -43,7 +44,7 @@ KeyFile = Annotated[
 
 
 def dash(
-    agents: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile = None
+    sources: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile = None
 ) -> None:  # fmt: skip
     """A live page: tiers, transfers, failures, leases, slabs."""
     from kvstow.cli.watch import Watch
@@ -56,7 +57,7 @@ def dash(
             "hint: --key-file FILE, or --listen 127.0.0.1:8643",
             code=MISUSED,
         )
-    watch = Watch(agents)
+    watch = Watch(sources)
     server = dashboard(watch, (host, port), key=key)
     watch.start()
     shown = f"[{host}]" if ":" in host else host

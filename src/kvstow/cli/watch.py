@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -38,10 +39,36 @@ def read_endpoint(address: str) -> Reading:
     return {"agent": address, "address": address, "metrics": samples(text)}
 
 
+def read_store(directory: Path) -> Reading:
+    """What the processes that have a store open last told about their tiers."""
+    from kvstow.offload.survey import survey
+
+    found = survey(directory)
+    return {
+        "agent": str(directory),
+        "address": f"{found['rows']:,} rows",
+        "model": found["model"],
+        "metrics": [
+            {"name": f"kvstow_tier_{name}", "labels": {"tier": f"{tier['tier']}, process "
+             f"{owner['pid']}"}, "value": value}
+            for owner in found["owners"]
+            if owner["alive"]
+            for tier in owner["tiers"]
+            for name, value in tier.items()
+            if isinstance(value, int | float)
+        ],
+        "events": [
+            {"at": event["time"], "part": "store", "what": event["what"], "rows": event["rows"]}
+            for event in reversed(found["events"])
+        ],
+    }  # fmt: skip
+
+
 class Watch:
     """Asks every source once a second, in a thread of its own.
 
-    A source is an agent's address (`tcp://…`) or a Prometheus endpoint (`http://…`).
+    A source is an agent's address (`tcp://…`), a Prometheus endpoint (`http://…`) or the
+    directory of a store.
     """
 
     def __init__(self, sources: Iterable[str], *, seconds: float = 1.0) -> None:
@@ -101,6 +128,8 @@ def _reading(ask: Any, source: str) -> Reading:
     try:
         if source.startswith(("http://", "https://")):
             return {"at": time.time(), **read_endpoint(source)}
+        if Path(source).is_dir():
+            return {"at": time.time(), **read_store(Path(source))}
         document = ask(source, seconds=ASK_SECONDS)
         return {
             "at": time.time(),

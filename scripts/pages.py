@@ -1,0 +1,227 @@
+"""Pages of the documentation that are made from the code, and the order of all of them.
+
+MkDocs calls the functions named `on_…`. Made, never committed: the commands from the command
+line's own definition, the Python API and the errors from docstrings, the metrics from the
+registry, the results from bench/results.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from runpy import run_path
+from typing import Any, Literal, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "plan": "Planning",
+    "blocks": "Blocks",
+    "memory": "Memory",
+    "transfer": "Transfer",
+    "offload": "Offload",
+    "adapters": "Engine adapters",
+    "render": "Pictures and pages",
+    "testing": "For tests",
+}
+KINDS = {int: "N", float: "X", Path: "FILE"}
+FIRST = {
+    "guides": ("plan.md", "route.md", "simulate.md", "demo.md", "transfer.md", "offload.md"),
+    "concepts": ("layouts.md", "slabs.md", "routes.md"),
+    "reference": ("cli.md", "commands.md", "spec.md"),
+}
+
+
+# ── MkDocs ────────────────────────────────────────────────────────────────────────────
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    made = {
+        "reference/commands.md": commands_page(),
+        "reference/errors.md": errors_page(),
+        "reference/metrics.md": metrics_page(),
+        "results.md": results_page(),
+        **{f"reference/python/{name}.md": api_page(name) for name in PACKAGES if _exists(name)},
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
+    }
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    config.nav = navigation(sorted(file.src_uri for file in files.documentation_pages()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fences without the options that only the tests read, such as `needs=torch`."""
+    return re.sub(r"^( *```\w+)(?: \w+=\S+)+$", r"\1", markdown, flags=re.MULTILINE)
+
+
+def navigation(pages: list[str]) -> list[dict[str, Any]]:
+    """All pages: by folder, those that are best read first in front."""
+
+    def of(folder: str, pattern: str = r"[^/]+\.md") -> list[str]:
+        inside = [page for page in pages if re.fullmatch(f"{folder}/{pattern}", page)]
+        first = [f"{folder}/{name}" for name in FIRST.get(folder, ())]
+        return sorted(inside, key=lambda page: (first.index(page) if page in first else 99, page))
+
+    return [
+        {"Home": "index.md"},
+        {"Why": "why.md"},
+        {"Guides": of("guides")},
+        {"Concepts": of("concepts")},
+        {"Reference": [*of("reference"), {"Python": of("reference/python")}]},
+        {"Results": "results.md"},
+        {"Decisions": of("decisions", r"README\.md") + of("decisions", r"\d.*\.md")},
+        {"Changes": "changelog.md"},
+    ]
+
+
+# ── made pages ────────────────────────────────────────────────────────────────────────
+
+
+def commands_page() -> str:
+    """Every command and option, as the program knows them."""
+    import typer
+
+    from kvstow.cli import app
+
+    root = typer.main.get_command(app)
+    text = [
+        "# Commands",
+        "",
+        "Made from the program itself: what `kvstow COMMAND --help` says.",
+        "",
+    ]
+    for path, command in _commands(root, ()):
+        text += [f"## `kvstow {' '.join(path)}`", "", inspect.cleandoc(command.help or ""), ""]
+        text += _parameters(command)
+    return "\n".join(text)
+
+
+def _commands(command: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return [(path, command)]
+    return [found for name in sorted(inner) for found in _commands(inner[name], (*path, name))]
+
+
+def _parameters(command: Any) -> list[str]:
+    rows = [
+        f"| `{_spelt(each)}` | {_cell(getattr(each, 'help', '') or '')} | {_default(each)} |"
+        for each in command.params
+        if getattr(each, "name", "") != "help"
+    ]
+    return (
+        ["| argument or option | meaning | default |", "|---|---|---|", *rows, ""] if rows else []
+    )
+
+
+def _spelt(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return parameter.metavar or parameter.name.upper()
+    names = ", ".join(parameter.opts)
+    if parameter.is_flag:
+        return names
+    annotation = parameter.type_descriptor.annotation
+    if parameter.metavar:
+        return f"{names} {parameter.metavar}"
+    if get_origin(annotation) is Literal:
+        return f"{names} {'¦'.join(get_args(annotation))}"
+    return f"{names} {KINDS.get(annotation, 'TEXT')}"
+
+
+def _default(parameter: Any) -> str:
+    shown = getattr(parameter, "show_default", None)
+    if isinstance(shown, str):
+        return _cell(shown)
+    default = parameter.default
+    if (
+        shown is False
+        or default is None
+        or parameter.required
+        or parameter.param_type_name == "argument"
+    ):
+        return "required" if parameter.required else ""
+    return "" if default is False else f"`{getattr(default, 'value', default)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def errors_page() -> str:
+    return (
+        "# Errors\n\nEverything that kvstow raises on purpose. On the command line an error ends "
+        "with code 1 or 2, never with a traceback.\n\n"
+        "::: kvstow.errors\n    options:\n      show_root_heading: false\n"
+        "      show_root_toc_entry: false\n"
+    )
+
+
+def metrics_page() -> str:
+    """Every metric of every set in `kvstow.observe`, from a registry of their own."""
+    from prometheus_client import CollectorRegistry
+
+    from kvstow import observe
+
+    rows: list[str] = []
+    for name, kind in inspect.getmembers(observe, inspect.isclass):
+        if not name.endswith("Metrics"):
+            continue
+        registry = CollectorRegistry()
+        made = vars(kind(registry)).values()
+        labels = {each._name: each._labelnames for each in made if hasattr(each, "_labelnames")}
+        for family in registry.collect():
+            named = labels.get(family.name) or getattr(family, "_labelnames", ())
+            told = ", ".join(f"`{label}`" for label in named)
+            total = "_total" if family.type == "counter" else ""
+            rows.append(f"| `{family.name}{total}` | {family.type} | {told} | "
+                        f"{_cell(family.documentation)} |")  # fmt: skip
+    return (
+        "# Metrics\n\nIn the text format of Prometheus: `Telemetry.exposition()`, and "
+        "[`kvstow dash`](commands.md) shows them live. Nothing is global: an agent or a tier "
+        "counts into the `Telemetry` that it was given.\n\n"
+        "| metric | kind | labels | meaning |\n|---|---|---|---|\n"
+        + "\n".join(sorted(rows))
+        + "\n\n## In Python\n\n::: kvstow.observe\n"
+    )
+
+
+def results_page() -> str:
+    """Everything that is committed under bench/results."""
+    import json
+
+    made = run_path(str(ROOT / "scripts" / "results.py"))
+    leaves, machine_words, table = made["leaves"], made["machine_words"], made["table"]
+    results = made["read_results"](ROOT / "bench" / "results")
+    headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
+    text = ["# Results", "", "Ratios are within one run on one machine.", ""]
+    text += [table(headlines, results), ""]
+    for name, document in results.items():
+        text += [f"## {name}", "", machine_words(document), "", "| figure | value |", "|---|---:|"]
+        text += [f"| {_cell(' / '.join(path))} | {_value(value)} |" for path, value in
+                 leaves(document)]  # fmt: skip
+        text.append("")
+    return "\n".join(text)
+
+
+def _value(value: Any) -> str:
+    return f"{value:,.6g}" if isinstance(value, float) else _cell(str(value))
+
+
+def api_page(package: str) -> str:
+    """All modules of a package, in the order of their names."""
+    folder = ROOT / "src" / "kvstow" / package
+    modules = [file.stem for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")]
+    modules += [
+        inner.name for inner in sorted(folder.iterdir()) if (inner / "__init__.py").exists()
+    ]
+    text = [f"# {PACKAGES[package]}: `kvstow.{package}`", "", f"::: kvstow.{package}",
+            "    options:", "      members: false", ""]  # fmt: skip
+    for module in modules:
+        text += [f"## `{module}`", "", f"::: kvstow.{package}.{module}", ""]
+    return "\n".join(text)
+
+
+def _exists(package: str) -> bool:
+    return (ROOT / "src" / "kvstow" / package / "__init__.py").exists()

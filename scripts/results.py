@@ -1,0 +1,95 @@
+"""The table of results in README.md, made from bench/results: `python scripts/results.py`.
+
+bench/headlines.json says which figure of which file is a line of the table. Files that are not
+there have no lines; a figure that its file does not have is an error. With --check, nothing is
+written, and the exit code is 1 if the table is not the one in README.md.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- results: made by scripts/results.py -->", "<!-- /results -->"
+NOTHING = "Nothing measured yet is committed: `bench/` holds the scripts.\n"
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every document of results, by the name of its file."""
+    return {
+        file.name: json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))
+    }
+
+
+def found(document: Any, path: list[str], where: str) -> float:
+    """The number at a path."""
+    for key in path:
+        if not isinstance(document, dict) or key not in document:
+            known = list(document) if isinstance(document, dict) else document
+            raise SystemExit(f"{where}: no {key!r} on the way of {path}; there is {known}")
+        document = document[key]
+    return float(document)
+
+
+def machine_words(document: dict[str, Any]) -> str:
+    """The machine in few words, and the date."""
+    machine = document.get("machine", "machine not noted")
+    if not isinstance(machine, dict):
+        return str(machine)
+    main = machine.get("gpu") or f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
+    return f"{main}, {machine.get('date', 'undated')}"
+
+
+def table(headlines: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> str:
+    """The lines whose files are there, as a Markdown table."""
+    rows = [
+        (
+            line["what"].replace("  ", "&emsp;"),
+            line["figure"].format(found(results[line["file"]], line["path"], line["file"])),
+            machine_words(results[line["file"]]),
+        )
+        for line in headlines
+        if line["file"] in results
+    ]
+    if not rows:
+        return NOTHING
+    text = "".join(f"| {what} | {figure} | {machine} |\n" for what, figure, machine in rows)
+    return f"| measured | figure | machine, date |\n|---|---:|---|\n{text}"
+
+
+def leaves(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of a document with the way to it; the machine left out."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if path or key != "machine":
+                yield from leaves(value, (*path, key))
+    elif isinstance(document, list):
+        for i, value in enumerate(document):
+            yield from leaves(value, (*path, str(i)))
+    else:
+        yield path, document
+
+
+def replaced(readme: str, made: str) -> str:
+    """The page with the table between its two marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md has no {BEGIN} and {END} to put the table between")
+    return f"{before}{BEGIN}\n\n{made}\n{END}{after}"
+
+
+def main() -> None:
+    headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
+    made = table(headlines, read_results(ROOT / "bench" / "results"))
+    file = ROOT / "README.md"
+    text = file.read_text("utf-8")
+    if "--check" in sys.argv[1:]:
+        raise SystemExit(replaced(text, made) != text)
+    file.write_text(replaced(text, made), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

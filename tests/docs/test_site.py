@@ -1,0 +1,90 @@
+"""The documentation builds, warnings being errors, and holds what the code says."""
+
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvstow import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Text(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.parts = []
+        self.feed(page.read_text("utf-8"))
+        self.text = " ".join(" ".join(self.parts).split())
+
+    def handle_data(self, data):
+        self.parts.append(data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'kvstow[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_command_is_in_the_reference(site):
+    from typer.main import get_command
+
+    from kvstow.cli import app
+
+    text = Text(site / "reference/commands/index.html").text
+    for name, command in get_command(app).commands.items():
+        assert f"kvstow {name}" in text
+        for parameter in command.params if not hasattr(command, "commands") else ():
+            if parameter.opts[0].startswith("--") and parameter.name != "help":
+                assert parameter.opts[0] in text
+
+
+def test_every_error_is_in_the_reference(site):
+    text = Text(site / "reference/errors/index.html").text
+    for name in vars(errors):
+        if name.endswith(("Error", "Missing")) or name == "OutOfBlocks":
+            assert name in text
+
+
+def test_every_metric_is_in_the_reference(site):
+    from kvstow.observe import Telemetry, TierMetrics, TransferMetrics
+
+    telemetry = Telemetry()
+    TransferMetrics(telemetry.registry)
+    TierMetrics(telemetry.registry)
+    text = Text(site / "reference/metrics/index.html").text
+    for line in telemetry.exposition().decode().splitlines():
+        if line.startswith("# HELP ") and not line.split()[2].endswith("_created"):
+            assert line.split()[2] in text
+
+
+def test_the_python_api_is_in_the_reference(site):
+    text = Text(site / "reference/python/plan/index.html").text
+    assert "Where each field starts inside a cell" in text
+    assert "packed" in text
+
+
+def test_options_that_only_tests_read_are_not_shown(site):
+    for page in site.rglob("*.html"):
+        assert "needs=torch" not in page.read_text("utf-8").replace("<code>needs=torch</code>", "")
+
+
+def test_pages_of_the_site_fetch_nothing_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text("utf-8")
+        for attribute in ('src="http', 'rel="stylesheet" href="http', "fonts.googleapis"):
+            assert attribute not in text, page

@@ -1,0 +1,154 @@
+"""The dashboard: whom it answers, what it tells, and that it never does more than tell."""
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client import Counter, start_http_server
+from typer.testing import CliRunner
+
+from kvstow.cli import app
+from kvstow.cli.dash import dashboard, is_local
+from kvstow.cli.watch import Watch, samples, totals
+from kvstow.observe import Telemetry, TransferMetrics
+
+KEY = "correct horse battery"
+
+
+@contextmanager
+def served(watch, key=""):
+    server = dashboard(watch, ("127.0.0.1", 0), key=key)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def asked(port, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_page_and_its_numbers_are_served():
+    with served(Watch(["tcp://127.0.0.1:1"])) as port:
+        status, headers, body = asked(port, "/")
+        assert status == 200
+        assert b"<!doctype html>" in body
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["Cache-Control"] == "no-store"
+        status, _, body = asked(port, "/state.json")
+        assert status == 200
+        (source,) = json.loads(body)["sources"]
+        assert source["error"] == "not asked yet"
+        assert asked(port, "/etc/passwd")[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_but_questions_is_understood(method):
+    with served(Watch([])) as port:
+        assert asked(port, "/", method)[0] == 501
+
+
+def test_a_page_whose_name_was_pointed_here_is_refused():
+    with served(Watch([])) as port:
+        assert asked(port, "/state.json", Host="evil.example")[0] == 403
+        assert asked(port, "/state.json", Host="127.0.0.1.evil.example")[0] == 403
+        assert asked(port, "/state.json", Host=f"localhost:{port}")[0] == 200
+
+
+def test_with_a_key_only_those_who_have_it_are_answered():
+    with served(Watch([]), key=KEY) as port:
+        for path in ("/", "/state.json", "/state.json?key=", "/?key=correct+horse+batterx"):
+            assert asked(port, path)[0] == 403
+        assert asked(port, "/state.json?key=correct+horse+battery", Host="far.example")[0] == 200
+
+
+def test_other_machines_are_not_served_without_a_key(tmp_path):
+    done = CliRunner().invoke(app, ["dash", "tcp://127.0.0.1:1", "--listen", "0.0.0.0:0"])
+    assert done.exit_code == 2
+    assert "there is no key" in done.output
+    short = tmp_path / "key"
+    short.write_text("short\n")
+    done = CliRunner().invoke(
+        app, ["dash", "tcp://127.0.0.1:1", "--listen", "0.0.0.0:0", "--key-file", str(short)]
+    )
+    assert done.exit_code == 2
+    assert "a key of 5 characters" in done.output
+
+
+@pytest.mark.parametrize("listen", ["8643", "127.0.0.1", "127.0.0.1:x", ":", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_refused(listen):
+    done = CliRunner().invoke(app, ["dash", "tcp://127.0.0.1:1", "--listen", listen])
+    assert done.exit_code == 2
+    assert "HOST:PORT" in done.output
+
+
+@pytest.mark.parametrize(("host", "local"), [
+    ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
+    ("0.0.0.0", False), ("10.0.0.1", False), ("", False), ("localhost.evil.example", False),
+])  # fmt: skip
+def test_this_machine_is_known_without_asking_a_name_server(host, local):
+    assert is_local(host) is local
+
+
+def test_samples_are_what_a_registry_counted():
+    telemetry = Telemetry()
+    metrics = TransferMetrics(telemetry.registry)
+    metrics.transfers.labels("accepted").inc(3)
+    metrics.transfers.labels("fence").inc(2)
+    metrics.bytes.labels("read").inc(1000)
+    metrics.seconds.observe(0.5)
+    found = samples(telemetry.exposition().decode())
+    told = {(each["name"], *each["labels"].values()): each["value"] for each in found}
+    assert told["kvstow_transfers_total", "accepted"] == 3
+    assert told["kvstow_transfer_seconds_sum",] == 0.5
+    assert not any(name[0].endswith("_bucket") for name in told)
+    summed = totals({"at": 1.0, "metrics": found})
+    assert (summed["transfers"], summed["failures"], summed["bytes"]) == (5, 2, 1000)
+
+
+def test_a_prometheus_endpoint_is_read_and_a_silent_one_is_reported():
+    telemetry = Telemetry()
+    Counter("kvstow_transfers", "t", ["outcome"], registry=telemetry.registry).labels("peer").inc()
+    server, thread = start_http_server(0, "127.0.0.1", telemetry.registry)
+    watch = Watch([f"http://127.0.0.1:{server.server_port}/metrics", "http://127.0.0.1:1/"],
+                  seconds=0.01)  # fmt: skip
+    watch.start()
+    try:
+        for _ in range(500):
+            good, bad = watch.state(history=True)["sources"]
+            if "metrics" in good and "error" in bad and bad["error"] != "not asked yet":
+                break
+            threading.Event().wait(0.01)
+        assert good["history"][-1]["failures"] == 1
+        assert "refused" in bad["error"]
+    finally:
+        watch.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_directory_that_is_no_store_is_reported(tmp_path):
+    watch = Watch([str(tmp_path)], seconds=0.01)
+    watch.start()
+    try:
+        for _ in range(500):
+            (source,) = watch.state(history=False)["sources"]
+            if source["error"] != "not asked yet":
+                break
+            threading.Event().wait(0.01)
+        assert "no store there" in source["error"]
+    finally:
+        watch.close()

@@ -1,0 +1,56 @@
+"""The table of results is the one that bench/results makes."""
+
+import json
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+results = run_path(str(ROOT / "scripts" / "results.py"))
+
+
+def line(path, figure="{:.1f} ×", file="a.json", what="x"):
+    return {"what": what, "figure": figure, "file": file, "path": path}
+
+
+def test_the_table_in_the_readme_is_made_from_bench_results():
+    headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
+    made = results["table"](headlines, results["read_results"](ROOT / "bench" / "results"))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert results["replaced"](readme, made) == readme, "hint: python scripts/results.py"
+
+
+def test_a_line_has_figure_machine_and_date():
+    document = {"machine": {"gpu": "H200", "date": "2026-11-15"}, "r": {"x": 2.54}}
+    made = results["table"]([line(["r", "x"])], {"a.json": document})
+    assert made.splitlines()[-1] == "| x | 2.5 × | H200, 2026-11-15 |"
+
+
+def test_files_that_are_not_there_have_no_lines():
+    assert results["table"]([line(["r"])], {}) == results["NOTHING"]
+
+
+def test_a_figure_that_its_file_does_not_have_is_an_error():
+    with pytest.raises(SystemExit, match=r"a\.json: no 'y' .*there is \['x'\]"):
+        results["table"]([line(["r", "y"])], {"a.json": {"r": {"x": 1}}})
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(SystemExit, match=r"README\.md has no"):
+        results["replaced"]("nothing", "table")
+
+
+def test_every_number_of_a_document_is_found():
+    document = {"machine": {"cores": 2}, "a": {"b": [1, {"c": 2}]}, "d": "e"}
+    assert list(results["leaves"](document)) == [
+        (("a", "b", "0"), 1),
+        (("a", "b", "1", "c"), 2),
+        (("d",), "e"),
+    ]
+
+
+def test_headlines_name_things_that_exist():
+    for each in json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8")):
+        assert set(each) == {"what", "figure", "file", "path"}
+        assert each["figure"].format(1.0)
