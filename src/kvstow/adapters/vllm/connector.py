@@ -1,0 +1,225 @@
+# pyright: reportMissingImports=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUntypedBaseClass=false
+# pyright: reportMissingParameterType=false, reportIncompatibleMethodOverride=false
+"""The connector: vLLM's questions and orders, handed to our two sides."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvstow.adapters.connector.declared import declared_groups
+from kvstow.adapters.connector.messages import Found, Results, Step
+from kvstow.adapters.connector.scheduler import Asked, SchedulerSide
+from kvstow.adapters.connector.settings import Settings
+from kvstow.adapters.connector.worker import WorkerSide
+from kvstow.adapters.vllm.declaration import adopted, declaration
+from kvstow.adapters.vllm.envelopes import (
+    KvstowCard,
+    KvstowFound,
+    KvstowMetrics,
+    KvstowStats,
+    KvstowStep,
+)
+from kvstow.plan.manifest import encode
+from kvstow.transfer.nixl import NixlTransport
+
+
+class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands requests over between vLLM instances, and keeps prefixes outside of them."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _speak()
+        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._declared = declaration(vllm_config, kv_cache_config, model=self._settings.model)
+        self._groups_taken = kv_cache_config.transfer_group_ids
+        self._engine = vllm_config.kv_transfer_config.engine_id
+        self._stats: defaultdict[str, float] = defaultdict(float)
+        self._found: dict[str, Found] = {}
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                declared_groups(self._declared),
+                self._declared.num_blocks,
+                self._settings,
+                model=self._declared.model,
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Rows, where the attention backend reads them; vLLM falls back to its own otherwise."""
+        return Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config).layout or None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstowStats:
+        return KvstowStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvstowMetrics:
+        return KvstowMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> KvstowStats | None:
+        """What was counted since the last call."""
+        counts = self._stats if self._scheduler is None else self._scheduler.counts
+        found = dict(counts)
+        counts.clear()
+        return KvstowStats(data=found) if found else None
+
+    # ── in the workers ────────────────────────────────────────────────────────────────────
+
+    @property
+    def _hands(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM has not registered its memory yet"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank = "-".join(str(r) for r in (self._declared.pp[0], self._declared.tp[0]))
+        arena = adopted(self._declared, kv_caches)
+        if self._settings.manifest_file:
+            Path(f"{self._settings.manifest_file}.{rank}").write_bytes(encode(arena.layout))
+        self._worker = WorkerSide(
+            arena,
+            self._settings,
+            transport=NixlTransport(),
+            name=f"{self._engine}-{rank}",
+        )
+
+    def get_handshake_metadata(self) -> KvstowCard:
+        return KvstowCard(self._hands.card)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._hands.promise(self._step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._hands.begin(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end between steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: rows are read after the request has finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: whoever reads rows keeps them from being reused."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found: Results = self._hands.results(idle=self._step.idle)
+        for what, count in found.counts.items():
+            self._stats[what] += count
+        self._found = {answer.request: answer for answer in found.found}
+        return KVConnectorTransferResults(
+            finished_sending=set(found.sent),
+            finished_recving=set(found.received),
+            failed_recving=set(found.failed),
+        )
+
+    def build_connector_worker_meta(self) -> KvstowFound | None:
+        return KvstowFound(self._found) if self._found else None
+
+    @property
+    def _step(self) -> Step:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvstowStep)
+        return metadata.step
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    # ── in the scheduler ──────────────────────────────────────────────────────────────────
+
+    @property
+    def _desk(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this is a worker's connector"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        cards = [metadata[rank] for rank in sorted(metadata)]
+        self._desk.meet([found.card for found in cards if isinstance(found, KvstowCard)])
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._groups_taken
+
+    def on_new_request(self, request: Any) -> None:
+        self._desk.arrived(_asked(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        count = self._desk.matched(request.request_id, num_computed_tokens)
+        return count, bool(count)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        ids = self._taken(blocks.get_block_ids())
+        self._desk.allocated(request.request_id, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        return KvstowStep(self._desk.take_step(idle=idle))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        return self._desk.finished(_asked(request), self._taken(block_ids), num_tokens)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        answers = connector_output.kv_connector_worker_meta
+        if isinstance(answers, KvstowFound):
+            self._desk.found(tuple(answers.found.values()))
+        for request in connector_output.finished_sending or ():
+            self._desk.sent(request)
+
+    def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(block_ids[group]) for group in self._groups_taken)
+
+
+def _speak() -> None:
+    """What kvstow logs goes where vLLM's own lines go."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstow")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
+def _asked(request: Any) -> Asked:
+    """The request, and in its salt all that its cache depends on besides tokens and model."""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    inputs = [(found.identifier, found.mm_position.offset) for found in request.mm_features or ()]
+    return Asked(
+        id=request.request_id,
+        tokens=request.all_token_ids,
+        salt=repr((request.cache_salt, adapter, inputs)).encode(),
+        params=request.kv_transfer_params,
+    )
