@@ -92,12 +92,15 @@ def hybrid_layout(num_slabs: int = 12) -> Layout:
     return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
 
 
-def rows_for(layout: Layout, num_tokens: int, seed: int) -> Listed:
-    """Random rows for a request, mixed; groups that share slabs get slabs of their own."""
+def rows_for(
+    layout: Layout, num_tokens: int, seed: int, among: tuple[int, int] | None = None
+) -> Listed:
+    """Random rows for a request, mixed, out of the slabs `[among)` or all; groups that share
+    slabs get slabs of their own."""
     random = np.random.default_rng(seed)
     found: dict[int, Blocks] = {}
     for members in layout.sharing:
-        slabs = random.permutation(np.arange(1, layout.num_slabs)).tolist()
+        slabs = random.permutation(np.arange(*(among or (1, layout.num_slabs)))).tolist()
         for g in members:
             rows = layout.groups[g]
             count = blocks_of(rows.group, num_tokens)
@@ -120,9 +123,11 @@ class Node:
         name: str = "",
         options: dict[str, Any] | None = None,
         listen: str = "tcp://127.0.0.1:*",
-        keys: Keys | None = None,
+        keys: Keys | list[Any] | None = None,
         transport: Any = None,
     ) -> None:
+        if isinstance(keys, list):  # from another process: public, secret, peers
+            keys = Keys(public=keys[0], secret=keys[1], peers=frozenset(keys[2]))
         self.layout = decode(manifest)
         self.arena = Arena(self.layout)
         self.memory = self.arena.bytes.numpy()
@@ -182,6 +187,9 @@ class Node:
                     "quiet": transfer.quiet}  # fmt: skip
         return {"bytes": stats.nbytes, "descriptors": stats.descriptors, "fence": stats.fence,
                 "digest": stats.digest, "directions": list(stats.directions)}  # fmt: skip
+
+    def abort(self, number: int) -> None:
+        self.transfers[number].abort()
 
     def wait_quiet(self, number: int, seconds: float) -> bool:
         return self.transfers[number].wait_quiet(seconds)
