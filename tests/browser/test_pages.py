@@ -37,11 +37,12 @@ def pages(tmp_path_factory):
 # ── all of them ───────────────────────────────────────────────────────────────────────
 
 CUT_OFF = """() => [...document.querySelectorAll('main *')].filter((node) => {
-  if (node.closest('.scroll') || node.closest('svg') || node.closest('.uplot')) return false;
-  if (node.closest('.visually-hidden')) return false;
+  if (node.closest('.scroll, svg, .uplot, .visually-hidden')) return false;
   const box = node.getBoundingClientRect();
-  return box.width && (node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).display !== 'inline'
-    || box.right > document.documentElement.clientWidth + 1 || box.left < -1);
+  if (!box.width) return false;
+  const inline = getComputedStyle(node).display === 'inline';
+  return (!inline && node.scrollWidth > node.clientWidth + 1)
+    || box.right > document.documentElement.clientWidth + 1 || box.left < -1;
 }).map((node) => `${node.tagName} ${node.className} ${node.textContent.slice(0, 60)}`)"""
 
 NAMES_OUTSIDE = """() => [...document.querySelectorAll('.seg-name')].filter((text) => {
@@ -50,9 +51,12 @@ NAMES_OUTSIDE = """() => [...document.querySelectorAll('.seg-name')].filter((tex
   return box.left < bar.left - 1 || box.right > bar.right + 1;
 }).map((text) => text.textContent)"""
 
-NAMELESS = """() => [...document.querySelectorAll('[role=option], [role=listbox], [role=img], input, button, canvas')]
-  .filter((node) => !(node.getAttribute('aria-label') || node.labels?.length || node.textContent.trim()))
-  .map((node) => node.outerHTML.slice(0, 120))"""
+NAMELESS = """() => {
+  const kinds = '[role=option], [role=listbox], [role=img], input, button, canvas';
+  return [...document.querySelectorAll(kinds)].filter((node) =>
+    !(node.getAttribute('aria-label') || node.labels?.length || node.textContent.trim()))
+    .map((node) => node.outerHTML.slice(0, 120));
+}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -173,9 +173,9 @@ def test_a_page_without_scripts_still_shows_the_picture(tmp_path):
 
 
 @pytest.mark.parametrize(("here", "there"), [
-    (dict(order="BLHNC"), dict(order="BLHNC")),
-    (dict(order="LBNHC"), dict(order="BHLNC")),
-    (dict(order="LHBNC"), dict(order="BLNHC")),
+    ({"order": "BLHNC"}, {"order": "BLHNC"}),
+    ({"order": "LBNHC"}, {"order": "BHLNC"}),
+    ({"order": "LHBNC"}, {"order": "BLNHC"}),
 ])  # fmt: skip
 def test_bands_carry_every_byte_of_every_page_once(here, there):
     source, destination = layouts(**here), layouts(**there)

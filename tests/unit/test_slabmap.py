@@ -1,5 +1,7 @@
 """Slabs as letters, against a pool that is asked row by row."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,7 @@ def test_a_film_keeps_evenly_spread_frames_of_any_length():
         film.see(pool, float(moment), prompt_tokens=4, hit_tokens=1)
     seconds = film.record()["seconds"]
     assert MAX_FRAMES / 2 <= len(seconds) <= MAX_FRAMES
-    assert len({b - a for a, b in zip(seconds, seconds[1:], strict=False)}) == 1
+    assert len({b - a for a, b in itertools.pairwise(seconds)}) == 1
     assert set(film.record()["hit_rate"]) == {0.25}
 
 
