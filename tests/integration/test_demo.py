@@ -69,6 +69,7 @@ def test_real_weights_give_the_text_of_a_single_process_across_ranks_blocks_and_
     assert {transfer["regions"] for transfer in found["transfers"]} == {3}
 
 
+@pytest.mark.slow
 def test_rows_cost_far_fewer_descriptors_than_layers():
     found = report("--model", "random:llama")
     assert_identical(found, transfers=2)
@@ -77,23 +78,26 @@ def test_rows_cost_far_fewer_descriptors_than_layers():
     )
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1", "qwen3_next"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next"])
 def test_hybrid_models_hand_over_windows_and_states(family):
     assert_identical(report("--model", f"random:{family}", "--block-tokens-decode", "8"), 2)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_split_keeps_its_share_of_the_heads():
     found = report("--model", "random:qwen3_next", "--tp-prefill", "2")
     assert_identical(found, transfers=2)
     assert found["how"]["prefill"] == "2 ranks, each computes all and keeps its heads"
 
 
+@pytest.mark.slow
 def test_several_ranks_decode_what_several_ranks_prefilled():
     assert_identical(report("--model", "random:llama", "--tp-prefill", "2", "--tp-decode", "2"), 4)
 
 
 def test_a_fresh_process_answers_from_the_rows_on_disk(tmp_path):
-    found = report("--model", "random:gpt_oss", "--offload", str(tmp_path / "store"))
+    found = report("--model", "random:falcon_h1", "--offload", str(tmp_path / "store"))
     assert_identical(found, transfers=2)
     assert all("reloaded" in prompt["to_first_token"] for prompt in found["prompts"])
 
@@ -109,9 +113,10 @@ def test_the_screen_shows_plan_text_transfers_and_verdict():
     run = demo("--model", "random:mistral")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    for part in ("window24", "descriptors", "recomputed", "passed", "12 tokens identical",
+    for part in ("window24", "2,048", "descr.", "recom-", "passed", "tokens identical",
                  "identical: every token is the single process's"):  # fmt: skip
         assert part in run.stdout
+    assert "…" not in run.stdout
 
 
 def test_an_interrupted_demo_leaves_no_process_behind():
@@ -138,9 +143,12 @@ def test_an_interrupted_demo_leaves_no_process_behind():
     ("options", "said"),
     [
         (["--model", "no-such-model"], "no model 'no-such-model'"),
-        (["--model", "random:gpt5"], "no tiny 'gpt5'"),
         (["--model", "random:llama", "--tp-prefill", "3"], "cannot be shared out to 3 ranks"),
-        (["--model", "random:llama", "--memory", "1000"], "a budget of 1000 bytes"),
+        pytest.param(
+            ["--model", "random:llama", "--memory", "1000"],
+            "a budget of 1000 bytes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_a_reason(options, said):

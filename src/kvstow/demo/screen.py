@@ -14,7 +14,7 @@ from rich.text import Text
 from kvstow.demo.messages import Plan
 from kvstow.demo.show import Answer, Show
 
-QUESTION_WIDTH = 58
+QUESTION_WIDTH = 62
 
 
 class Screen:
@@ -66,7 +66,11 @@ def picture(show: Show) -> RenderableType:
         parts.append(_plans(show))
     if any(answer.prefilled for answer in show.answers):
         parts += [_answers(show), _transfers(show)]
-    parts += [Text(f"note: {note}", style="yellow") for note in show.notes]
+    notes = [*show.notes]
+    for number, answer in enumerate(show.answers, 1):
+        why = [" ".join(lost.why.split("\n\n")[0].split()) for lost in answer.lost]
+        notes += [f"prompt {number}: computed where it is decoded: {each}" for each in why]
+    parts += [Text(f"note: {note}", style="yellow") for note in notes]
     if show.identical is not None:
         parts.append(_verdict(show))
     return Group(*parts)
@@ -90,11 +94,11 @@ def _processes(show: Show) -> Table:
 
 
 def _plans(show: Show) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="plan", title_justify="left", title_style="bold")
+    table = _table("plan")
     for column in ("side", "group"):
-        table.add_column(column)
-    for column in ("layers", "tokens/block", "row", "rows/slab", "slab", "arena"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("layers", "tokens\nin block", "bytes\nof row", "rows\nin slab", "slab", "arena"):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("order")
     sides = sorted(show.plans, reverse=True)
     alike = len({_facts(show.plans[side]) for side in sides}) == 1
@@ -107,7 +111,7 @@ def _plans(show: Show) -> Table:
                 group.name,
                 str(group.layers),
                 str(group.block_tokens),
-                f"{group.row_bytes:,} B",
+                f"{group.row_bytes:,}",
                 str(group.rows_per_slab),
                 size(plan.slab_bytes) if i == 0 else "",
                 size(plan.arena_bytes) if i == 0 else "",
@@ -117,6 +121,19 @@ def _plans(show: Show) -> Table:
     table.caption = "; ".join([show.model, *how])
     table.caption_justify = "left"
     return table
+
+
+def _table(title: str) -> Table:
+    """Columns close together: all of it fits eighty characters."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+    )
 
 
 def _facts(plan: Plan) -> tuple[object, ...]:
@@ -160,15 +177,14 @@ def _mark(answer: Answer) -> tuple[str, str]:
 
 
 def _transfers(show: Show) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="rows", title_justify="left", title_style="bold")
-    for column in ("", "tokens", "rows", "bytes", "descriptors", "per layer", "ms", "GB/s"):
-        table.add_column(column, justify="right")
-    for column in ("fence", "digest"):
-        table.add_column(column)
-    for column in ("first token", "recomputed"):
-        table.add_column(column, justify="right")
+    table = _table("rows")
+    for column in ("", "tokens", "rows", "bytes", "descr.", "by\nlayer", "ms", "GB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fence,\ndigest", no_wrap=True)
+    for column in ("first\ntoken, ms", "recom-\nputed, ms"):
+        table.add_column(column, justify="right", no_wrap=True)
     if show.settings.offload is not None:
-        table.add_column("from disk", justify="right")
+        table.add_column("from\ndisk, ms", justify="right", no_wrap=True)
     for number, answer in enumerate(show.answers, 1):
         if answer.prefilled:
             for row in _transfer_rows(number, answer, show.settings.offload is not None):
@@ -188,24 +204,22 @@ def _transfer_rows(number: int, answer: Answer, offload: bool) -> list[list[Rend
             str(pull.per_layer),
             f"{pull.seconds * 1e3:.0f}",
             f"{pull.nbytes / pull.seconds / 1e9:.2f}",
-            Text(pull.fence, style="green"),
-            Text(pull.digest, style="green"),
+            Text(" ".join(dict.fromkeys((pull.fence, pull.digest))), style="green"),
         ])  # fmt: skip
     for lost in answer.lost:
-        why = " ".join(lost.why.split("\n\n")[0].split())
         rows.append([
             str(number), str(len(answer.tokens)), "–", "–", "–", "–",
             f"{lost.seconds * 1e3:.0f}", "–",
-            Text("failed", style="red"), Text(f"computed here: {why[:60]}", style="red"),
+            Text("failed", style="red"),
         ])  # fmt: skip
     if not rows:
         return [[str(number), str(len(answer.tokens))]]
     rows[0] += [
-        seconds(answer.decoded.to_first) if answer.decoded else "",
-        seconds(answer.judged.to_first) if answer.judged else "",
+        f"{answer.decoded.to_first * 1e3:,.0f}" if answer.decoded else "",
+        f"{answer.judged.to_first * 1e3:,.0f}" if answer.judged else "",
     ]
     if offload and answer.from_store:
-        rows[0].append(seconds(answer.from_store.to_first))
+        rows[0].append(f"{answer.from_store.to_first * 1e3:,.0f}")
     return rows
 
 
@@ -222,8 +236,8 @@ def _verdict(show: Show) -> RenderableType:
         else Text("DIFFERENT: see above", style="bold red")
     ]
     facts = f"{len(pulls)} transfers, {size(sum(p.nbytes for p in pulls))} in " + (
-        f"{sum(p.descriptors for p in pulls):,} descriptors; one tensor per layer, K and V apart, "
-        f"needs {sum(p.per_layer for p in pulls):,}"
+        f"{sum(p.descriptors for p in pulls):,} descriptors; layer by layer, K and V apart, "
+        f"{sum(p.per_layer for p in pulls):,}"
     )
     lines.append(Text(facts))
     if fell_back:
@@ -242,8 +256,3 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
-
-
-def seconds(value: float) -> str:
-    """A duration for people."""
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -67,23 +67,24 @@ class Story:
     # ── getting ready ─────────────────────────────────────────────────────────────
 
     def load(self) -> None:
-        """The judge first, alone: it may have to unpack the weights for all."""
-        self._start("single", Load(model=self.settings.model, role="single"))
+        """All import at once; the judge loads first: it may have to unpack the weights."""
+        self._start(["single", *self.prefill, *self.decode])
+        self.children["single"].send(Load(model=self.settings.model, role="single"))
         self._wait(Ready, {"single"})
-        self._start_ranks("prefill", self.prefill)
-        self._start_ranks("decode", self.decode)
+        self._load_ranks("prefill", self.prefill)
+        self._load_ranks("decode", self.decode)
         self._wait(Ready, {*self.prefill, *self.decode})
 
-    def _start(self, name: str, load: Load) -> None:
-        self.show.doing[name] = "starting"
-        self.children.start(name).send(load)
+    def _start(self, names: list[str]) -> None:
+        for name in names:
+            self.show.doing[name] = "starting"
+            self.children.start(name)
 
-    def _start_ranks(self, role: str, names: list[str]) -> None:
+    def _load_ranks(self, role: str, names: list[str]) -> None:
         decodes = role == "decode"
         meeting = free_port() if len(names) > 1 else 0
         for rank, name in enumerate(names):
-            self._start(
-                name,
+            self.children[name].send(
                 Load(
                     model=self.settings.model,
                     role=role,
@@ -96,7 +97,7 @@ class Story:
                     order=self.settings.order_decode if decodes else self.settings.order,
                     memory=self.settings.memory,
                     store=str(self.settings.offload or "") if decodes else "",
-                ),
+                )
             )
 
     def encode(self) -> None:
@@ -129,7 +130,8 @@ class Story:
         )
         self._wait(Done, {"single", *self.decode})
         if killed and prompt + 1 < len(self.show.answers):
-            self._start_ranks("prefill", self.prefill)
+            self._start(self.prefill)
+            self._load_ranks("prefill", self.prefill)
             self._wait(Ready, set(self.prefill))
         elif not killed:
             self._send(self.prefill, Finish(prompt=prompt))
@@ -149,7 +151,8 @@ class Story:
         for name in self.decode:
             self.children[name].hang_up()
             self.children[name].end()
-        self._start_ranks("decode", self.decode)
+        self._start(self.decode)
+        self._load_ranks("decode", self.decode)
         self._wait(Ready, set(self.decode))
         for prompt, answer in enumerate(self.show.answers):
             if not answer.stored:

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 import warnings
+from importlib import import_module
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -73,15 +74,20 @@ class Worker:
             case Judge():
                 self.engine.judge(message)
 
-    def _load(self, message: Load) -> None:
-        began = time.monotonic()
+    def prepare(self) -> None:
+        """Import what takes seconds, before anything is asked."""
         self.say(Progress(what="importing torch and transformers"))
         import torch
 
+        import_module("kvstow.demo.engine")
+        torch.set_num_threads(1)
+        self.say(Progress(what="waiting for the weights"))
+
+    def _load(self, message: Load) -> None:
+        began = time.monotonic()
         from kvstow.demo.engine import Engine
         from kvstow.demo.models import opened
 
-        torch.set_num_threads(1)
         found = opened(message.model, lambda what: self.say(Progress(what=what)))
         if message.role == "single":
             self.engine = Engine(found, self.say)
@@ -175,14 +181,16 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     worker = Worker(pipe)
-    while True:
-        try:
+    try:
+        worker.prepare()
+        while True:
             worker.heard(orders.get())
-        except KvstowError as error:
-            worker.say(Failed(error=str(error)))
-        except Exception as error:
-            last = f"{type(error).__name__}: {error}"
-            worker.say(Failed(error=last, trace=traceback.format_exc()))
+    except KvstowError as error:
+        worker.say(Failed(error=str(error)))
+    except Exception as error:
+        last = f"{type(error).__name__}: {error}"
+        worker.say(Failed(error=last, trace=traceback.format_exc()))
+    threading.Event().wait()  # the parent decides when
 
 
 if __name__ == "__main__":
