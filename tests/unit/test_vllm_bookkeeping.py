@@ -314,6 +314,30 @@ def test_a_request_that_is_aborted_gives_its_tickets_back():
     assert len(decode.take_step(idle=False).drops) == 1
 
 
+def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
+    """vLLM counts its tokens as computed from the moment it has blocks."""
+    decode = side(OFFLOADS)
+    request = asked("d", params={**offered(side()), "do_remote_decode": True})
+    decode.arrived(request)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
+    step = decode.take_step(idle=True)
+    assert (step.offers, step.stores) == ((), ())
+
+
+def test_a_request_that_was_loaded_and_then_computed_hands_over():
+    decode = side(OFFLOADS)
+    request = asked("d", params={**offered(side()), "do_remote_decode": True})
+    decode.arrived(request)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
+    stays, params = decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10)
+    assert stays
+    assert params is not None
+    step = decode.take_step(idle=True)
+    assert (len(step.offers), len(step.stores)) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -28,9 +28,18 @@ def pair(logs: Path) -> Iterator[list[Server]]:
     model = gemma.checkpoint()
     if model is None:
         pytest.skip(f"the package {gemma.PACKAGE} is not installed")
-    settings = {"digest": "always", "lease_seconds": 60}
     launches = [
-        Launch(model=model, name="gemma", settings=settings, rows=rows) for rows in (True, False)
+        Launch(
+            model=model,
+            name="gemma",
+            settings={
+                "digest": "always",
+                "lease_seconds": 60,
+                "manifest_file": str(logs / f"manifest-{rows}"),
+            },
+            rows=rows,
+        )
+        for rows in (True, False)
     ]
     with running(*launches, logs=logs) as servers:
         yield servers

@@ -63,6 +63,8 @@ class SchedulerSide:
         self._pins = Pins(len(groups), num_blocks)
         self._cards: tuple[Card, ...] = ()
         self._incoming: dict[str, Handover] = {}
+        self._loading: set[str] = set()
+        """Requests whose blocks are not yet what the engine counts as computed."""
         self._outgoing: dict[str, Mapping[int, Blocks]] = {}
         self._offers: list[Offer] = []
         self._keeps: list[Ticket] = []
@@ -117,10 +119,15 @@ class SchedulerSide:
         return self._recall.matched(request, num_computed) if self._recall else 0
 
     def allocated(self, request: str, ids: Ids, num_external: int) -> None:
-        """The engine has given the request blocks, for `num_external` tokens to be loaded."""
+        """The engine has given the request blocks, for `num_external` tokens to be loaded.
+
+        With none to be loaded it goes on to compute, after a load too, failed or not.
+        """
         if num_external == 0:
+            self._loading.discard(request)
             self._forget(request)
             return
+        self._loading.add(request)
         handover = self._incoming.pop(request, None)
         if handover is None:
             assert self._recall is not None
@@ -143,9 +150,13 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over, with the cache of its first `num_tokens` tokens in these blocks.
 
-        Whether its blocks must stay, and what its answer carries.
+        Whether its blocks must stay, and what its answer carries. One that ends while it is
+        being loaded has nothing to give.
         """
         self._forget(request.id)
+        if request.id in self._loading:
+            self._loading.discard(request.id)
+            return False, None
         stays = self._kept(request, ids, num_tokens)
         asks = bool(request.params and request.params.get(ASKS_FOR_TICKETS))
         if not asks or num_tokens < 1:

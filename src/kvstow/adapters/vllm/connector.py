@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.request import RequestStatus
 
 from kvstow.adapters.connector.declared import declared_groups
 from kvstow.adapters.connector.messages import Found, Results, Step
@@ -186,8 +187,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        return self._desk.finished(_asked(request), self._taken(block_ids), num_tokens)
+        return self._desk.finished(_asked(request), self._taken(block_ids), _num_filled(request))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -203,6 +203,20 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
+
+
+def _num_filled(request: Any) -> int:
+    """Tokens whose cache is certainly in the request's blocks; none if it was aborted.
+
+    vLLM counts tokens as computed when it schedules them.
+    """
+    if request.status not in (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+    ):
+        return 0
+    computed = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, min(computed, request.num_tokens - 1))
 
 
 def _speak() -> None:
