@@ -50,6 +50,7 @@ from kvstow.transfer.generations import Generations
 from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.options import Options
+from kvstow.transfer.status import status_document
 from kvstow.transfer.ticket import Ticket
 from strategies import blocks_of, first_block, group_bytes, own_bytes, value
 
@@ -187,6 +188,17 @@ class Node:
                     "quiet": transfer.quiet}  # fmt: skip
         return {"bytes": stats.nbytes, "descriptors": stats.descriptors, "fence": stats.fence,
                 "digest": stats.digest, "directions": list(stats.directions)}  # fmt: skip
+
+    def push(self, listed: Listed, to: str, wait: float = 20.0) -> str:
+        """Push, wait for the end; the kind of fault, or nothing."""
+        try:
+            self.agent.push(from_json(listed), to=Ticket.parse(to)).wait(wait)
+        except TransferError as error:
+            return error.kind
+        return ""
+
+    def status(self) -> dict:
+        return json.loads(status_document(self.agent.service))
 
     def abort(self, number: int) -> None:
         self.transfers[number].abort()

@@ -1,16 +1,18 @@
 """Pulls between real processes over NIXL, and between threads over the local transport."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvstow.errors import TransferError
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.spec import Full
 from kvstow.transfer.local import Fabric
-from transfer_node import Node, attention, hybrid_layout, rows_for
+from transfer_node import Node, attention, from_json, hybrid_layout, rows_for
 
 
 @pytest.fixture(params=["local", "nixl"])
@@ -90,9 +92,67 @@ def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, 
     producer.close()
 
 
-def wait_for(question, seconds: float = 10.0) -> None:
-    import time
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_push_ends_as_a_pull_does(pair, direction):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    arrival = consumer.agent.expect(from_json(target), TOKENS, direction=direction)
+    assert not arrival.poll()
+    assert producer.push(source, str(arrival.ticket)) == ""
+    stats = arrival.wait(10)
+    assert (stats.fence, stats.directions) == ("passed", (direction,))
+    assert consumer.check(target, 0, TOKENS) == ""
+    assert producer.push(source, str(arrival.ticket)) == "ticket"  # it is not expected twice
+    wait_for(lambda: consumer.held() == 0)
+    wait_for(lambda: producer.held() <= sum(len(ids) for ids, _ in source.values()))
 
+
+def test_a_push_that_never_comes_gives_the_rows_back(pair):
+    _, consumer = pair
+    target = rows_for(hybrid_layout(), TOKENS, 2)
+    arrival = consumer.agent.expect(from_json(target), TOKENS, deadline=0.2)
+    with pytest.raises(TransferError, match="nobody pushed"):
+        arrival.wait(10)
+    wait_for(lambda: consumer.held() == 0)
+
+
+def test_what_happened_is_counted_and_told(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    ticket = producer.offer(source, TOKENS)
+    stats = consumer.pull([ticket], target, direction="read")
+    refused = consumer.pull([ticket], target, direction="read")
+    assert refused["kind"] == "used"
+    assert consumer.metric("kvstow_transfers_total", outcome="accepted") == 1
+    assert consumer.metric("kvstow_transfers_total", outcome="used") == 1
+    moved = consumer.metric("kvstow_transfer_bytes_total", direction="read")
+    assert moved >= stats["bytes"]
+    assert consumer.metric("kvstow_transfer_seconds_count") == 1
+    assert producer.metric("kvstow_transfer_lease_ends_total", reason="read") == 1
+    assert producer.metric("kvstow_transfer_leases") == 0
+    told = [event.what for event in consumer.agent.telemetry.events.recent("transfer")]
+    assert told.count("transfer") == 2
+    assert "connected" in told
+    text = consumer.agent.telemetry.exposition().decode()
+    assert 'kvstow_transfers_total{outcome="accepted"} 1.0' in text
+    status = consumer.status()
+    assert [peer["state"] for peer in status["peers"]] == ["ready"]
+    assert status["peers"][0]["moved_bytes"] >= stats["bytes"]
+    assert status["quarantined_rows"] == 0
+    assert [guest["name"] for guest in producer.status()["guests"]] == ["consumer"]
+
+
+def test_first_contact_measures_both_directions_and_can_be_told(pair):
+    producer, consumer = pair
+    path = consumer.path(producer.address)
+    assert path["read"] > 0
+    assert path["write"] > 0
+    assert path["direction"] == ("write" if path["write"] > 2 * path["read"] else "read")
+
+
+def wait_for(question, seconds: float = 10.0) -> None:
     limit = time.monotonic() + seconds
     while not question():
         assert time.monotonic() < limit, "did not come true in time"

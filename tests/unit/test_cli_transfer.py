@@ -1,0 +1,64 @@
+"""`kvstow peers` and `kvstow bench transfer`, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvstow.plan.manifest import encode
+from kvstow.transfer.local import Fabric
+from transfer_node import Node, hybrid_layout, rows_for
+
+
+def kvstow(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvstow", *words], capture_output=True, text=True,
+                          check=False, timeout=120)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair():
+    fabric, layout = Fabric(), hybrid_layout()
+    producer, consumer = (Node(encode(layout), fabric, name=n) for n in ("prefill", "decode"))
+    rows = rows_for(layout, 18, 1)
+    consumer.pull([producer.offer(rows, 18)], rows)
+    producer.offer(rows, 18)
+    yield producer, consumer
+    for node in (producer, consumer):
+        node.close()
+
+
+def test_peers_shows_who_talks_to_whom(pair):
+    producer, consumer = pair
+    done = kvstow("peers", consumer.address, producer.address)
+    assert done.returncode == 0, done.stderr
+    for word in ("decode", "prefill", "ready", "guest", "hybrid", "1 leases"):
+        assert word in done.stdout
+
+
+def test_peers_as_json_is_the_agents_own_document(pair):
+    producer, consumer = pair
+    done = kvstow("peers", "--json", consumer.address, producer.address)
+    first, second = json.loads(done.stdout)
+    assert first["agent"] == "decode"
+    assert first["peers"][0]["name"] == "prefill"
+    assert second["leases"] == 1
+    assert second["guests"][0]["name"] == "decode"
+
+
+def test_an_agent_that_does_not_answer_is_exit_code_1(pair):
+    done = kvstow("peers", "tcp://127.0.0.1:9", pair[0].address)
+    assert done.returncode == 1
+    assert "did not answer" in done.stdout
+    assert "prefill" in done.stdout
+
+
+def test_bench_transfer_prints_its_stable_keys():
+    done = kvstow("bench", "transfer", "--rows", "8", "--layers", "2", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"ratio_to_raw", "ratio_to_per_layer", "overhead_us_per_pull", "machine"} <= set(found)
+    assert found["descriptors"]["per_layer"] == 8 * 2 * 2
+    assert found["descriptors"]["contiguous"] == 1
+    assert 1 < found["descriptors"]["rows"] <= 8
+    assert found["row_bytes"] == 2 * 2 * 16384
