@@ -368,3 +368,20 @@ def test_a_closed_mover_takes_no_jobs_and_leaves_none_hanging(setting):
     assert job.over
     with pytest.raises(StoreError, match="closed"):
         mover.load(0, [b"1"], ids_of(layout, 0, 1))
+
+
+def test_a_job_that_ends_before_its_submission_returns_is_reaped_once(setting):
+    layout, _, host, _, make = setting
+    pool = Pool(layout)
+    mover = make(pool=pool)
+    put = mover._line.put
+
+    def slow_put(job, *arguments):
+        put(job, *arguments)
+        assert job.wait(20)  # a worker was faster than the thread that submits
+
+    mover._line.put = slow_put
+    blocks = pool.hold(0, 2)
+    job = mover.store(0, blocks, keys_of(0, blocks))
+    assert mover.reap() == (job,)
+    assert (pool.holds(0, blocks) == 1).all()

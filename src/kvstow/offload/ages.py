@@ -86,9 +86,9 @@ class Ages:
         self._policies[group].insert(
             numbers[new], [m for m, n in zip(marks, new, strict=True) if n]
         )
-        told = np.array([at in self._told for at in places.tolist()], bool)
+        told = np.isin(places, np.fromiter(self._told, np.int64))
         self._policies[group].touch(numbers[~new & ~told])
-        self._told.difference_update(places.tolist())
+        self._told.difference_update(places[told].tolist())
         untold = self._untold[group]
         used = np.repeat(np.fromiter(untold, np.int64), np.fromiter(untold.values(), np.int64))
         self._policies[group].touch(self.number(group, used))

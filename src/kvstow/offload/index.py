@@ -191,13 +191,16 @@ class Index:
     def since(self, group: int, seq: int) -> tuple[Ints, Ints, list[int], int]:
         """Rows entered or used after `seq`: places, generations, marks of keys, newest."""
         rows = self.ask(
-            "SELECT place, generation, substr(key, 1, 8), seq FROM rows WHERE grp = ? AND seq > ? "
-            "ORDER BY seq", group, seq,
+            "SELECT place, generation, substr(key, 1, 8), seq FROM rows "
+            "WHERE grp = ? AND seq > ? ORDER BY seq", group, seq,
         )  # fmt: skip
-        places = np.array([row[0] for row in rows], np.int64)
-        generations = np.array([row[1] for row in rows], np.int64)
-        marks = [int.from_bytes(row[2], "little") for row in rows]
-        return places, generations, marks, rows[-1][3] if rows else seq
+        if not rows:
+            return np.empty(0, np.int64), np.empty(0, np.int64), [], seq
+        places, generations, heads, seqs = zip(*rows, strict=True)
+        marks: list[int] = np.frombuffer(
+            b"".join([head.ljust(8, b"\0") for head in heads]), "<u8"
+        ).tolist()
+        return np.array(places, np.int64), np.array(generations, np.int64), marks, seqs[-1]
 
 
 class Write:

@@ -48,7 +48,7 @@ class Limits:
     workers: int = 3
     max_bytes: int = 4 << 30
     max_parts: int = 4096
-    part_bytes: int = 32 << 20
+    part_bytes: int = 64 << 20
 
 
 USUAL = Limits()
@@ -159,7 +159,7 @@ class Mover:
         run = {Kind.LOAD: self._load, Kind.PREFETCH: self._prefetch, Kind.STORE: self._store,
                Kind.DEMOTE: self._demote}[job.kind]  # fmt: skip
         self._line.put(job, row_bytes, max(1, self._limits.part_bytes // row_bytes), run)
-        if job.over:  # no rows at all
+        if not job.keys:  # no part will end it
             self._finish(job)
 
     # ── workers ───────────────────────────────────────────────────────────────────
