@@ -9,6 +9,7 @@ function resolved(name) {
 
 const charts = new Set();
 const recolour = () => charts.forEach((chart) => chart.draw());
+matchMedia("print").addEventListener("change", recolour);
 
 /** 1500 as 1.5k: for axes, where there is no room. */
 function brief(n) {
