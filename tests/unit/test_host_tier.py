@@ -71,7 +71,7 @@ def test_a_full_tier_gives_up_its_oldest_rows(tier):
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 def test_every_policy_serves_only_what_was_stored(policy):
-    tier = HostTier(hybrid(), capacity=64 * KIB, policy_name=policy)
+    tier = HostTier(hybrid(), capacity=64 * KIB, policy=policy)
     dice = np.random.default_rng(2)
     for _ in range(60):
         group = int(dice.integers(2))

@@ -15,9 +15,11 @@ import torch
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload import policies
 from kvstow.offload.image import pooled
 from kvstow.offload.numa import on_node
-from kvstow.offload.policies import Ints, Policy, PolicyName, mark, policy
+from kvstow.offload.policies import Policy, PolicyName, mark
+from kvstow.offload.queue import Ints
 from kvstow.offload.slots import Slots
 from kvstow.offload.tier import (
     Bools,
@@ -51,7 +53,7 @@ class HostTier:
         layout: Layout,
         *,
         capacity: int,
-        policy_name: PolicyName = "lru",
+        policy: PolicyName = "lru",
         numa_node: int | None = None,
     ) -> None:
         self.layout = pooled(layout, capacity)
@@ -60,7 +62,7 @@ class HostTier:
         self._slots = Slots(self.layout)
         groups = range(len(self.layout.groups))
         self._policies: tuple[Policy, ...] = tuple(
-            policy(policy_name, self.layout.num_blocks(g)) for g in groups
+            policies.policy(policy, self.layout.num_blocks(g)) for g in groups
         )
         self._ids: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
         self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)

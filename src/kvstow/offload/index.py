@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -322,6 +323,7 @@ class Write:
         self.tell("DELETE FROM events WHERE rowid <= (SELECT MAX(rowid) FROM events) - 1000")
 
 
+@cache
 def _question(columns: str, count: int) -> str:
     values = ",".join(f"({i},?)" for i in range(count))
     return (
