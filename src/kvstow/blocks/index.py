@@ -47,14 +47,13 @@ class Index:
     def add(self, rows: Ints, hashes: Hashes, witness: int) -> npt.NDArray[np.bool_]:
         """Make rows, which have no key yet, known by hashes that are not; which ones
         found room."""
-        left = np.arange(len(rows))
-        for buckets in (self._first(hashes), self._second(hashes)):
-            left = self._add_to(buckets, rows, hashes, left)
-            if not len(left):
-                break
+        self.witness[rows] = witness
         added = np.ones(len(rows), np.bool_)
-        added[left] = False
-        self.witness[rows[added]] = witness
+        left = self._add_to(self._first(hashes), rows, hashes, np.arange(len(rows)))
+        if len(left):
+            left = self._add_to(self._second(hashes), rows, hashes, left)
+            self.witness[rows[left]] = -1
+            added[left] = False
         return added
 
     def remove(self, rows: Ints) -> Hashes:
@@ -91,20 +90,19 @@ class Index:
         others try again.
         """
         column = (hashes >> _TOP).view(np.int64)
+        places = buckets * WIDTH + column
+        room = self._flat.take(places[left]) == 0
+        taken = left[~room]
+        left = left[room]
+        left = np.concatenate((taken, self._write(places[left], rows, hashes, left)))
         full: list[Ints] = []
         while len(left):
-            places = buckets[left] * WIDTH + column[left]
-            room = self._flat.take(places) == 0
-            left, tried = left[room], left[~room]
-            left = np.concatenate((self._write(places[room], rows, hashes, left), tried))
-            if not len(left):
-                break
             empty = self._keys.take(buckets[left], axis=0) == 0
-            column[left] = empty.argmax(axis=1)
-            none = ~empty.any(axis=1)
-            if none.any():
+            none = np.count_nonzero(empty, axis=1) == 0
+            if np.count_nonzero(none):
                 full.append(left[none])
-                left = left[~none]
+                left, empty = left[~none], empty[~none]
+            left = self._write(buckets[left] * WIDTH + empty.argmax(axis=1), rows, hashes, left)
         return np.concatenate(full) if full else left
 
     def _write(self, places: Ints, rows: Ints, hashes: Hashes, which: Ints) -> Ints:
@@ -113,9 +111,6 @@ class Index:
         self._flat[places] = hashes[which]
         self._rows[places] = mine
         self._place[mine] = places
-        stayed = self._rows.take(places) == mine
-        if stayed.all():
-            return which[:0]
-        lost = which[~stayed]
+        lost = which[self._rows.take(places) != mine]
         self._place[rows[lost]] = -1
         return lost

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.checkpoints import Checkpoints
 from kvstow.blocks.copies import Copy, SharedTail, shared_tails
+from kvstow.blocks.growth import Growth, by_block, stretch
 from kvstow.blocks.pool import Pool, Want
 from kvstow.blocks.prefix import MISS, Hit, Prefixes
 from kvstow.blocks.prompt import Prompt
@@ -136,7 +137,7 @@ class Ledger:
             if g in self._growing:
                 step = group.block_tokens
                 count = -(-num_tokens // step) - hit.num_tokens // step
-                wants += _stretch(g, self._growing[g], count, num_tokens)
+                wants += stretch(g, self._growing[g], count, num_tokens)
             else:
                 wants.append(Want(g, self._encoders.get(g, 1)))
         for g, part in hit.blocks.items():
@@ -150,7 +151,7 @@ class Ledger:
         parts: dict[int, list[Ints]] = {}
         for want, ids in zip(wants, held, strict=True):
             parts.setdefault(want.group, []).append(ids)
-        return {g: _by_block(ids) for g, ids in parts.items()}
+        return {g: by_block(ids) for g, ids in parts.items()}
 
     def _open(self, slot: int, g: int, hit: Hit, ids: Ints) -> Sequence[Copy]:
         """Enter a request's rows of one group: what is shared, then what is new."""
@@ -204,41 +205,52 @@ class Ledger:
 
     def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[Copy, ...]:
         """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
-        wants: list[Want] = []
-        entries: list[tuple[Table, Ints, int]] = []
-        grows = after > before
+        growth = Growth()
         for g, table in self._growing.items():
             more = -(-after // table.block_tokens) - table.end[slots]
-            if table.moves and len(ids := table.slide(slots, before, more)):
-                self.pool.release(g, ids)
+            if table.moves:
+                self._slide(g, slots, before, more, growth)
             wanted = np.nonzero(more)[0]
-            if not len(wanted):
-                continue
-            one = slots[wanted[more[wanted] == 1]]
-            if len(one):
-                kind = "moving" if table.moves else "single"
-                wants.append(Want(g, len(one), kind, table.near(one)))
-                entries.append((table, one, 1))
-            for i in wanted[more[wanted] > 1].tolist():
-                stretch = _stretch(g, table, int(more[i]), int(after[i]))
-                wants += stretch
-                entries.append((table, slots[i : i + 1], len(stretch)))
+            if len(wanted):
+                growth.add(g, table, slots[wanted], more[wanted], after[wanted])
+        grows = after > before
         tails = self._shared_tails(slots[grows], before[grows])
         must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
-        wants += [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
-        ids = self.pool.hold_all(wants) if wants else []
-        given = iter(ids)
-        parts = [[next(given) for _ in range(count)] for _, _, count in entries]
+        others = [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
+        try:
+            ids = self.pool.hold_all([*growth.wants, *others]) if growth.wants or others else []
+        except OutOfBlocks:
+            for g, _, _, rows in growth.renewed:
+                self.pool.release(g, rows)
+            raise
+        given = iter(ids[len(growth.wants) :])
         copies = [self._copied(tail, int(next(given)[0])) for tail in tails]
-        for (table, of, _), rows in zip(entries, parts, strict=True):
-            if len(of) == 1:
-                table.append(int(of[0]), _by_block(rows))
-            else:
-                table.append_one_each(of, rows[0])
+        growth.enter(ids[: len(growth.wants)])
+        for g, table, of, rows in growth.renewed:
+            self.pool.renew(g, rows)
+            table.append_one_each(of, rows)
         if tails:
             self._requests.forked[slots[grows]] = False
         copies += self._checkpoints.make(must, list(given))
         return (*copies, *(self._checkpoints.offer(may) if may else ()))
+
+    def _slide(self, g: int, slots: Ints, before: Ints, more: Ints, growth: Growth) -> None:
+        """Move windows on. A row that its request leaves and that is nobody else's becomes
+        its next one: then `more` is set to zero. Others are given back."""
+        table = self._growing[g]
+        at, ids = table.slide(slots, before, more)
+        if not len(ids):
+            return
+        again = self.pool.renewable(g, ids) & (more[at] == 1)
+        if len(at) > 1:
+            again[1:] &= at[1:] != at[:-1]
+            again[:-1] &= at[1:] != at[:-1]
+        num_again = int(np.count_nonzero(again))
+        if num_again:
+            growth.renewed.append((g, table, slots[at[again]], ids[again]))
+            more[at[again]] = 0
+        if num_again < len(ids):
+            self.pool.release(g, ids[~again])
 
     def _shared_tails(self, slots: Ints, num_tokens: Ints) -> tuple[SharedTail, ...]:
         forked = self._requests.forked[slots]
@@ -284,18 +296,23 @@ class Ledger:
         sealed = int(self._requests.sealed[slot])
         self._requests.sealed[slot] = num_tokens
         for g, table in self._growing.items():
-            first = sealed // table.block_tokens
-            logical = np.arange(first, num_tokens // table.block_tokens)
-            if table.moves:
-                logical = logical[(logical < table.fixed) | (logical >= table.first[slot])]
-            if not len(logical):
-                continue
-            hashes = prompt.hashes(table.block_tokens)
-            rows = table.ids(slot, logical)
+            first, end = sealed // table.block_tokens, num_tokens // table.block_tokens
+            if first < end:
+                self._store(slot, g, np.arange(first, end), prompt, number)
+
+    def _store(self, slot: int, g: int, logical: Ints, prompt: Prompt, number: int) -> None:
+        """Make some of a request's blocks in one group known, those that it still has."""
+        assert self.prefixes is not None
+        table = self._growing[g]
+        hashes = prompt.hashes(table.block_tokens)
+        parent = int(hashes[logical[0] - 1]) if logical[0] else 0
+        if table.moves:
+            logical = logical[(logical < table.fixed) | (logical >= table.first[slot])]
+        rows = table.ids(slot, logical)
+        if self.pool.num_quarantined(g):
             usable = ~self.pool.in_quarantine(g, rows)
-            if not usable.all():
-                rows, logical = rows[usable], logical[usable]
-            parent = int(hashes[first - 1]) if first else 0
+            rows, logical = rows[usable], logical[usable]
+        if len(rows):
             stored = self.prefixes.store(g, rows, hashes[logical], number, parent=parent)
             self.pool.keep(g, stored)
 
@@ -377,22 +394,3 @@ class Ledger:
                 )
         if broken:
             raise BlockError("\n".join(broken))
-
-
-def _stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
-    """What `count` blocks that end at `num_tokens` want: those that no later token sees
-    are wanted briefly. They come first in the request and last here, when the others
-    have their places."""
-    end = -(-num_tokens // table.block_tokens)
-    seen = int(first_seen(table.retention, np.array([num_tokens]), table.block_tokens)[0])
-    if not table.moves:
-        return [Want(g, count)]
-    brief = min(count, max(0, seen - max(end - count, table.fixed)))
-    if brief == 0:
-        return [Want(g, count, "moving")]
-    return [Want(g, count - brief, "moving"), Want(g, brief, "brief")]
-
-
-def _by_block(parts: list[Ints]) -> Ints:
-    """The rows that a stretch got, in the order of its blocks."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])

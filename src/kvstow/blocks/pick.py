@@ -91,13 +91,13 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
         parts = [fewest_runs(stock.free_rows_of(busy), count)]
     else:
         fullest = busy[np.argsort(-(slabs.held + slabs.cached)[busy], kind="stable")]
-        parts = [stock.free_rows_of(fullest)[:count]]
+        parts = [np.sort(stock.free_rows_of(fullest)[:count])]
     count -= len(parts[0])
     if count:
         rows, _ = stock.queue.oldest(len(stock.queue))
         rows = rows[slabs.held[stock.slabs_of(rows)] > 0][:count]
         slabs.evict(stock, rows)
-        parts.append(rows)
+        parts.append(np.sort(rows))
         count -= len(rows)
     if count:
         wanted = -(-count // stock.rows_per_slab)
@@ -112,8 +112,7 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
 
 def _ascending(parts: list[Ints]) -> Ints:
     parts = [part for part in parts if len(part)]
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return rows if np.all(rows[1:] > rows[:-1]) else np.sort(rows)
+    return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
 
 # ── without evicting ──────────────────────────────────────────────────────────────────
@@ -123,7 +122,7 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
     top = stock.top
     if kind == "single" or (kind == "moving" and not roomy(slabs)):
-        return _free_rows(stock, range(1, top + 1), count)[:count]
+        return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
     if kind == "brief":
         levels = range(2 * top, top if roomy(slabs) else 0, -1)
         return fewest_runs(np.sort(_free_rows(stock, levels, 2 * count)), count)
@@ -226,9 +225,9 @@ def _evicted(slabs: Slabs, stock: Stock, count: int, policy: Policy) -> Ints:
             gained = stock.rows_of(_handed_over(slabs, stock, idle.part(foreign)))[:count]
             rows = rows[: count - len(gained)]
             slabs.evict(stock, rows)
-            return np.concatenate((gained, rows))
+            return np.sort(np.concatenate((gained, rows)))
     slabs.evict(stock, rows)
-    return rows
+    return np.sort(rows)
 
 
 def _own_candidates(stock: Stock, count: int, policy: Policy) -> tuple[Ints, Ints]:

@@ -114,6 +114,9 @@ class Pool:
         """The rows in quarantine."""
         return np.nonzero(self._of[group][1].quarantined)[0]
 
+    def num_quarantined(self, group: int) -> int:
+        return self._of[group][1].num_quarantined
+
     def in_quarantine(self, group: int, ids: npt.ArrayLike) -> Bools:
         stock = self._of[group][1]
         return stock.quarantined[stock.known(ids)]
@@ -242,9 +245,27 @@ class Pool:
                 np.add.at(stock.refs, rows, 1)
                 stock.refuse(rows, left < 0, "is released more often than it is held")
             once = not np.count_nonzero(before - left != 1)
-        ended = rows[left == 0] if np.count_nonzero(left) else rows
-        if len(ended):
-            slabs.vacated(stock, ended if once else _unique(ended))
+        if np.count_nonzero(left):
+            rows = rows[left == 0]
+            where = rows
+        if not once:
+            rows = where = _unique(rows)
+        if len(rows):
+            slabs.vacated(stock, rows, where)
+
+    def renewable(self, group: int, ids: Ints) -> Bools:
+        """Which held rows their only holder may use for new content right away.
+
+        None where slabs are scarce: then rows had better move to where they fill gaps.
+        """
+        slabs, stock = self._of[group]
+        if stock.rows_per_slab > 1 and not roomy(slabs):
+            return np.zeros(len(ids), np.bool_)
+        return (stock.refs[ids] == 1) & ~stock.kept[ids]
+
+    def renew(self, group: int, ids: Ints) -> None:
+        """Use renewable rows, each named once, for new content."""
+        self._of[group][1].generations[ids] += 1
 
     # ── content ───────────────────────────────────────────────────────────────────
 
@@ -252,8 +273,9 @@ class Pool:
         """Cache the content of held rows when their last hold ends."""
         stock = self._of[group][1]
         rows = stock.known(ids)
-        stock.refuse(rows, stock.refs[rows] == 0, "is not held")
-        stock.kept[rows] = True
+        where = span_of_any(rows)
+        stock.refuse(rows, stock.refs[where] == 0, "is not held")
+        stock.kept[where] = True
 
     def forget(self, group: int, ids: npt.ArrayLike) -> None:
         """Do not cache the content of rows; cached ones become free."""
@@ -280,6 +302,7 @@ class Pool:
         self.forget(group, rows)
         stock.refs[rows] += 1
         stock.quarantined[rows] = True
+        stock.num_quarantined += len(rows)
 
     def unquarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """End the quarantine of rows: free, unless somebody still holds them."""
@@ -287,6 +310,7 @@ class Pool:
         rows = _unique(stock.known(ids))
         stock.refuse(rows, ~stock.quarantined[rows], "is not in quarantine")
         stock.quarantined[rows] = False
+        stock.num_quarantined -= len(rows)
         self.release(group, rows)
 
     # ── integrity ─────────────────────────────────────────────────────────────────

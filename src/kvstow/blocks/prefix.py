@@ -39,6 +39,9 @@ class Hit:
 
 MISS = Hit(0, {}, None)
 
+FEW = 8
+"""Blocks that are looked for before the others, since most prompts differ early or late."""
+
 
 def blocks_seen(group: Group, num_tokens: int) -> Ints:
     """The logical blocks before `num_tokens`, a whole number of them, that a token there
@@ -97,12 +100,35 @@ class Prefixes:
         for g in self._order:
             group = self._groups[g]
             hashes = prompt.hashes(group.block_tokens)[: limit // group.block_tokens]
-            found[g] = self._index[g].find(hashes)
-            lengths = lengths[served(group, found[g] >= 0, lengths)]
+            found[g] = self._found(g, hashes)
+            lengths = self._served(g, found[g], lengths)
             limit = int(lengths[-1])
             if limit == 0:
                 return MISS
         return self._confirmed(prompt, found, lengths)
+
+    def _served(self, g: int, rows: Ints, lengths: Ints) -> Ints:
+        """Those of the ascending lengths, 0 among them, that a group can serve."""
+        group = self._groups[g]
+        if not isinstance(group.retention, Full):
+            return lengths[served(group, rows >= 0, lengths)]
+        absent = (rows < 0).nonzero()[0]
+        if not len(absent):
+            return lengths
+        limit = int(absent[0]) * group.block_tokens
+        return lengths[: int(np.searchsorted(lengths, limit, side="right"))]
+
+    def _found(self, g: int, hashes: Hashes) -> Ints:
+        """The row of each block; of full attention up to the first that is not there, and
+        perhaps some further."""
+        index = self._index[g]
+        if len(hashes) <= FEW or not isinstance(self._groups[g].retention, Full):
+            return index.find(hashes)
+        rows = np.full(len(hashes), -1, np.int64)
+        rows[:FEW] = index.find(hashes[:FEW])
+        if rows[:FEW].min() >= 0:
+            rows[FEW:] = index.find(hashes[FEW:])
+        return rows
 
     def _confirmed(self, prompt: Prompt, found: dict[int, Ints], lengths: Ints) -> Hit:
         """The longest of the lengths whose rows hold what the prompt says.
@@ -116,7 +142,7 @@ class Prefixes:
                 return Hit(num_tokens, blocks, self._deepest(blocks))
             for g, rows in found.items():
                 rows[np.isin(self._index[g].witness[rows], list(liars))] = -1
-                lengths = lengths[served(self._groups[g], rows >= 0, lengths)]
+                lengths = self._served(g, rows, lengths)
         return MISS
 
     def _blocks(self, g: int, rows: Ints, num_tokens: int) -> Blocks:
@@ -164,12 +190,12 @@ class Prefixes:
         """Make rows known by hashes; those that are, by now, are known by this call."""
         index = self._index[g]
         new = (index.find(hashes) < 0) & ~index.has(rows)
-        if not new.all():
+        if np.count_nonzero(new) < len(rows):
             rows, hashes = rows[new], hashes[new]
         if not len(rows):
             return rows
         added = index.add(rows, hashes, number)
-        if not added.all():
+        if np.count_nonzero(added) < len(rows):
             rows, hashes = rows[added], hashes[added]
         self._num_rows[number] += len(rows)
         self.events.stored(g, self._groups[g].block_tokens, hashes, rows, parent=parent)
@@ -186,7 +212,7 @@ class Prefixes:
         numbers = index.witness[rows]
         hashes = index.remove(rows)
         self.events.removed(g, self._groups[g].block_tokens, hashes, rows)
-        if (numbers == numbers[0]).all():
+        if not np.count_nonzero(numbers != numbers[0]):
             self._leave(int(numbers[0]), len(rows))
             return
         for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):

@@ -39,6 +39,7 @@ class Prompt:
     salt: bytes = b""
     inputs: tuple[tuple[int, bytes], ...] = ()
     sums: Hashes = field(repr=False, default_factory=lambda: np.zeros(0, np.uint64))
+    _by_block: dict[int, Hashes] = field(repr=False, init=False, default_factory=dict[int, Hashes])
 
     @staticmethod
     def of(
@@ -70,7 +71,11 @@ class Prompt:
 
     def hashes(self, block_tokens: int) -> Hashes:
         """The hash at the end of each whole block; never 0."""
-        return _finished(self.sums[block_tokens - 1 :: block_tokens].copy())
+        found = self._by_block.get(block_tokens)
+        if found is None:
+            found = _finished(self.sums[block_tokens - 1 :: block_tokens].copy())
+            self._by_block[block_tokens] = found
+        return found
 
     def hash_after(self, num_tokens: int) -> Hashes:
         """The hash of the first tokens, as an array of one."""

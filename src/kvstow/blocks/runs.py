@@ -23,6 +23,8 @@ def fewest_runs(ids: Ints, count: int) -> Ints:
     the longest ones where none is."""
     if len(ids) <= count:
         return ids
+    if ids[-1] - ids[0] == len(ids) - 1:
+        return ids[:count]
     starts, lengths = run_lengths(ids)
     fitting = np.nonzero(lengths >= count)[0]
     if len(fitting):
@@ -59,6 +61,8 @@ def span(ascending: Ints) -> slice | Ints:
 
 def span_of_any(ids: Ints) -> slice | Ints:
     """The same for ids in any order, which may be named twice."""
-    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and np.all(ids[1:] - ids[:-1] == 1):
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return ids
+    if len(ids) == 0 or ids[-1] - ids[0] != len(ids) - 1:
+        return ids
+    if np.count_nonzero(ids[1:] - ids[:-1] != 1):
+        return ids
+    return slice(int(ids[0]), int(ids[-1]) + 1)

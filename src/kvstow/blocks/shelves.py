@@ -9,7 +9,7 @@ thousandth of it.
 
 import numpy as np
 
-from kvstow.blocks.runs import fewest_runs, span, span_of_any
+from kvstow.blocks.runs import fewest_runs, span
 from kvstow.plan.blocklist import Ints
 
 SEGMENT_BITS = 10
@@ -28,11 +28,10 @@ class Shelves:
         self._flat = self._counts.reshape(-1)
         self._open = 0
 
-    def put(self, items: Ints, shelf: int) -> None:
+    def put(self, items: slice | Ints, shelf: int) -> None:
         """Lay items that lie on the floor onto one shelf."""
-        where = span_of_any(items)
-        self.shelf[where] = shelf
-        self._count(where, shelf, 1)
+        self.shelf[items] = shelf
+        self._count(items, shelf, 1)
 
     def drop(self, items: Ints, shelf: int) -> None:
         """Lay items of one shelf, ascending, onto the floor."""

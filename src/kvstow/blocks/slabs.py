@@ -18,7 +18,7 @@ from itertools import count as counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.runs import distinct, span, span_of_any
+from kvstow.blocks.runs import distinct, span
 from kvstow.blocks.shelves import Shelves
 from kvstow.blocks.stock import Stock
 from kvstow.plan.blocklist import Ints
@@ -139,10 +139,9 @@ class Slabs:
         np.subtract.at(self.cached, slabs, 1)
         self._settle(stock, each, before)
 
-    def vacated(self, stock: Stock, rows: Ints) -> None:
+    def vacated(self, stock: Stock, rows: Ints, where: slice | Ints) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
-        them to be evicted first; others are free."""
-        where = span_of_any(rows)
+        them to be evicted first; others are free. `where` is the rows, perhaps as a slice."""
         stock.num_held -= len(rows)
         kept = stock.kept[where]
         stamp = next(self._clock)
@@ -155,15 +154,15 @@ class Slabs:
             cached, freed = rows[:0], rows
         if num_kept:
             stock.queue.put(cached, stamp)
-        if len(freed):
-            stock.free[where if num_kept == 0 else freed] = True
+        gone = freed if num_kept else where
+        stock.free[gone] = True
         if stock.rows_per_slab == 1:
             self.held[where] = 0
             self.num_idle += len(rows)
             if num_kept:
                 self.cached[cached] = 1
             if len(freed):
-                self._give_up(freed)
+                self._give_up(gone)
             return
         slabs = stock.slabs_of(rows) if isinstance(where, slice) else np.sort(stock.slabs_of(rows))
         each = distinct(slabs)
@@ -193,8 +192,8 @@ class Slabs:
         each = distinct(np.sort(stock.slabs_of(rows)))
         self._settle(stock, each, self.held[each])
 
-    def _give_up(self, slabs: Ints) -> None:
-        self.owner[span_of_any(slabs)] = NOBODY
+    def _give_up(self, slabs: slice | Ints) -> None:
+        self.owner[slabs] = NOBODY
         self.free.put(slabs, FREE)
 
     def _settle(self, stock: Stock, slabs: Ints, before: Ints, stamp: int = 0) -> None:

@@ -51,6 +51,7 @@ class Stock:
         self.passing = np.zeros(num_slabs, np.int64)
         self.num_busy = 0
         self.num_held = 0
+        self.num_quarantined = 0
         levels = [n.bit_length() for n in range(rows_per_slab + 1)]
         self._shelf = np.array([levels, [n and n + self.top for n in levels]], np.int64)
 

@@ -116,8 +116,9 @@ class Table:
     def replace_last(self, slot: int, row: int) -> None:
         self.write(slot, self.end[slot : slot + 1] - 1, np.array([row]))
 
-    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> Ints:
-        """Give up what no token at `num_tokens` or later sees; its ids.
+    def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> tuple[Ints, Ints]:
+        """Give up what no token at `num_tokens` or later sees: positions among the requests,
+        and ids.
 
         A single block stays until the request needs `more`, which can then be its row.
         """
@@ -126,15 +127,15 @@ class Table:
         first = np.maximum(self.first[slots], self.fixed) if self.fixed else self.first[slots]
         moved = np.nonzero(seen - first > (more == 0))[0]
         if not len(moved):
-            return moved
+            return moved, moved
         slots, seen, first = slots[moved], seen[moved], first[moved]
         gone = seen - first
         self.first[slots] = seen
         if gone.max() == 1:
-            return self._ids[slots, self._columns(first)]
-        lines = np.repeat(slots, gone)
-        steps = np.arange(int(gone.sum())) - np.repeat(gone.cumsum() - gone, gone)
-        return self._ids[lines, self._columns(np.repeat(first, gone) + steps)]
+            return moved, self._ids[slots, self._columns(first)]
+        lines = np.repeat(np.arange(len(moved)), gone)
+        steps = np.arange(len(lines)) - np.repeat(gone.cumsum() - gone, gone)
+        return moved[lines], self._ids[slots[lines], self._columns(first[lines] + steps)]
 
     def _columns(self, logical: Ints) -> Ints:
         if not self.moves:
