@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -40,7 +41,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
-        "reference/metrics.md": metrics_page(),
         "results.md": results_page(),
         **{f"reference/python/{name}.md": api_page(name) for name in PACKAGES if _exists(name)},
         "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
@@ -51,8 +51,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fences without the options that only the tests read, such as `needs=torch`."""
+    if page.file.src_uri == "reference/metrics.md":
+        markdown += metrics_part()
     return re.sub(r"^( *```\w+)(?: \w+=\S+)+$", r"\1", markdown, flags=re.MULTILINE)
 
 
@@ -158,7 +160,7 @@ def errors_page() -> str:
     )
 
 
-def metrics_page() -> str:
+def metrics_part() -> str:
     """Every metric of every set in `kvstow.observe`, from a registry of their own."""
     from prometheus_client import CollectorRegistry
 
@@ -178,10 +180,8 @@ def metrics_page() -> str:
             rows.append(f"| `{family.name}{total}` | {family.type} | {told} | "
                         f"{_cell(family.documentation)} |")  # fmt: skip
     return (
-        "# Metrics\n\nIn the text format of Prometheus: `Telemetry.exposition()`, and "
-        "[`kvstow dash`](commands.md) shows them live. Nothing is global: an agent or a tier "
-        "counts into the `Telemetry` that it was given.\n\n"
-        "| metric | kind | labels | meaning |\n|---|---|---|---|\n"
+        "\n\n## All of them\n\nAs the code declares them; [`kvstow dash`](commands.md) shows them "
+        "live.\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n"
         + "\n".join(sorted(rows))
         + "\n\n## In Python\n\n::: kvstow.observe\n"
     )
