@@ -43,12 +43,13 @@ def declaration(vllm_config: Any, kv_cache_config: Any, *, model: str) -> Declar
     groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
     if any(group.host_resident for group in groups):
         raise MemoryLayoutError("some cache groups live in host memory")
+    heads = vllm_config.model_config.get_total_num_kv_heads()
     return Declaration(
         model=model or os.path.basename(os.path.normpath(vllm_config.model_config.model)),
         order=kv_cache_config.kv_cache_layout,
         num_blocks=kv_cache_config.num_blocks,
         groups=tuple(
-            tuple(_page(name, _spec_of(group, name), tp) for name in group.layer_names)
+            tuple(_page(name, _spec_of(group, name), tp, heads) for name in group.layer_names)
             for group in groups
         ),
         regions=tuple(
@@ -71,7 +72,7 @@ def _spec_of(group: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _page(layer: str, spec: Any, tp: tuple[int, int]) -> Page:
+def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> Page:
     if not isinstance(spec, AttentionSpec) or not isinstance(spec.tokens_per_state, int):
         raise MemoryLayoutError(f"layer {layer!r}: caches of kind {type(spec).__name__} are not "
                                 "taken over yet")  # fmt: skip
@@ -83,7 +84,7 @@ def _page(layer: str, spec: Any, tp: tuple[int, int]) -> Page:
         layer=layer,
         retention=_retention(layer, spec),
         block_tokens=spec.block_size,
-        heads=_heads(layer, spec, tp),
+        heads=_heads(layer, spec, tp, total_heads),
         states=spec.num_states,
         content=content,
         dtype=dtype,
@@ -102,19 +103,21 @@ def _retention(layer: str, spec: Any) -> Retention:
     raise MemoryLayoutError(f"layer {layer!r}: caches of kind {kind.__name__} are not taken over")
 
 
-def _heads(layer: str, spec: Any, tp: tuple[int, int]) -> Extent:
-    """Which of the whole model's heads this rank holds."""
+def _heads(layer: str, spec: Any, tp: tuple[int, int], total: int) -> Extent:
+    """Which of the model's `total` heads this rank holds: a part of its own, or one that
+    neighbouring ranks hold alike."""
     rank, size = tp
+    mine = spec.num_heads
     if size == 1 or isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        return Extent.whole("head", spec.num_heads)
-    if spec.max_tp_shards is None or spec.num_head_slots is not None:
-        raise MemoryLayoutError(f"layer {layer!r}: how its heads are split over {size} ranks is "
-                                "not declared")  # fmt: skip
-    shards = min(size, spec.max_tp_shards)
-    if size % shards:
-        raise MemoryLayoutError(f"layer {layer!r}: {shards} shards on {size} ranks")
-    first = rank // (size // shards) * spec.num_heads
-    return Extent("head", shards * spec.num_heads, ((first, first + spec.num_heads),))
+        return Extent.whole("head", mine)
+    parts = total // mine
+    if spec.num_head_slots is not None or parts * mine != total or size % parts:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {mine} heads on each of {size} ranks, {total} in the model: which "
+            "are where is not certain"
+        )
+    first = rank // (size // parts) * mine
+    return Extent("head", total, ((first, first + mine),))
 
 
 def adopted(declared: Declaration, tensors: Mapping[str, torch.Tensor]) -> Arena:
