@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from kvstow.adapters import weights
 from kvstow.adapters.transformers import KvstowCache, ModelMemory
 from kvstow.adapters.transformers.tiny import FAMILIES, tiny_model
 
@@ -137,3 +138,21 @@ def test_a_shared_beginning_is_not_computed_again(family):
     assert torch.equal(ours.sequences, theirs.sequences)
     for mine, other in zip(ours.logits, theirs.logits, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
+
+
+def test_real_weights_have_the_same_logits():
+    model, tokenizer = weights.load(weights.unpacked(weights.SMOLLM2))
+    tokenizer.padding_side = "left"
+    asked = tokenizer(
+        ["The capital of France is", "One, two, three, four, five, six, seven, eight,"],
+        return_tensors="pt",
+        padding=True,
+    )
+    assert (asked.attention_mask == 0).any()
+    with (
+        ModelMemory.of(model, budget=32 << 20, block_tokens=4) as memory,
+        KvstowCache(memory) as cache,
+    ):
+        ours = generated(model, asked.input_ids, cache, asked.attention_mask)
+    assert_same_bits(ours, generated(model, asked.input_ids, mask=asked.attention_mask))
+    assert " Paris." in tokenizer.decode(ours.sequences[0])

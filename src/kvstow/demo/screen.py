@@ -99,7 +99,6 @@ def _plans(show: Show) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("layers", "tokens\nin block", "bytes\nof row", "rows\nin slab", "slab", "arena"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("order")
     sides = sorted(show.plans, reverse=True)
     alike = len({_facts(show.plans[side]) for side in sides}) == 1
     for side in sides[:1] if alike else sides:
@@ -115,10 +114,10 @@ def _plans(show: Show) -> Table:
                 str(group.rows_per_slab),
                 size(plan.slab_bytes) if i == 0 else "",
                 size(plan.arena_bytes) if i == 0 else "",
-                plan.order if i == 0 else "",
             )
     how = [f"{side}: {what}" for side, what in show.how.items() if what != "one process"]
-    table.caption = "; ".join([show.model, *how])
+    orders = dict.fromkeys(show.plans[side].order for side in sides)
+    table.caption = "; ".join([show.model, f"order {' and '.join(orders)}", *how])
     table.caption_justify = "left"
     return table
 
@@ -168,7 +167,9 @@ def _mark(answer: Answer) -> tuple[str, str]:
             return ("", "")
         case True:
             count = len(answer.decoded.tokens) if answer.decoded else 0
-            return (f"  = {count} tokens identical", "green")
+            again = answer.from_store
+            disk = f", again from disk after {again.to_first * 1e3:,.0f} ms" if again else ""
+            return (f"  = {count} tokens identical{disk}", "green")
         case False:
             return ("  ≠ differs from the single process", "bold red")
 
@@ -177,22 +178,20 @@ def _mark(answer: Answer) -> tuple[str, str]:
 
 
 def _transfers(show: Show) -> Table:
-    table = _table("rows")
-    for column in ("", "tokens", "rows", "bytes", "descr.", "by\nlayer", "ms", "GB/s"):
+    table = _table("rows, times in ms")
+    for column in ("", "tokens", "rows", "bytes", "descr.", "by\nlayer", "time", "GB/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fence,\ndigest", no_wrap=True)
-    for column in ("first\ntoken, ms", "recom-\nputed, ms"):
+    for column in ("first\ntoken", "recom-\nputed"):
         table.add_column(column, justify="right", no_wrap=True)
-    if show.settings.offload is not None:
-        table.add_column("from\ndisk, ms", justify="right", no_wrap=True)
     for number, answer in enumerate(show.answers, 1):
         if answer.prefilled:
-            for row in _transfer_rows(number, answer, show.settings.offload is not None):
+            for row in _transfer_rows(number, answer):
                 table.add_row(*row)
     return table
 
 
-def _transfer_rows(number: int, answer: Answer, offload: bool) -> list[list[RenderableType]]:
+def _transfer_rows(number: int, answer: Answer) -> list[list[RenderableType]]:
     rows: list[list[RenderableType]] = []
     for pull in answer.pulled:
         rows.append([
@@ -218,8 +217,6 @@ def _transfer_rows(number: int, answer: Answer, offload: bool) -> list[list[Rend
         f"{answer.decoded.to_first * 1e3:,.0f}" if answer.decoded else "",
         f"{answer.judged.to_first * 1e3:,.0f}" if answer.judged else "",
     ]
-    if offload and answer.from_store:
-        rows[0].append(f"{answer.from_store.to_first * 1e3:,.0f}")
     return rows
 
 
