@@ -57,7 +57,7 @@ def stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     """What `count` blocks that end at `num_tokens` want: those that no later token sees
     are wanted briefly. They come first in the request and last here, when the others
     have their places."""
-    if not table.moves:
+    if not table.moves or not table.gaps:
         return [Want(g, count)]
     end = -(-num_tokens // table.block_tokens)
     seen = int(first_seen(table.retention, np.array([num_tokens]), table.block_tokens)[0])

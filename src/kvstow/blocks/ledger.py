@@ -58,7 +58,7 @@ class Ledger:
             if isinstance(group.retention, State):
                 self._states[g] = States(group)
             else:
-                self._tables[g] = Table(group)
+                self._tables[g] = Table(group, gaps=pool.has_gaps(g))
         self._encoders = {
             g: -(-group.retention.tokens // group.block_tokens)
             for g, group in enumerate(self.groups)

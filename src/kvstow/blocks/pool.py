@@ -94,6 +94,10 @@ class Pool:
     def num_cached(self, group: int) -> int:
         return len(self._of[group][1].queue)
 
+    def has_gaps(self, group: int) -> bool:
+        """Whether slabs are of several rows, so that free ones can be stranded."""
+        return self._of[group][1].rows_per_slab > 1
+
     def num_stranded(self, group: int) -> int:
         """Free rows in slabs that the group cannot give up, because of held ones in them."""
         slabs, stock = self._of[group]

@@ -83,6 +83,10 @@ class Requests:
 
     def slots(self, requests: int | Sequence[int] | npt.NDArray[np.int64]) -> Ints:
         """The slots of living requests; raises for any other."""
+        if isinstance(requests, int):
+            slot = requests & _SLOT
+            if slot < self.num_slots and self._handle[slot] == requests:
+                return np.array([slot])
         handles = np.atleast_1d(np.asarray(requests, np.int64))
         slots = handles & _SLOT
         if len(slots) and slots.max() < self.num_slots and (self._handle[slots] == handles).all():
@@ -100,6 +104,8 @@ class Requests:
 
     def refuse_twice(self, slots: Ints) -> None:
         """Raises if a request is named twice."""
+        if len(slots) == 1:
+            return
         order = np.arange(len(slots))
         self._mark[slots] = order
         if (self._mark[slots] != order).any():

@@ -32,9 +32,13 @@ def sink_blocks(retention: Retention, block_tokens: int) -> int:
 
 
 class Table:
-    """Ids of logical blocks `[0, end)` of every request, less those it gave back."""
+    """Ids of logical blocks `[0, end)` of every request, less those it gave back.
 
-    def __init__(self, group: Group) -> None:
+    `gaps` says whether it matters to the pool how long rows are wanted.
+    """
+
+    def __init__(self, group: Group, *, gaps: bool = True) -> None:
+        self.gaps = gaps
         self.block_tokens = group.block_tokens
         self.retention = group.retention
         self.moves = isinstance(group.retention, Window | Chunk | Sink)
