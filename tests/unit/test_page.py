@@ -63,7 +63,7 @@ def layouts(name="gemma-3-270m", **site):
 
 
 def test_a_page_refers_to_nothing_outside_itself():
-    seen = Seen(page("t", {"a": 1}, ("layout.js", "plan.js")))
+    seen = Seen(page("t", {"a": 1}, ("layout.js", "zoom.js", "compare.js", "plan.js")))
     assert seen.links == ["data:,"]
     assert seen.policy.startswith("default-src 'none'")
     assert "connect-src" not in seen.policy
@@ -225,3 +225,16 @@ def test_the_route_page_holds_the_document_of_route(tmp_path):
     data = json.loads(Seen(file.read_text("utf-8")).data)
     assert data["cost"] == json.loads(run(*asked, "--json").stdout)
     assert data["groups"][0]["copies"] == data["cost"]["lanes"]
+
+
+def test_the_simulation_page_holds_what_simulate_says(tmp_path):
+    file = tmp_path / "page.html"
+    asked = ("simulate", "gemma-3-270m", "--requests", "20", "--memory", "64MiB")
+    run(*asked, "--policy", "union", "--html", str(file))
+    data = json.loads(Seen(file.read_text("utf-8")).data)
+    said = json.loads(run(*asked, "--policy", "union", "--json").stdout)["policies"]
+    assert {name: policy["figures"] for name, policy in data["policies"].items()} == said
+    for policy in data["policies"].values():
+        assert max(policy["curves"]["requests"]) == policy["figures"]["peak_requests"]
+        assert len(policy["film"]["slabs"]) == len(policy["film"]["seconds"]) > 1
+        assert len(set(policy["film"]["slabs"])) > 1

@@ -21,7 +21,7 @@ from kvstow.render.page import page
 from kvstow.render.record import Index, layout_record
 from kvstow.render.svg import layout_svg
 
-PLAN_SCRIPTS = ("layout.js", "plan.js")
+PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 TP = (1, 2, 4, 8)
 FACTORS = (0.5, 1, 2, 4)

@@ -5,23 +5,46 @@ const WINDOW = 600;
 const agents = new Map();
 const where = el("div", {});
 const heard = el("p", { class: "soft", role: "status" });
-const tile = (value, text, worry) => el("div", { class: "tile" }, el("b", { class: worry ? "bad" : null }, value), el("span", {}, text));
-const ago = (seconds) => (seconds < 60 ? `${seconds.toFixed(0)} s` : seconds < 3600 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`);
+const tile = (value, text, worry) =>
+  el(
+    "div",
+    { class: "tile" },
+    el("b", { class: worry ? "bad" : null }, value),
+    el("span", {}, text),
+  );
+const ago = (seconds) =>
+  seconds < 60
+    ? `${seconds.toFixed(0)} s`
+    : seconds < 3600
+      ? `${(seconds / 60).toFixed(0)} min`
+      : `${(seconds / 3600).toFixed(1)} h`;
 const perSecond = (n) => `${human(Math.round(n))}/s`;
 
-const valuesOf = (reading, name) => (reading.metrics ?? []).filter((sample) => sample.name === name);
+const valuesOf = (reading, name) =>
+  (reading.metrics ?? []).filter((sample) => sample.name === name);
 const sumOf = (reading, name) => valuesOf(reading, name).reduce((sum, { value }) => sum + value, 0);
-const byLabel = (reading, name, label) => Object.fromEntries(valuesOf(reading, name).map(({ labels, value }) => [labels[label] ?? "", value]));
+const byLabel = (reading, name, label) =>
+  Object.fromEntries(
+    valuesOf(reading, name).map(({ labels, value }) => [labels[label] ?? "", value]),
+  );
 
 /** The same sums that the server keeps. */
 function totals(reading) {
   return {
-    at: reading.at, bytes: sumOf(reading, "kvstow_transfer_bytes_total"), transfers: sumOf(reading, "kvstow_transfers_total"),
-    leases: sumOf(reading, "kvstow_transfer_leases"), quarantined: sumOf(reading, "kvstow_transfer_quarantined_rows"),
+    at: reading.at,
+    bytes: sumOf(reading, "kvstow_transfer_bytes_total"),
+    transfers: sumOf(reading, "kvstow_transfers_total"),
+    leases: sumOf(reading, "kvstow_transfer_leases"),
+    quarantined: sumOf(reading, "kvstow_transfer_quarantined_rows"),
   };
 }
 
-const rates = (history, key) => history.map((now, i) => (i ? Math.max(0, now[key] - history[i - 1][key]) / Math.max(1e-3, now.at - history[i - 1].at) : 0));
+const rates = (history, key) =>
+  history.map((now, i) =>
+    i
+      ? Math.max(0, now[key] - history[i - 1][key]) / Math.max(1e-3, now.at - history[i - 1].at)
+      : 0,
+  );
 
 /** One agent's part of the page; `update` changes what changed. */
 function agentPart(source) {
@@ -33,8 +56,18 @@ function agentPart(source) {
   const slabs = el("div", {});
   const tables = el("div", {});
   const events = el("div", {});
-  const times = { xLabel: "seconds ago", tellX: (n) => `${Math.round(-n)} s ago`, formatX: (n) => String(Math.round(-n)), height: 190 };
-  const rate = lineChart("Bytes moved per second", { ...times, formatY: human, tellY: perSecond, least: 1024 });
+  const times = {
+    xLabel: "seconds ago",
+    tellX: (n) => `${Math.round(-n)} s ago`,
+    formatX: (n) => String(Math.round(-n)),
+    height: 190,
+  };
+  const rate = lineChart("Bytes moved per second", {
+    ...times,
+    formatY: human,
+    tellY: perSecond,
+    least: 1024,
+  });
   const held = lineChart("Leases and quarantined rows", { ...times, yLabel: "" });
   const charts = el("div", { class: "charts", hidden: true }, rate.node, held.node);
   part.node = el("section", {}, name, words, problem, tiles, charts, slabs, tables, events);
@@ -44,7 +77,14 @@ function agentPart(source) {
     problem.textContent = reading.error ?? "";
     if (reading.error) return;
     charts.hidden = false;
-    words.textContent = [reading.model, reading.address, reading.memory, reading.arena_bytes ? `arena ${human(reading.arena_bytes)}` : null].filter(Boolean).join(" · ");
+    words.textContent = [
+      reading.model,
+      reading.address,
+      reading.memory,
+      reading.arena_bytes ? `arena ${human(reading.arena_bytes)}` : null,
+    ]
+      .filter(Boolean)
+      .join(" · ");
     if (part.history.at(-1)?.at !== reading.at) part.history.push(totals(reading));
     part.history = part.history.slice(-WINDOW);
     const outcomes = byLabel(reading, "kvstow_transfers_total", "outcome");
@@ -52,15 +92,48 @@ function agentPart(source) {
     const failed = failures.reduce((sum, [, value]) => sum + value, 0);
     const speed = rates(part.history, "bytes");
     tiles.replaceChildren(
-      tile(perSecond(speed.at(-1) ?? 0), "moving now"), tile(human(sumOf(reading, "kvstow_transfer_bytes_total")), "moved in all"),
-      tile(count(outcomes.accepted ?? 0), "transfers accepted"), tile(count(failed), "transfers failed", failed > 0),
-      tile(count(sumOf(reading, "kvstow_transfer_leases")), "leases running"), tile(count(sumOf(reading, "kvstow_transfer_quarantined_rows")), "rows quarantined", sumOf(reading, "kvstow_transfer_quarantined_rows") > 0),
-      reading.transfers === undefined ? null : tile(count(reading.transfers), "transfers running"));
+      tile(perSecond(speed.at(-1) ?? 0), "moving now"),
+      tile(human(sumOf(reading, "kvstow_transfer_bytes_total")), "moved in all"),
+      tile(count(outcomes.accepted ?? 0), "transfers accepted"),
+      tile(count(failed), "transfers failed", failed > 0),
+      tile(count(sumOf(reading, "kvstow_transfer_leases")), "leases running"),
+      tile(
+        count(sumOf(reading, "kvstow_transfer_quarantined_rows")),
+        "rows quarantined",
+        sumOf(reading, "kvstow_transfer_quarantined_rows") > 0,
+      ),
+      reading.transfers === undefined ? null : tile(count(reading.transfers), "transfers running"),
+    );
     const x = part.history.map(({ at }) => at - now);
-    rate.update({ x, series: [{ label: "bytes per second", colour: "--s0", fill: true, values: speed }] });
-    held.update({ x, series: [{ label: "leases", colour: "--s0", step: true, values: part.history.map(({ leases }) => leases) }, { label: "quarantined rows", colour: "--s1", step: true, values: part.history.map(({ quarantined }) => quarantined) }] });
+    rate.update({
+      x,
+      series: [{ label: "bytes per second", colour: "--s0", fill: true, values: speed }],
+    });
+    held.update({
+      x,
+      series: [
+        {
+          label: "leases",
+          colour: "--s0",
+          step: true,
+          values: part.history.map(({ leases }) => leases),
+        },
+        {
+          label: "quarantined rows",
+          colour: "--s1",
+          step: true,
+          values: part.history.map(({ quarantined }) => quarantined),
+        },
+      ],
+    });
     showSlabs(part, slabs, reading);
-    tables.replaceChildren(...[failures.length ? failureTable(failures) : null, tierTable(reading), peerTable(reading)].filter(Boolean));
+    tables.replaceChildren(
+      ...[
+        failures.length ? failureTable(failures) : null,
+        tierTable(reading),
+        peerTable(reading),
+      ].filter(Boolean),
+    );
     events.replaceChildren(...[eventTable(reading, now)].filter(Boolean));
   };
   return part;
@@ -76,33 +149,112 @@ function showSlabs(part, node, reading) {
   part.map.show(map.letters);
 }
 
-const failureTable = (failures) => table(["kind of fault", "transfers"], failures.map(([kind, value]) => ({ cells: [el("span", { class: "bad" }, kind), count(value)] })), { caption: "Failed transfers" });
+const failureTable = (failures) =>
+  table(
+    ["kind of fault", "transfers"],
+    failures.map(([kind, value]) => ({
+      cells: [el("span", { class: "bad" }, kind), count(value)],
+    })),
+    { caption: "Failed transfers" },
+  );
 
 /** Whatever has a label `tier`: one row per tier, one column per metric. */
 function tierTable(reading) {
   const found = (reading.metrics ?? []).filter(({ labels }) => "tier" in labels);
   if (!found.length) return null;
-  const columnOf = ({ name, labels }) => [name.replace(/^kvstow_(offload_|tier_)?/, "").replace(/_total$/, "").replaceAll("_", " "), ...Object.entries(labels).filter(([key]) => key !== "tier").map(([, value]) => value)].join(", ");
+  const columnOf = ({ name, labels }) =>
+    [
+      name
+        .replace(/^kvstow_(offload_|tier_)?/, "")
+        .replace(/_total$/, "")
+        .replaceAll("_", " "),
+      ...Object.entries(labels)
+        .filter(([key]) => key !== "tier")
+        .map(([, value]) => value),
+    ].join(", ");
   const columns = [...new Set(found.map(columnOf))];
   const tiers = [...new Set(found.map(({ labels }) => labels.tier))];
-  const cell = (tier, column) => found.filter((sample) => sample.labels.tier === tier && columnOf(sample) === column).reduce((sum, { value }) => sum + value, 0);
-  return table(["tier", ...columns], tiers.map((tier) => ({ cells: [tier, ...columns.map((column) => (column.includes("bytes") ? human(cell(tier, column)) : count(cell(tier, column))))] })), { caption: "Tiers" });
+  const cell = (tier, column) =>
+    found
+      .filter((sample) => sample.labels.tier === tier && columnOf(sample) === column)
+      .reduce((sum, { value }) => sum + value, 0);
+  return table(
+    ["tier", ...columns],
+    tiers.map((tier) => ({
+      cells: [
+        tier,
+        ...columns.map((column) =>
+          column.includes("bytes") ? human(cell(tier, column)) : count(cell(tier, column)),
+        ),
+      ],
+    })),
+    { caption: "Tiers" },
+  );
 }
 
 function peerTable(reading) {
-  const peers = [...(reading.peers ?? []).map((peer) => ({ cells: [peer.name || peer.address, peer.error ? el("span", { class: "bad" }, peer.error.split("\n")[0]) : peer.state, peer.direction ?? "–", human(peer.moved_bytes), peer.moved_seconds ? perSecond(peer.moved_bytes / peer.moved_seconds) : "–", peer.silent_seconds === null ? "–" : ago(peer.silent_seconds)] })),
-    ...(reading.guests ?? []).map((guest) => ({ cells: [guest.name, `reads ${counted(guest.reading, "ticket")}`, "–", "–", "–", ago(guest.silent_seconds)] }))];
-  return peers.length ? table(["peer", "state", "direction", "moved", "rate", "silent for"], peers, { left: 2, caption: "Peers" }) : null;
+  const peers = [
+    ...(reading.peers ?? []).map((peer) => ({
+      cells: [
+        peer.name || peer.address,
+        peer.error ? el("span", { class: "bad" }, peer.error.split("\n")[0]) : peer.state,
+        peer.direction ?? "–",
+        human(peer.moved_bytes),
+        peer.moved_seconds ? perSecond(peer.moved_bytes / peer.moved_seconds) : "–",
+        peer.silent_seconds === null ? "–" : ago(peer.silent_seconds),
+      ],
+    })),
+    ...(reading.guests ?? []).map((guest) => ({
+      cells: [
+        guest.name,
+        `reads ${counted(guest.reading, "ticket")}`,
+        "–",
+        "–",
+        "–",
+        ago(guest.silent_seconds),
+      ],
+    })),
+  ];
+  return peers.length
+    ? table(["peer", "state", "direction", "moved", "rate", "silent for"], peers, {
+        left: 2,
+        caption: "Peers",
+      })
+    : null;
 }
 
 function eventTable(reading, now) {
   const events = [...(reading.events ?? [])].reverse().slice(0, 12);
   if (!events.length) return null;
-  return el("details", { open: true }, el("summary", {}, "Latest events"), table(["ago", "part", "what", "facts"], events.map(({ at, part, what, ...rest }) => ({ cells: [ago(Math.max(0, now - at)), part, what, Object.entries(rest).map(([key, value]) => `${key} ${typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(3)) : value}`).join(", ")] })), { left: 4, caption: "Events" }));
+  return el(
+    "details",
+    { open: true },
+    el("summary", {}, "Latest events"),
+    table(
+      ["ago", "part", "what", "facts"],
+      events.map(({ at, part, what, ...rest }) => ({
+        cells: [
+          ago(Math.max(0, now - at)),
+          part,
+          what,
+          Object.entries(rest)
+            .map(
+              ([key, value]) =>
+                `${key} ${typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(3)) : value}`,
+            )
+            .join(", "),
+        ],
+      })),
+      { left: 4, caption: "Events" },
+    ),
+  );
 }
 
 async function ask(first) {
-  const query = new URLSearchParams({ ...(KEY ? { key: KEY } : {}), ...(first ? { history: "1" } : {}) });
+  const query = new URLSearchParams({
+    ...(KEY ? { key: KEY } : {}),
+    ...(first ? { history: "1" } : {}),
+  });
   try {
     const answer = await fetch(`state.json?${query}`, { cache: "no-store" });
     if (!answer.ok) throw new Error(`the server says ${answer.status}`);
@@ -126,7 +278,16 @@ async function ask(first) {
 }
 
 mount(
-  el("header", { class: "top" }, el("div", {}, el("h1", {}, "kvstow"), heard), themeButton(() => { recolour(); agents.forEach((part) => part.map?.draw()); })),
-  where, el("footer", {}, el("p", {}, "Read only: this page asks, and changes nothing.")),
+  el(
+    "header",
+    { class: "top" },
+    el("div", {}, el("h1", {}, "kvstow"), heard),
+    themeButton(() => {
+      recolour();
+      agents.forEach((part) => part.map?.draw());
+    }),
+  ),
+  where,
+  el("footer", {}, el("p", {}, "Read only: this page asks, and changes nothing.")),
 );
 ask(true);

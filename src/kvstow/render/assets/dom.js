@@ -4,7 +4,8 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (value === null || value === undefined || (value === false && !name.startsWith("aria-"))) continue;
+    if (value === null || value === undefined || (value === false && !name.startsWith("aria-")))
+      continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : String(value));
   }
@@ -12,8 +13,10 @@ function fill(node, attributes, children) {
   return node;
 }
 
-const el = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
-const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+const el = (name, attributes, ...children) =>
+  fill(document.createElement(name), attributes, children);
+const svg = (name, attributes, ...children) =>
+  fill(document.createElementNS(SVG, name), attributes, children);
 
 const mount = (...children) => fill(document.getElementById("page"), {}, children);
 const pageData = () => JSON.parse(document.getElementById("data").textContent);
@@ -37,18 +40,24 @@ function human(nbytes) {
 const bytes = (n) => (n < 1024 ? counted(n, "byte") : `${count(n)} bytes (${human(n)})`);
 
 const facts = (pairs) =>
-  el("dl", { class: "facts" }, pairs.flatMap(([what, value]) => [el("dt", {}, what), el("dd", {}, value)]));
+  el(
+    "dl",
+    { class: "facts" },
+    pairs.flatMap(([what, value]) => [el("dt", {}, what), el("dd", {}, value)]),
+  );
 
 const tip = {
   node: null,
   show(target, title, pairs, pointer) {
-    this.node ??= document.body.appendChild(el("div", { id: "tip", role: "presentation", hidden: true }));
+    this.node ??= document.body.appendChild(
+      el("div", { id: "tip", role: "presentation", hidden: true }),
+    );
     this.node.replaceChildren(el("strong", {}, title), facts(pairs));
     this.node.hidden = false;
     const box = this.node.getBoundingClientRect();
     const there = target.getBoundingClientRect();
     const x = pointer ? pointer.clientX : there.left + there.width / 2;
-    const below = (pointer ? pointer.clientY + 18 : there.bottom + 8);
+    const below = pointer ? pointer.clientY + 18 : there.bottom + 8;
     const above = (pointer ? pointer.clientY - 12 : there.top - 8) - box.height;
     const left = Math.min(Math.max(8, x - box.width / 2), window.innerWidth - box.width - 8);
     const top = below + box.height < window.innerHeight || above < 0 ? below : above;
@@ -82,14 +91,48 @@ function redrawn(node, draw) {
 }
 
 const table = (columns, rows, options = {}) =>
-  el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": options.caption ?? columns.join(", ") },
-    el("table", {},
+  el(
+    "div",
+    {
+      class: "scroll",
+      tabindex: "0",
+      role: "region",
+      "aria-label": options.caption ?? columns.join(", "),
+    },
+    el(
+      "table",
+      {},
       options.caption ? el("caption", {}, options.caption) : null,
-      el("thead", {}, el("tr", {}, columns.map((name, i) => el("th", { scope: "col", class: i < (options.left ?? 1) ? "left" : null }, name)))),
-      el("tbody", {}, rows.map((row) =>
-        el("tr", { class: row.chosen ? "chosen" : null },
-          row.cells.map((cell, i) => el(i ? "td" : "th", { scope: i ? null : "row", class: i < (options.left ?? 1) ? "left" : null }, cell))))),
-    ));
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          columns.map((name, i) =>
+            el("th", { scope: "col", class: i < (options.left ?? 1) ? "left" : null }, name),
+          ),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((row) =>
+          el(
+            "tr",
+            { class: row.chosen ? "chosen" : null },
+            row.cells.map((cell, i) =>
+              el(
+                i ? "td" : "th",
+                { scope: i ? null : "row", class: i < (options.left ?? 1) ? "left" : null },
+                cell,
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 
 /** The page's own switch between light and dark; starts with what the system says. */
 function themeButton(after) {

@@ -1,12 +1,18 @@
 // The page of `kvstow plan`: controls, the zoom, what moving and holding cost.
 
 const ORDER_WORDS = {
-  BLHNC: "rows; in a page, heads outside tokens", BLNHC: "rows; in a page, tokens outside heads",
-  BHLNC: "rows; each head of all layers together", LBHNC: "layer by layer, heads outside tokens",
-  LBNHC: "layer by layer, tokens outside heads", LHBNC: "layer by layer, head by head",
+  BLHNC: "rows; in a page, heads outside tokens",
+  BLNHC: "rows; in a page, tokens outside heads",
+  BHLNC: "rows; each head of all layers together",
+  LBHNC: "layer by layer, heads outside tokens",
+  LBNHC: "layer by layer, tokens outside heads",
+  LHBNC: "layer by layer, head by head",
 };
-const PACKING_WORDS = { slab: "slabs of tight rows", union: "one row per slab", separate: "nothing shared" };
-const TELL_TOKENS = [8192, 131072];
+const PACKING_WORDS = {
+  slab: "slabs of tight rows",
+  union: "one row per slab",
+  separate: "nothing shared",
+};
 
 /** 8192 as 8k: tokens come in powers of two. */
 const tokens = (n) => (n >= 1 << 20 ? `${n / (1 << 20)}M` : n >= 1024 ? `${n / 1024}k` : String(n));
@@ -21,9 +27,11 @@ const state = {
 const colours = {};
 for (const planned of atlas.planned)
   for (const layout of Object.values(planned.layouts))
-    for (const group of layout.groups ?? []) colours[baseName(group.name)] ??= Object.keys(colours).length % 8;
+    for (const group of layout.groups ?? [])
+      colours[baseName(group.name)] ??= Object.keys(colours).length % 8;
 
-const variantOf = (tp, tokens) => atlas.variants.find((each) => each.tp === tp && each.block_tokens === tokens);
+const variantOf = (tp, tokens) =>
+  atlas.variants.find((each) => each.tp === tp && each.block_tokens === tokens);
 const plannedNow = () => atlas.planned[variantOf(state.tp, state.block_tokens).planned];
 const layoutOf = (order, packing) => plannedNow().layouts[`${order} ${packing}`];
 const ordersOf = (packing) => atlas.orders.filter((order) => layoutOf(order, packing));
@@ -33,7 +41,14 @@ const unique = (values) => [...new Set(values)].sort((a, b) => a - b);
 
 function slider(id, label, values, value, words, change) {
   const output = el("output", { for: id });
-  const input = el("input", { id, type: "range", min: 0, max: Math.max(values().length - 1, 0), step: 1, list: null });
+  const input = el("input", {
+    id,
+    type: "range",
+    min: 0,
+    max: Math.max(values().length - 1, 0),
+    step: 1,
+    list: null,
+  });
   const tell = () => {
     const all = values();
     input.max = all.length - 1;
@@ -43,123 +58,230 @@ function slider(id, label, values, value, words, change) {
     input.setAttribute("aria-valuetext", words(value()));
   };
   input.addEventListener("input", () => change(values()[Number(input.value)]));
-  return { tell, node: el("div", { class: "control" }, el("label", { for: id }, label, output), input) };
+  return {
+    tell,
+    node: el("div", { class: "control" }, el("label", { for: id }, label, output), input),
+  };
 }
 
 function choose(changes) {
   Object.assign(state, changes);
   if (!variantOf(state.tp, state.block_tokens)) {
-    const fitting = atlas.variants.filter((each) => ("tp" in changes ? each.tp === state.tp : each.block_tokens === state.block_tokens));
+    const fitting = atlas.variants.filter((each) =>
+      "tp" in changes ? each.tp === state.tp : each.block_tokens === state.block_tokens,
+    );
     Object.assign(state, { tp: fitting[0].tp, block_tokens: fitting[0].block_tokens });
   }
-  if (!layoutOf(state.order, state.packing)) state.order = ordersOf(state.packing).find((order) => order[0] === state.order[0]) ?? ordersOf(state.packing)[0];
+  if (!layoutOf(state.order, state.packing))
+    state.order =
+      ordersOf(state.packing).find((order) => order[0] === state.order[0]) ??
+      ordersOf(state.packing)[0];
   show();
 }
 
 const controls = [
-  slider("tokens", "Tokens per block", () => unique(atlas.variants.filter((each) => each.tp === state.tp).map((each) => each.block_tokens)), () => state.block_tokens, count, (value) => choose({ block_tokens: value })),
-  slider("tp", "Tensor-parallel ranks", () => unique(atlas.variants.map((each) => each.tp)), () => state.tp, (value) => `tp ${value}`, (value) => choose({ tp: value })),
-  slider("order", "Order of axes", () => ordersOf(state.packing), () => state.order, (value) => value, (value) => choose({ order: value })),
+  slider(
+    "tokens",
+    "Tokens per block",
+    () =>
+      unique(
+        atlas.variants.filter((each) => each.tp === state.tp).map((each) => each.block_tokens),
+      ),
+    () => state.block_tokens,
+    count,
+    (value) => choose({ block_tokens: value }),
+  ),
+  slider(
+    "tp",
+    "Tensor-parallel ranks",
+    () => unique(atlas.variants.map((each) => each.tp)),
+    () => state.tp,
+    (value) => `tp ${value}`,
+    (value) => choose({ tp: value }),
+  ),
+  slider(
+    "order",
+    "Order of axes",
+    () => ordersOf(state.packing),
+    () => state.order,
+    (value) => value,
+    (value) => choose({ order: value }),
+  ),
 ];
-const packingButtons = atlas.packings.map((packing) => el("button", { type: "button", onclick: () => choose({ packing }) }, packing));
-const packingControl = el("fieldset", { class: "control" }, el("legend", {}, "Packing", el("output", {})), el("div", { class: "choices" }, packingButtons));
+const packingButtons = atlas.packings.map((packing) =>
+  el("button", { type: "button", onclick: () => choose({ packing }) }, packing),
+);
+const packingControl = el(
+  "fieldset",
+  { class: "control" },
+  el("legend", {}, "Packing", el("output", {})),
+  el("div", { class: "choices" }, packingButtons),
+);
 
 // ── parts of the page ─────────────────────────────────────────────────────────────────
 
 const levelsNode = el("div", {});
 const parts = {
-  tiles: el("div", { class: "tiles", "aria-live": "polite" }), words: el("p", { class: "soft" }), legend: el("ul", { class: "legend" }),
-  address: el("p", { class: "address" }), problem: el("p", { class: "bad", role: "alert" }), groups: el("div", {}),
-  compare: el("div", {}), rows: el("div", {}), command: el("code", {}),
+  tiles: el("div", { class: "tiles", "aria-live": "polite" }),
+  words: el("p", { class: "soft" }),
+  legend: el("ul", { class: "legend" }),
+  address: el("p", { class: "address" }),
+  problem: el("p", { class: "bad", role: "alert" }),
+  groups: el("div", {}),
+  compare: el("div", {}),
+  rows: el("div", {}),
+  command: el("code", {}),
 };
-const capacity = lineChart("Requests at once", { logX: 2, logY: 10, formatX: tokens, xLabel: "tokens per request", yLabel: "requests" });
-const growth = lineChart("Memory of one request", { logX: 2, logY: 2, formatX: tokens, xLabel: "tokens per request", formatY: human, tellY: bytes });
+const capacity = lineChart("Requests at once", {
+  logX: 2,
+  logY: 10,
+  formatX: tokens,
+  xLabel: "tokens per request",
+  yLabel: "requests",
+});
+const growth = lineChart("Memory of one request", {
+  logX: 2,
+  logY: 2,
+  formatX: tokens,
+  xLabel: "tokens per request",
+  formatY: human,
+  tellY: bytes,
+});
 const growthWords = el("p", {});
 
-const tile = (value, words) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words));
+const tile = (value, words) =>
+  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words));
 const atLength = (list, tokens) => list[atlas.lengths.indexOf(tokens)];
 
 function showTiles(layout) {
   const planned = plannedNow();
   const worst = Math.max(...layout.copies);
   parts.tiles.replaceChildren(
-    tile(counted(worst, worst === 1 ? "copy" : "copie"), `to move a block; one tensor per layer needs ${count(planned.per_layer.descriptors_per_block)}`),
-    tile(human(Math.max(...layout.groups.map((group) => group.row_bytes)) / (worst === 1 ? 1 : worst)), worst === 1 ? `in that copy at most; per layer ${human(planned.per_layer.bytes_per_descriptor_max)}` : "in a copy, on average"),
+    tile(
+      counted(worst, worst === 1 ? "copy" : "copie"),
+      `to move a block; one tensor per layer needs ${count(planned.per_layer.descriptors_per_block)}`,
+    ),
+    tile(
+      human(Math.max(...layout.groups.map((group) => group.row_bytes)) / (worst === 1 ? 1 : worst)),
+      worst === 1
+        ? `in that copy at most; per layer ${human(planned.per_layer.bytes_per_descriptor_max)}`
+        : "in a copy, on average",
+    ),
     tile(percent(Math.max(...layout.padding)), "of a slab is padding, in the worst group"),
     tile(count(atLength(layout.requests, 8192)), "requests of 8,192 tokens at once"),
-    tile(layout.max_tokens === null ? "any length" : `${brief(layout.max_tokens)} tokens`, "the longest request that fits"),
-    tile(human(layout.arena_bytes), `arena: ${counted(layout.num_slabs, "slab")} of ${human(layout.slab_bytes)}`),
+    tile(
+      layout.max_tokens === null ? "any length" : `${brief(layout.max_tokens)} tokens`,
+      "the longest request that fits",
+    ),
+    tile(
+      human(layout.arena_bytes),
+      `arena: ${counted(layout.num_slabs, "slab")} of ${human(layout.slab_bytes)}`,
+    ),
   );
 }
 
 function showGroups(drawn) {
   const { layout } = drawn;
-  parts.legend.replaceChildren(...layout.groups.map((group, g) => el("li", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), `${group.name}: ${group.keeps}`)),
-    el("li", {}, el("span", { class: "swatch padding" }), "padding"), ...(drawn.hasSlabs ? [el("li", {}, el("span", { class: "swatch null" }), "slab 0, nobody's")] : []));
-  parts.groups.replaceChildren(table(
-    ["group", "keeps", "layers", "tokens per block", "row bytes", "rows per slab", "padding", "copies"],
-    layout.groups.map((group, g) => ({ cells: [el("span", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), group.name), group.keeps, count(group.layers.length), count(group.block_tokens), count(group.row_bytes), count(group.rows_per_slab), percent(layout.padding[g]), count(layout.copies[g])] })),
-    { left: 2, caption: "Groups: layers that share a block table" }));
-}
-
-/** The layouts that are set against each other, the chosen one first. */
-function compared() {
-  const known = [["slabs of tight rows (kvstow)", "BLHNC", "slab"], ["one row per slab, as long as the longest", "BLHNC", "union"], ["nothing shared, rows", "BLHNC", "separate"], ["one tensor per layer", "LBHNC", "separate"]];
-  const isKnown = known.some(([, order, packing]) => order === state.order && packing === state.packing);
-  return (isKnown ? known : [["as chosen above", state.order, state.packing], ...known])
-    .map(([words, order, packing]) => ({ words, order, packing, layout: layoutOf(order, packing) }));
-}
-
-function showCompared() {
-  const all = compared();
-  const most = TELL_TOKENS.map((n) => Math.max(1, ...all.map(({ layout }) => (layout.error ? 0 : atLength(layout.requests, n)))));
-  parts.compare.replaceChildren(table(
-    ["layout", "order", "copies per block", "bytes per copy", "padding", ...TELL_TOKENS.map((n) => `requests of ${count(n)}`)],
-    all.map(({ words, order, packing, layout }) => ({
-      chosen: order === state.order && packing === state.packing,
-      cells: layout.error ? [words, order, layout.error, "", "", "", ""] : [
-        words, order, count(Math.max(...layout.copies)), human(Math.max(...layout.groups.map((group, g) => group.row_bytes / layout.copies[g]))), percent(Math.max(...layout.padding)),
-        ...TELL_TOKENS.map((n, i) => [count(atLength(layout.requests, n)), el("span", { class: "meter", style: `width:${(100 * atLength(layout.requests, n)) / most[i]}%` })]),
+  parts.legend.replaceChildren(
+    ...layout.groups.map((group, g) =>
+      el(
+        "li",
+        {},
+        el("span", { class: `swatch g${drawn.colour(g)}` }),
+        `${group.name}: ${group.keeps}`,
+      ),
+    ),
+    el("li", {}, el("span", { class: "swatch padding" }), "padding"),
+    ...(drawn.hasSlabs
+      ? [el("li", {}, el("span", { class: "swatch null" }), "slab 0, nobody's")]
+      : []),
+  );
+  parts.groups.replaceChildren(
+    table(
+      [
+        "group",
+        "keeps",
+        "layers",
+        "tokens per block",
+        "row bytes",
+        "rows per slab",
+        "padding",
+        "copies",
       ],
-    })), { left: 2, caption: "Copies, bytes and padding are those of the worst group" }));
-}
-
-/** One block of every group in each compared layout, all to one scale. */
-function drawRows(width) {
-  const all = compared().filter(({ layout }) => !layout.error);
-  const longest = Math.max(...all.flatMap(({ layout }) => layout.groups.map((group) => group.row_stride)));
-  parts.rows.replaceChildren(...all.map(({ words, layout }) => {
-    const drawn = new Drawn(layout, atlas, colours);
-    return el("section", { class: "level" }, el("h3", {}, words), layout.groups.map((group, g) => {
-      const pieces = group.layers.flatMap((_, layer) => drawn.pieces(g, layer).map((piece) => ({ layer, piece })));
-      let end = 0;
-      const block = group.row ? [{ at: 0, nbytes: group.row_bytes, group: drawn.colour(g), names: [group.name], title: `${group.name}: one block, one piece`, facts: [["bytes", bytes(group.row_bytes)], ["tokens", count(group.block_tokens)]] }]
-        : pieces.map(({ layer, piece }, i) => ({ at: (end += piece.nbytes) - piece.nbytes, nbytes: piece.nbytes, group: drawn.colour(g), alt: i % 2 === 1, names: [], title: `${group.name}: piece ${i + 1} of ${pieces.length}`, facts: [["layer", drawn.layerName(g, layer)], ["bytes", bytes(piece.nbytes)]] }));
-      const padding = group.row_stride - group.row_bytes;
-      if (padding) block.push({ at: group.row_bytes, nbytes: padding, kind: "padding", names: ["padding"], title: "Padding", facts: [["bytes", bytes(padding)], ["part", percent(padding / group.row_stride)]] });
-      return bar(`${words}, ${group.name}`, block, longest, width, 16);
-    }));
-  }));
+      layout.groups.map((group, g) => ({
+        cells: [
+          el("span", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), group.name),
+          group.keeps,
+          count(group.layers.length),
+          count(group.block_tokens),
+          count(group.row_bytes),
+          count(group.rows_per_slab),
+          percent(layout.padding[g]),
+          count(layout.copies[g]),
+        ],
+      })),
+      { left: 2, caption: "Groups: layers that share a block table" },
+    ),
+  );
 }
 
 function showCurves(layout) {
-  const lines = [["slab", "--s0"], ["union", "--s1"], ["separate", "--s2"]];
-  const order = atlas.orders.find((each) => each[0] === state.order[0] && lines.every(([packing]) => layoutOf(each, packing)));
-  const series = lines.map(([packing, colour]) => ({ label: packing, colour, dash: packing === "slab" ? undefined : [6, 4], of: layoutOf(order, packing) })).filter(({ of }) => !of.error);
-  capacity.update({ x: atlas.lengths, series: series.map(({ of, ...rest }) => ({ ...rest, values: of.requests })) });
+  const lines = [
+    ["slab", "--s0"],
+    ["union", "--s1"],
+    ["separate", "--s2"],
+  ];
+  const order = atlas.orders.find(
+    (each) => each[0] === state.order[0] && lines.every(([packing]) => layoutOf(each, packing)),
+  );
+  const series = lines
+    .map(([packing, colour]) => ({
+      label: packing,
+      colour,
+      dash: packing === "slab" ? undefined : [6, 4],
+      of: layoutOf(order, packing),
+    }))
+    .filter(({ of }) => !of.error);
+  capacity.update({
+    x: atlas.lengths,
+    series: series.map(({ of, ...rest }) => ({ ...rest, values: of.requests })),
+  });
   growth.update({
-    x: atlas.lengths, series: [
+    x: atlas.lengths,
+    series: [
       { label: "in all", colour: "--s0", values: layout.request_bytes },
-      { label: "fixed part, at most", colour: "--s1", dash: [6, 4], values: atlas.lengths.map(() => layout.fixed_bytes) },
-      { label: "growing part", colour: "--s2", dash: [2, 3], values: atlas.lengths.map((n) => n * layout.bytes_per_token) },
+      {
+        label: "fixed part, at most",
+        colour: "--s1",
+        dash: [6, 4],
+        values: atlas.lengths.map(() => layout.fixed_bytes),
+      },
+      {
+        label: "growing part",
+        colour: "--s2",
+        dash: [2, 3],
+        values: atlas.lengths.map((n) => n * layout.bytes_per_token),
+      },
     ],
   });
   growthWords.textContent = `A request takes at most ${bytes(layout.fixed_bytes)} that do not grow (windows, states, encoder rows) and ${count(layout.bytes_per_token)} bytes per token that do, padding included. Capacities count whole slabs and one request in the middle of a prefill.`;
 }
 
+/** What makes this very layout on the command line. */
 function command() {
-  const option = (name, value) => (value === null || value === undefined ? "" : ` --${name} ${value}`);
-  return `kvstow plan ${atlas.source}${option("tp", state.tp > 1 ? state.tp : null)}${option("pp", atlas.pp > 1 ? atlas.pp : null)}${option("rank", atlas.rank || null)}${option("block-tokens", state.block_tokens)}${option("kv-dtype", atlas.asked_dtype)}${option("order", state.order)}${option("packing", state.packing)}${option("memory", atlas.budget)}${option("num-slabs", atlas.slabs_asked)}`;
+  const options = {
+    tp: state.tp > 1 ? state.tp : null,
+    pp: atlas.pp > 1 ? atlas.pp : null,
+    rank: atlas.rank || null,
+    "block-tokens": state.block_tokens,
+    "kv-dtype": atlas.asked_dtype,
+    order: state.order,
+    packing: state.packing,
+    memory: atlas.budget,
+    "num-slabs": atlas.slabs_asked,
+  };
+  const given = Object.entries(options).filter(([, value]) => value !== null);
+  return ["kvstow plan", atlas.source, ...given.map(([name, value]) => `--${name} ${value}`)].join(" ");
 }
 
 let drawn = null;
@@ -177,7 +299,9 @@ const drawCompared = redrawn(parts.rows, drawRows);
 function show() {
   const layout = layoutOf(state.order, state.packing);
   controls.forEach((control) => control.tell());
-  packingButtons.forEach((button) => button.setAttribute("aria-pressed", button.textContent === state.packing));
+  packingButtons.forEach((button) =>
+    button.setAttribute("aria-pressed", button.textContent === state.packing),
+  );
   packingControl.querySelector("output").textContent = PACKING_WORDS[state.packing];
   parts.words.textContent = `${state.order}: ${ORDER_WORDS[state.order]}. Axes, outermost first: Layer, Block, Head, tokeN, Content.`;
   parts.command.textContent = command();
@@ -185,8 +309,9 @@ function show() {
   showCompared();
   if (layout.error) return;
   const before = drawn?.hasSlabs;
-  drawn = new Drawn(layout, atlas, colours);
-  if (before !== drawn.hasSlabs) state.look.row = drawn.hasSlabs ? 0 : layout.groups[0].rows_per_slab;
+  drawn = new Zoom(layout, atlas, colours);
+  if (before !== drawn.hasSlabs)
+    state.look.row = drawn.hasSlabs ? 0 : layout.groups[0].rows_per_slab;
   state.look = drawn.inside(state.look);
   showTiles(layout);
   showGroups(drawn);
@@ -197,17 +322,79 @@ function show() {
 
 hatch();
 mount(
-  el("header", { class: "top" }, el("div", {}, el("h1", {}, atlas.model), el("p", { class: "soft" }, `KV cache layout: ${atlas.kv_dtype}, rank ${atlas.rank}${atlas.pp > 1 ? ` of ${atlas.pp} stages` : ""}`)), themeButton(() => { recolour(); })),
-  el("form", { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() }, controls.map((control) => control.node), packingControl),
-  parts.problem, parts.tiles,
+  el(
+    "header",
+    { class: "top" },
+    el(
+      "div",
+      {},
+      el("h1", {}, atlas.model),
+      el(
+        "p",
+        { class: "soft" },
+        `KV cache layout: ${atlas.kv_dtype}, rank ${atlas.rank}${atlas.pp > 1 ? ` of ${atlas.pp} stages` : ""}`,
+      ),
+    ),
+    themeButton(() => {
+      recolour();
+    }),
+  ),
+  el(
+    "form",
+    { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() },
+    controls.map((control) => control.node),
+    packingControl,
+  ),
+  parts.problem,
+  parts.tiles,
   el("h2", {}, "Where the bytes are"),
-  el("p", {}, "Everything is drawn to scale. Choose a piece to see what is inside it; arrow keys move along a strip and between strips."),
-  parts.words, parts.legend, el("div", { class: "card" }, levelsNode),
-  el("div", { class: "card" }, el("h3", { style: "margin-top:0" }, "The address of what is chosen"), el("p", { class: "soft" }, "offset + block × block stride + head × head stride + state × token stride + field, in bytes from the start of the arena"), parts.address),
-  el("h2", {}, "Groups"), parts.groups,
-  el("h2", {}, "What fits"), growthWords, el("div", { class: "charts" }, capacity.node, growth.node),
-  el("h2", {}, "Against other layouts"), el("p", {}, "The same model and the same memory. A copy is one contiguous range of bytes: what a NIC or a DMA engine is handed."), parts.compare,
-  el("div", { class: "card" }, el("p", { class: "soft" }, "One block of every group, to one scale. Hatched bytes are allocated, and moved, for nothing."), parts.rows),
-  el("footer", {}, el("p", {}, parts.command), atlas.notes.map((note) => el("p", {}, `Assumed: ${note}`)), el("p", {}, `kvstow ${atlas.kvstow}`)),
+  el(
+    "p",
+    {},
+    "Everything is drawn to scale. Choose a piece to see what is inside it; arrow keys move along a strip and between strips.",
+  ),
+  parts.words,
+  parts.legend,
+  el("div", { class: "card" }, levelsNode),
+  el(
+    "div",
+    { class: "card" },
+    el("h3", { style: "margin-top:0" }, "The address of what is chosen"),
+    el(
+      "p",
+      { class: "soft" },
+      "offset + block × block stride + head × head stride + state × token stride + field, in bytes from the start of the arena",
+    ),
+    parts.address,
+  ),
+  el("h2", {}, "Groups"),
+  parts.groups,
+  el("h2", {}, "What fits"),
+  growthWords,
+  el("div", { class: "charts" }, capacity.node, growth.node),
+  el("h2", {}, "Against other layouts"),
+  el(
+    "p",
+    {},
+    "The same model and the same memory. A copy is one contiguous range of bytes: what a NIC or a DMA engine is handed.",
+  ),
+  parts.compare,
+  el(
+    "div",
+    { class: "card" },
+    el(
+      "p",
+      { class: "soft" },
+      "One block of every group, to one scale. Hatched bytes are allocated, and moved, for nothing.",
+    ),
+    parts.rows,
+  ),
+  el(
+    "footer",
+    {},
+    el("p", {}, parts.command),
+    atlas.notes.map((note) => el("p", {}, `Assumed: ${note}`)),
+    el("p", {}, `kvstow ${atlas.kvstow}`),
+  ),
 );
 show();

@@ -6,8 +6,14 @@ const picture = el("div", {});
 const words = el("p", {});
 const tabs = el("div", { class: "choices" });
 
-const tile = (value, text) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
-const seconds = (s) => (s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toPrecision(3)} µs`);
+const tile = (value, text) =>
+  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
+const seconds = (s) =>
+  s >= 1
+    ? `${s.toPrecision(3)} s`
+    : s >= 1e-3
+      ? `${(s * 1e3).toPrecision(3)} ms`
+      : `${(s * 1e6).toPrecision(3)} µs`;
 const fine = (n) => (Number.isInteger(n) ? count(n) : n.toLocaleString("en-US"));
 
 /** The blocks of one side as segments: pages where they can be told apart, blocks otherwise. */
@@ -17,19 +23,43 @@ function sideSegments(side, at, colour, width, scale, name) {
   for (let block = 0; block < side.num_blocks; block += 1) {
     const start = at + block * side.block_bytes;
     if (thin) {
-      segments.push({ at: start, nbytes: side.block_bytes, group: colour, alt: block % 2 === 1, names: [`block ${block}`, String(block)], title: `${name}block ${block}`, facts: [["bytes", bytes(side.block_bytes)], ["pieces", count(side.pieces.length)]] });
+      segments.push({
+        at: start,
+        nbytes: side.block_bytes,
+        group: colour,
+        alt: block % 2 === 1,
+        names: [`block ${block}`, String(block)],
+        title: `${name}block ${block}`,
+        facts: [
+          ["bytes", bytes(side.block_bytes)],
+          ["pieces", count(side.pieces.length)],
+        ],
+      });
       continue;
     }
-    side.pieces.forEach(([place, nbytes, layer], i) => segments.push({
-      at: start + place, nbytes, group: colour, alt: (i + block) % 2 === 1, names: [shortLayer(layer)],
-      title: `${name}${layer}`, facts: [["block", String(block)], ["bytes", bytes(nbytes)]],
-    }));
+    side.pieces.forEach(([place, nbytes, layer], i) =>
+      segments.push({
+        at: start + place,
+        nbytes,
+        group: colour,
+        alt: (i + block) % 2 === 1,
+        names: [shortLayer(layer)],
+        title: `${name}${layer}`,
+        facts: [
+          ["block", String(block)],
+          ["bytes", bytes(nbytes)],
+        ],
+      }),
+    );
   }
   return segments;
 }
 
 /** A rank, and its group where one rank has several for this destination group. */
-const sourceName = (group, source) => (new Set(group.sources.map(({ group: name }) => name)).size > 1 ? `${source.name} ${source.group}` : source.name);
+const sourceName = (group, source) =>
+  new Set(group.sources.map(({ group: name }) => name)).size > 1
+    ? `${source.name} ${source.group}`
+    : source.name;
 const shortLayer = (name) => `L${name.split(".").find((part) => /^\d+$/.test(part)) ?? ""}`;
 
 function bandPath([, s, sBytes, d, dBytes], top, bottom, height) {
@@ -45,42 +75,129 @@ function drawBands(group, width, top, bottom) {
     const [leg, s, , d, , copies, nbytes] = band;
     const source = group.sources[leg];
     return {
-      band, group: leg,
-      title: copies === 1 ? `One copy of ${bytes(nbytes)}` : `${count(copies)} copies of ${bytes(Math.round(nbytes / copies))} each`,
-      facts: [["from", `${sourceName(group, source)}, block ${Math.floor((s - source.at) / source.block_bytes)}, byte ${count((s - source.at) % source.block_bytes)} of it`], ["to", `block ${Math.floor(d / group.destination.block_bytes)}, byte ${count(d % group.destination.block_bytes)} of it`], ["in all", bytes(nbytes)]],
+      band,
+      group: leg,
+      title:
+        copies === 1
+          ? `One copy of ${bytes(nbytes)}`
+          : `${count(copies)} copies of ${bytes(Math.round(nbytes / copies))} each`,
+      facts: [
+        [
+          "from",
+          `${sourceName(group, source)}, block ${Math.floor((s - source.at) / source.block_bytes)}, byte ${count((s - source.at) % source.block_bytes)} of it`,
+        ],
+        [
+          "to",
+          `block ${Math.floor(d / group.destination.block_bytes)}, byte ${count(d % group.destination.block_bytes)} of it`,
+        ],
+        ["in all", bytes(nbytes)],
+      ],
     };
   });
   const rects = segments.map((segment) => {
-    const path = svg("path", { class: `seg band still g${segment.group % 8}`, d: bandPath(segment.band, top, bottom, height), role: "option", tabindex: -1, "aria-selected": "false", "aria-label": spoken(segment) });
-    path.addEventListener("pointermove", (event) => tip.show(path, segment.title, segment.facts, event));
+    const path = svg("path", {
+      class: `seg band still g${segment.group % 8}`,
+      d: bandPath(segment.band, top, bottom, height),
+      role: "option",
+      tabindex: -1,
+      "aria-selected": "false",
+      "aria-label": spoken(segment),
+    });
+    path.addEventListener("pointermove", (event) =>
+      tip.show(path, segment.title, segment.facts, event),
+    );
     path.addEventListener("pointerleave", () => tip.hide());
     path.addEventListener("focus", () => tip.show(path, segment.title, segment.facts, null));
     path.addEventListener("blur", () => tip.hide());
     return path;
   });
   rects[0]?.setAttribute("tabindex", 0);
-  const node = svg("svg", { class: "bar bands", role: "listbox", "aria-label": "Copies", "aria-orientation": "horizontal", viewBox: `0 0 ${width} ${height}`, width, height }, rects);
+  const node = svg(
+    "svg",
+    {
+      class: "bar bands",
+      role: "listbox",
+      "aria-label": "Copies",
+      "aria-orientation": "horizontal",
+      viewBox: `0 0 ${width} ${height}`,
+      width,
+      height,
+    },
+    rects,
+  );
   node.addEventListener("keydown", (event) => keys(event, rects, segments));
   return node;
 }
 
 const draw = redrawn(picture, (width) => {
   const group = data.groups[chosen];
-  const most = Math.max(group.source_bytes, group.destination.num_blocks * group.destination.block_bytes);
+  const most = Math.max(
+    group.source_bytes,
+    group.destination.num_blocks * group.destination.block_bytes,
+  );
   const scale = width / most;
-  const top = group.sources.flatMap((source, i) => sideSegments(source, source.at, i, width, scale, `${sourceName(group, source)}: `));
+  const top = group.sources.flatMap((source, i) =>
+    sideSegments(source, source.at, i, width, scale, `${sourceName(group, source)}: `),
+  );
   const bottom = sideSegments(group.destination, 0, 7, width, scale, "");
   tip.hide();
   picture.replaceChildren(
-    el("div", { class: "lane-name" }, el("b", {}, `from ${group.sources[0].order}, ${count(group.sources[0].block_tokens)} tokens per block`), el("span", {}, group.sources.map((source, i) => el("span", { style: "margin-left:1rem" }, el("span", { class: `swatch g${i % 8}` }), `${sourceName(group, source)}: ${counted(source.num_blocks, "block")}`)))),
-    bar("Source blocks", top, most, width, 28), drawBands(group, width, scale, scale), bar("Destination blocks", bottom, most, width, 28),
-    el("div", { class: "lane-name" }, el("b", {}, `to ${group.destination.order}, ${count(group.block_tokens)} tokens per block`), el("span", {}, `${counted(group.destination.num_blocks, "block")} of ${bytes(group.destination.block_bytes)}`)),
+    el(
+      "div",
+      { class: "lane-name" },
+      el(
+        "b",
+        {},
+        `from ${group.sources[0].order}, ${count(group.sources[0].block_tokens)} tokens per block`,
+      ),
+      el(
+        "span",
+        {},
+        group.sources.map((source, i) =>
+          el(
+            "span",
+            { style: "margin-left:1rem" },
+            el("span", { class: `swatch g${i % 8}` }),
+            `${sourceName(group, source)}: ${counted(source.num_blocks, "block")}`,
+          ),
+        ),
+      ),
+    ),
+    bar("Source blocks", top, most, width, 28),
+    drawBands(group, width, scale, scale),
+    bar("Destination blocks", bottom, most, width, 28),
+    el(
+      "div",
+      { class: "lane-name" },
+      el("b", {}, `to ${group.destination.order}, ${count(group.block_tokens)} tokens per block`),
+      el(
+        "span",
+        {},
+        `${counted(group.destination.num_blocks, "block")} of ${bytes(group.destination.block_bytes)}`,
+      ),
+    ),
   );
 });
 
 function show() {
   const group = data.groups[chosen];
-  tabs.replaceChildren(...data.groups.map((each, i) => el("button", { type: "button", "aria-pressed": i === chosen, onclick: () => { chosen = i; show(); tabs.children[i].focus(); } }, each.name)));
+  tabs.replaceChildren(
+    ...data.groups.map((each, i) =>
+      el(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": i === chosen,
+          onclick: () => {
+            chosen = i;
+            show();
+            tabs.children[i].focus();
+          },
+        },
+        each.name,
+      ),
+    ),
+  );
   words.textContent = `${count(group.tokens)} tokens, after which block boundaries meet again: ${counted(group.copies, group.copies === 1 ? "copy" : "copie")} between blocks that have no neighbour beside them. ${group.every > 1 ? `One band in ${group.every} is drawn. ` : ""}Copies too close to tell apart are one band.`;
   draw();
 }
@@ -88,18 +205,97 @@ function show() {
 hatch();
 const { cost } = data;
 mount(
-  el("header", { class: "top" }, el("div", {}, el("h1", {}, cost.model), el("p", { class: "soft" }, el("code", {}, cost.from), ` (${cost.orders[0]}) → `, el("code", {}, cost.to), ` (${cost.orders[1]})`)), themeButton(() => {})),
-  el("div", { class: "tiles" },
-    tile(fine(cost.moves_per_block), "copies per destination block, all groups"), tile(human(cost.bytes_per_block), "per block"),
-    tile(human(cost.min_move_bytes), "the smallest copy"), tile(human(cost.max_move_bytes), "the largest copy"),
-    tile(`about ${seconds(cost.link.seconds)}`, `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`)),
-  el("h2", {}, "Every copy"), tabs, words, el("div", { class: "card" }, picture),
+  el(
+    "header",
+    { class: "top" },
+    el(
+      "div",
+      {},
+      el("h1", {}, cost.model),
+      el(
+        "p",
+        { class: "soft" },
+        el("code", {}, cost.from),
+        ` (${cost.orders[0]}) → `,
+        el("code", {}, cost.to),
+        ` (${cost.orders[1]})`,
+      ),
+    ),
+    themeButton(() => {}),
+  ),
+  el(
+    "div",
+    { class: "tiles" },
+    tile(fine(cost.moves_per_block), "copies per destination block, all groups"),
+    tile(human(cost.bytes_per_block), "per block"),
+    tile(human(cost.min_move_bytes), "the smallest copy"),
+    tile(human(cost.max_move_bytes), "the largest copy"),
+    tile(
+      `about ${seconds(cost.link.seconds)}`,
+      `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
+    ),
+  ),
+  el("h2", {}, "Every copy"),
+  tabs,
+  words,
+  el("div", { class: "card" }, picture),
   el("h2", {}, "Groups"),
-  table(["group", "tokens per block", "copies", "bytes", "smallest", "largest"], cost.groups.map((group) => ({ cells: [group.name, `${group.source_block_tokens.join("/")} → ${group.block_tokens}`, fine(group.moves_per_block), fine(group.bytes_per_block), count(group.min_move_bytes), count(group.max_move_bytes)] })), { caption: "Per destination block" }),
+  table(
+    ["group", "tokens per block", "copies", "bytes", "smallest", "largest"],
+    cost.groups.map((group) => ({
+      cells: [
+        group.name,
+        `${group.source_block_tokens.join("/")} → ${group.block_tokens}`,
+        fine(group.moves_per_block),
+        fine(group.bytes_per_block),
+        count(group.min_move_bytes),
+        count(group.max_move_bytes),
+      ],
+    })),
+    { caption: "Per destination block" },
+  ),
   el("h2", {}, "Ranks to read from"),
-  table(["rank", "tp rank", "stage", "copies", "bytes"], cost.sources.map((source) => ({ cells: [String(source.rank), String(source.tp_rank), String(source.pp_rank), fine(source.moves_per_block), fine(source.bytes_per_block)] })), { caption: "Their part of a block" }),
+  table(
+    ["rank", "tp rank", "stage", "copies", "bytes"],
+    cost.sources.map((source) => ({
+      cells: [
+        String(source.rank),
+        String(source.tp_rank),
+        String(source.pp_rank),
+        fine(source.moves_per_block),
+        fine(source.bytes_per_block),
+      ],
+    })),
+    { caption: "Their part of a block" },
+  ),
   el("h2", {}, "Fewer copies"),
-  table(["with another order", "from", "to", "copies per block"], [{ chosen: true, cells: ["as given", ...cost.orders, fine(cost.moves_per_block)] }, ...cost.cheapest.map((best) => ({ cells: [{ from: "at the source", to: "at the destination", both: "at both" }[best.change], ...best.orders, fine(best.moves_per_block)] }))], { left: 3, caption: "The order with the fewest copies" }),
-  el("footer", {}, el("p", {}, el("code", {}, `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --tokens ${cost.request.tokens}`)), el("p", {}, `kvstow ${data.kvstow}`)),
+  table(
+    ["with another order", "from", "to", "copies per block"],
+    [
+      { chosen: true, cells: ["as given", ...cost.orders, fine(cost.moves_per_block)] },
+      ...cost.cheapest.map((best) => ({
+        cells: [
+          { from: "at the source", to: "at the destination", both: "at both" }[best.change],
+          ...best.orders,
+          fine(best.moves_per_block),
+        ],
+      })),
+    ],
+    { left: 3, caption: "The order with the fewest copies" },
+  ),
+  el(
+    "footer",
+    {},
+    el(
+      "p",
+      {},
+      el(
+        "code",
+        {},
+        `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --tokens ${cost.request.tokens}`,
+      ),
+    ),
+    el("p", {}, `kvstow ${data.kvstow}`),
+  ),
 );
 show();

@@ -3,14 +3,22 @@
 const data = pageData();
 const policies = Object.entries(data.policies);
 const LINES = ["--s0", "--s1", "--s2", "--s3"];
-const tile = (value, text) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
+const tile = (value, text) =>
+  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
 
 // ── the film ──────────────────────────────────────────────────────────────────────────
 
 const films = policies.filter(([, policy]) => policy.film.slabs[0]?.length);
 const clock = el("output", { for: "scrubber" });
 const most = Math.max(1, ...films.map(([, policy]) => policy.film.seconds.length));
-const scrubber = el("input", { id: "scrubber", type: "range", min: 0, max: most - 1, value: 0, step: 1 });
+const scrubber = el("input", {
+  id: "scrubber",
+  type: "range",
+  min: 0,
+  max: most - 1,
+  value: 0,
+  step: 1,
+});
 const play = el("button", { type: "button", class: "no-print" }, "Play");
 let timer = null;
 
@@ -25,10 +33,18 @@ function frameAt(film, seconds) {
   }
   return low;
 }
-const longest = films.map(([, policy]) => policy.film).sort((a, b) => b.seconds.at(-1) - a.seconds.at(-1))[0];
-const secondsNow = () => longest?.seconds[Math.round((Number(scrubber.value) * (longest.seconds.length - 1)) / Math.max(1, most - 1))] ?? 0;
+const longest = films
+  .map(([, policy]) => policy.film)
+  .sort((a, b) => b.seconds.at(-1) - a.seconds.at(-1))[0];
+const secondsNow = () =>
+  longest?.seconds[
+    Math.round((Number(scrubber.value) * (longest.seconds.length - 1)) / Math.max(1, most - 1))
+  ] ?? 0;
 
-const maps = films.map(([name, policy]) => ({ film: policy.film, map: slabMap(name, policy.film) }));
+const maps = films.map(([name, policy]) => ({
+  film: policy.film,
+  map: slabMap(name, policy.film),
+}));
 
 function show() {
   const seconds = secondsNow();
@@ -62,48 +78,136 @@ function joined(readings) {
   const x = [...new Set(readings.flatMap(({ x: times }) => times))].sort((a, b) => a - b);
   const place = new Map(x.map((time, i) => [time, i]));
   return {
-    x, series: readings.map(({ x: times, values, ...rest }) => {
+    x,
+    series: readings.map(({ x: times, values, ...rest }) => {
       const column = Array(x.length).fill(undefined);
-      times.forEach((time, i) => { column[place.get(time)] = values[i]; });
+      times.forEach((time, i) => {
+        column[place.get(time)] = values[i];
+      });
       return { ...rest, values: column };
     }),
   };
 }
 
 function curve(title, options, read) {
-  const chart = lineChart(title, { xLabel: "simulated seconds", tellX: (n) => n.toLocaleString("en-US"), height: 220, ...options });
-  chart.update(joined(policies.map(([name, policy], i) => ({ label: name, colour: LINES[i], ...read(policy) }))));
+  const chart = lineChart(title, {
+    xLabel: "simulated seconds",
+    tellX: (n) => n.toLocaleString("en-US"),
+    height: 220,
+    ...options,
+  });
+  chart.update(
+    joined(
+      policies.map(([name, policy], i) => ({ label: name, colour: LINES[i], ...read(policy) })),
+    ),
+  );
   return chart.node;
 }
 const sampled = (key) => (policy) => ({ x: policy.curves.seconds, values: policy.curves[key] });
-const shares = (...keys) => (policy) => ({ x: policy.curves.seconds, values: policy.curves.seconds.map((_, i) => keys.reduce((sum, key) => sum + policy.curves[key][i], 0)) });
-const asPercent = { formatY: (n) => `${Number((100 * n).toPrecision(3))} %`, tellY: percent, least: 0.01, yLabel: "of bytes in use" };
+const shares =
+  (...keys) =>
+  (policy) => ({
+    x: policy.curves.seconds,
+    values: policy.curves.seconds.map((_, i) =>
+      keys.reduce((sum, key) => sum + policy.curves[key][i], 0),
+    ),
+  });
+const asPercent = {
+  formatY: (n) => `${Number((100 * n).toPrecision(3))} %`,
+  tellY: percent,
+  least: 0.01,
+  yLabel: "of bytes in use",
+};
 
 const ROWS = [
-  ["requests at once, mean", (f) => f.mean_requests.toFixed(1)], ["requests at once, peak", (f) => count(f.peak_requests)], ["completed", (f) => count(f.completed)],
-  ["preemptions", (f) => count(f.preemptions)], ["bytes in use, mean", (f) => human(f.mean_bytes_in_use)], ["padding", (f) => percent(f.waste.padding)], ["slab fragmentation", (f) => percent(f.waste.fragmentation)],
-  ["block rounding", (f) => percent(f.waste.rounding)], ["prompt tokens found cached", (f) => percent(f.hit_rate)], ["rows per run", (f) => f.mean_run_rows.toFixed(1)],
+  ["requests at once, mean", (f) => f.mean_requests.toFixed(1)],
+  ["requests at once, peak", (f) => count(f.peak_requests)],
+  ["completed", (f) => count(f.completed)],
+  ["preemptions", (f) => count(f.preemptions)],
+  ["bytes in use, mean", (f) => human(f.mean_bytes_in_use)],
+  ["padding", (f) => percent(f.waste.padding)],
+  ["slab fragmentation", (f) => percent(f.waste.fragmentation)],
+  ["block rounding", (f) => percent(f.waste.rounding)],
+  ["prompt tokens found cached", (f) => percent(f.hit_rate)],
+  ["rows per run", (f) => f.mean_run_rows.toFixed(1)],
 ];
 
 const [first] = policies;
 mount(
-  el("header", { class: "top" }, el("div", {}, el("h1", {}, data.model), el("p", { class: "soft" }, `${data.trace} requests on the block ledger, simulated`)), themeButton(() => { recolour(); show(); })),
-  el("div", { class: "tiles" }, policies.map(([name, { figures }]) => [tile(figures.mean_requests.toFixed(1), `requests at once, mean (${name})`), tile(percent(figures.waste.total), `of bytes in use wasted (${name})`)]), tile(percent(first[1].figures.hit_rate), "of prompt tokens found cached")),
-  films.length ? [
-    el("h2", {}, "Who owns which slab"),
-    el("p", {}, "One square is one slab: its colour says which group owns it, its strength how many of its rows requests hold."),
-    slabLegend(),
-    el("div", { class: "card" },
-      el("div", { class: "control" }, el("label", { for: "scrubber" }, "Moment", clock), scrubber), play, maps.map(({ map }) => map.node)),
-  ] : [],
+  el(
+    "header",
+    { class: "top" },
+    el(
+      "div",
+      {},
+      el("h1", {}, data.model),
+      el("p", { class: "soft" }, `${data.trace} requests on the block ledger, simulated`),
+    ),
+    themeButton(() => {
+      recolour();
+      show();
+    }),
+  ),
+  el(
+    "div",
+    { class: "tiles" },
+    policies.map(([name, { figures }]) => [
+      tile(figures.mean_requests.toFixed(1), `requests at once, mean (${name})`),
+      tile(percent(figures.waste.total), `of bytes in use wasted (${name})`),
+    ]),
+    tile(percent(first[1].figures.hit_rate), "of prompt tokens found cached"),
+  ),
+  films.length
+    ? [
+        el("h2", {}, "Who owns which slab"),
+        el(
+          "p",
+          {},
+          "One square is one slab: its colour says which group owns it, its strength how many of its rows requests hold.",
+        ),
+        slabLegend(),
+        el(
+          "div",
+          { class: "card" },
+          el(
+            "div",
+            { class: "control" },
+            el("label", { for: "scrubber" }, "Moment", clock),
+            scrubber,
+          ),
+          play,
+          maps.map(({ map }) => map.node),
+        ),
+      ]
+    : [],
   el("h2", {}, "Over time"),
-  el("div", { class: "charts" },
-    curve("Requests at once", { yLabel: "requests" }, sampled("requests")), curve("Requests waiting", { yLabel: "requests" }, sampled("waiting")),
-    curve("Bytes in use", { formatY: human, tellY: bytes, least: 1024 }, sampled("in_use")), curve("Bytes cached for later requests", { formatY: human, tellY: bytes, least: 1024 }, sampled("cached")),
-    curve("Padding and fragmentation", asPercent, shares("padding", "fragmentation")), curve("Block rounding", asPercent, shares("rounding")),
-    curve("Prompt tokens found cached, so far", { ...asPercent, yLabel: "of prompt tokens" }, (policy) => ({ x: policy.film.seconds, values: policy.film.hit_rate }))),
+  el(
+    "div",
+    { class: "charts" },
+    curve("Requests at once", { yLabel: "requests" }, sampled("requests")),
+    curve("Requests waiting", { yLabel: "requests" }, sampled("waiting")),
+    curve("Bytes in use", { formatY: human, tellY: bytes, least: 1024 }, sampled("in_use")),
+    curve(
+      "Bytes cached for later requests",
+      { formatY: human, tellY: bytes, least: 1024 },
+      sampled("cached"),
+    ),
+    curve("Padding and fragmentation", asPercent, shares("padding", "fragmentation")),
+    curve("Block rounding", asPercent, shares("rounding")),
+    curve(
+      "Prompt tokens found cached, so far",
+      { ...asPercent, yLabel: "of prompt tokens" },
+      (policy) => ({ x: policy.film.seconds, values: policy.film.hit_rate }),
+    ),
+  ),
   el("h2", {}, "In numbers"),
-  table(["", ...policies.map(([name]) => name)], ROWS.map(([name, of]) => ({ cells: [name, ...policies.map(([, { figures }]) => of(figures))] })), { caption: "Means are over the time in which requests were waiting" }),
+  table(
+    ["", ...policies.map(([name]) => name)],
+    ROWS.map(([name, of]) => ({
+      cells: [name, ...policies.map(([, { figures }]) => of(figures))],
+    })),
+    { caption: "Means are over the time in which requests were waiting" },
+  ),
   el("footer", {}, el("p", {}, `kvstow ${data.kvstow}`)),
 );
 show();

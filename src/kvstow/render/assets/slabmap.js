@@ -1,6 +1,11 @@
 // Slabs as squares: who owns which, and how many of its rows are held.
 
-const FULLNESS = ["no row held", "up to half of its rows held", "more than half held", "every row held"];
+const FULLNESS = [
+  "no row held",
+  "up to half of its rows held",
+  "more than half held",
+  "every row held",
+];
 const STRENGTH = [0.22, 0.5, 0.75, 1];
 const baseName = (name) => name.split("/")[0];
 const colourOf = {};
@@ -39,23 +44,47 @@ function slabMap(name, map) {
   };
   const tell = () => {
     const counts = new Map();
-    for (const letter of letters) counts.set(decoded(letter).owner, (counts.get(decoded(letter).owner) ?? 0) + 1);
-    words.textContent = [...counts].sort(([a], [b]) => a - b).map(([owner, number]) => `${owner < 0 ? "nobody" : map.groups[owner]} ${percent(number / letters.length)}`).join(", ");
+    for (const letter of letters)
+      counts.set(decoded(letter).owner, (counts.get(decoded(letter).owner) ?? 0) + 1);
+    words.textContent = [...counts]
+      .sort(([a], [b]) => a - b)
+      .map(
+        ([owner, number]) =>
+          `${owner < 0 ? "nobody" : map.groups[owner]} ${percent(number / letters.length)}`,
+      )
+      .join(", ");
     canvas.setAttribute("aria-label", `${name}, owners of slabs: ${words.textContent}`);
   };
   const draw = redrawn(canvas, paint);
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const at = place ? Math.floor((event.clientY - box.top) / place.cell) * place.across + Math.floor((event.clientX - box.left) / place.cell) : -1;
+    const at = place
+      ? Math.floor((event.clientY - box.top) / place.cell) * place.across +
+        Math.floor((event.clientX - box.left) / place.cell)
+      : -1;
     if (at < 0 || at >= letters.length) return tip.hide();
     const { owner, level } = decoded(letters[at]);
-    return tip.show(canvas, `Slab ${count(at * map.step + 1)}`, [["owner", owner < 0 ? "nobody" : map.groups[owner]], ["rows", FULLNESS[level]]], event);
+    return tip.show(
+      canvas,
+      `Slab ${count(at * map.step + 1)}`,
+      [
+        ["owner", owner < 0 ? "nobody" : map.groups[owner]],
+        ["rows", FULLNESS[level]],
+      ],
+      event,
+    );
   });
   canvas.addEventListener("pointerleave", () => tip.hide());
   const note = map.step > 1 ? `; one in ${map.step} is drawn` : "";
   map.groups.forEach(groupColour);
   return {
-    node: el("section", { class: "level" }, el("h3", {}, name, el("small", {}, `${counted(map.num_slabs, "slab")}${note}`)), canvas, words),
+    node: el(
+      "section",
+      { class: "level" },
+      el("h3", {}, name, el("small", {}, `${counted(map.num_slabs, "slab")}${note}`)),
+      canvas,
+      words,
+    ),
     show(now) {
       letters = now;
       draw();
@@ -65,4 +94,12 @@ function slabMap(name, map) {
   };
 }
 
-const slabLegend = () => el("ul", { class: "legend" }, Object.entries(colourOf).map(([name, colour]) => el("li", {}, el("span", { class: `swatch g${colour}` }), name)), el("li", {}, el("span", { class: "swatch null" }), "nobody"));
+const slabLegend = () =>
+  el(
+    "ul",
+    { class: "legend" },
+    Object.entries(colourOf).map(([name, colour]) =>
+      el("li", {}, el("span", { class: `swatch g${colour}` }), name),
+    ),
+    el("li", {}, el("span", { class: "swatch null" }), "nobody"),
+  );

@@ -9,11 +9,33 @@ const TEXT_WIDTH = 6.8;
 function hatch() {
   if (document.getElementById("hatch")) return;
   document.body.append(
-    svg("svg", { width: 0, height: 0, "aria-hidden": "true", style: "position:absolute" },
-      svg("defs", {},
-        svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    svg(
+      "svg",
+      { width: 0, height: 0, "aria-hidden": "true", style: "position:absolute" },
+      svg(
+        "defs",
+        {},
+        svg(
+          "pattern",
+          {
+            id: "hatch",
+            width: 6,
+            height: 6,
+            patternUnits: "userSpaceOnUse",
+            patternTransform: "rotate(45)",
+          },
           svg("rect", { width: 6, height: 6, style: "fill:var(--pad)" }),
-          svg("line", { x1: 0, y1: 0, x2: 0, y2: 6, style: "stroke:var(--pad-ink);stroke-width:1.5" })))));
+          svg("line", {
+            x1: 0,
+            y1: 0,
+            x2: 0,
+            y2: 6,
+            style: "stroke:var(--pad-ink);stroke-width:1.5",
+          }),
+        ),
+      ),
+    ),
+  );
 }
 
 /** `count` equal things in at most as many bins as there is room for: [first, number]. */
@@ -21,24 +43,38 @@ function bins(number, width, leastWidth) {
   const most = Math.max(1, Math.floor(width / leastWidth));
   if (number <= most) return Array.from({ length: number }, (_, i) => [i, 1]);
   const step = Math.ceil(number / most);
-  return Array.from({ length: Math.ceil(number / step) }, (_, i) => [i * step, Math.min(step, number - i * step)]);
+  return Array.from({ length: Math.ceil(number / step) }, (_, i) => [
+    i * step,
+    Math.min(step, number - i * step),
+  ]);
 }
 
 function segmentClass(segment, width) {
   const kind = segment.group === undefined ? segment.kind : `g${segment.group % 8}`;
-  return ["seg", kind, segment.alt ? "alt" : "", width < 4 ? "thin" : "", segment.act ? "" : "still"].filter(Boolean).join(" ");
+  return [
+    "seg",
+    kind,
+    segment.alt ? "alt" : "",
+    width < 4 ? "thin" : "",
+    segment.act ? "" : "still",
+  ]
+    .filter(Boolean)
+    .join(" ");
 }
 
 function spoken(segment) {
   return [segment.title, ...segment.facts.map(([what, value]) => `${what} ${value}`)].join(", ");
 }
 
-const fitting = (segment, width) => segment.names?.find((text) => text.length * TEXT_WIDTH + 6 < width);
+const fitting = (segment, width) =>
+  segment.names?.find((text) => text.length * TEXT_WIDTH + 6 < width);
 
 /** Names are written where half of them have room: a few among many look like a mistake. */
 function hasRoom(segments, scale) {
   const named = segments.filter((segment) => segment.names?.length);
-  return 2 * named.filter((segment) => fitting(segment, segment.nbytes * scale)).length >= named.length;
+  return (
+    2 * named.filter((segment) => fitting(segment, segment.nbytes * scale)).length >= named.length
+  );
 }
 
 function drawSegment(segment, scale, height, labelled) {
@@ -46,17 +82,37 @@ function drawSegment(segment, scale, height, labelled) {
   const width = Math.max(segment.nbytes * scale, 1.5);
   const rect = svg("rect", {
     class: segmentClass(segment, width),
-    x, y: 1, width, height: height - 2, rx: width > 12 ? 3 : 0,
-    role: "option", tabindex: -1, "aria-label": spoken(segment),
+    x,
+    y: 1,
+    width,
+    height: height - 2,
+    rx: width > 12 ? 3 : 0,
+    role: "option",
+    tabindex: -1,
+    "aria-label": spoken(segment),
     "aria-selected": segment.chosen ? "true" : "false",
   });
-  rect.addEventListener("pointermove", (event) => tip.show(rect, segment.title, segment.facts, event));
+  rect.addEventListener("pointermove", (event) =>
+    tip.show(rect, segment.title, segment.facts, event),
+  );
   rect.addEventListener("pointerleave", () => tip.hide());
   rect.addEventListener("focus", () => tip.show(rect, segment.title, segment.facts, null));
   rect.addEventListener("blur", () => tip.hide());
   if (segment.act) rect.addEventListener("click", () => segment.act());
   const name = labelled && fitting(segment, width);
-  const text = name ? svg("text", { class: "seg-name", x: x + width / 2, y: height / 2 + 4, "text-anchor": "middle", "aria-hidden": "true" }, name) : null;
+  const text = name
+    ? svg(
+        "text",
+        {
+          class: "seg-name",
+          x: x + width / 2,
+          y: height / 2 + 4,
+          "text-anchor": "middle",
+          "aria-hidden": "true",
+        },
+        name,
+      )
+    : null;
   return [rect, text];
 }
 
@@ -72,7 +128,14 @@ function moveFocus(list, from, to) {
 function keys(event, rects, segments) {
   const at = rects.indexOf(event.target);
   if (at < 0) return;
-  const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -rects.length, End: rects.length };
+  const steps = {
+    ArrowLeft: -1,
+    ArrowRight: 1,
+    PageUp: -10,
+    PageDown: 10,
+    Home: -rects.length,
+    End: rects.length,
+  };
   if (event.key in steps) moveFocus(rects, at, at + steps[event.key]);
   else if (event.key === "Enter" || event.key === " ") segments[at].act?.({ keyboard: true });
   else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
@@ -90,12 +153,26 @@ function bar(label, segments, nbytes, width, height = BAR_HEIGHT) {
   const labelled = hasRoom(segments, scale);
   const drawn = segments.map((segment) => drawSegment(segment, scale, height, labelled));
   const rects = drawn.map(([rect]) => rect);
-  const first = Math.max(0, segments.findIndex((segment) => segment.chosen));
+  const first = Math.max(
+    0,
+    segments.findIndex((segment) => segment.chosen),
+  );
   rects[first]?.setAttribute("tabindex", 0);
-  const node = svg("svg", {
-    class: "bar", role: "listbox", "aria-label": label, "aria-orientation": "horizontal",
-    viewBox: `0 0 ${width} ${height}`, height, width, "data-bytes": nbytes,
-  }, rects, drawn.map(([, text]) => text));
+  const node = svg(
+    "svg",
+    {
+      class: "bar",
+      role: "listbox",
+      "aria-label": label,
+      "aria-orientation": "horizontal",
+      viewBox: `0 0 ${width} ${height}`,
+      height,
+      width,
+      "data-bytes": nbytes,
+    },
+    rects,
+    drawn.map(([, text]) => text),
+  );
   node.addEventListener("keydown", (event) => keys(event, rects, segments));
   return node;
 }
@@ -104,9 +181,15 @@ function bar(label, segments, nbytes, width, height = BAR_HEIGHT) {
 function lens(segment, nbytes, width) {
   if (!segment) return null;
   const scale = width / nbytes;
-  const [left, right] = [segment.at * scale, Math.max((segment.at + segment.nbytes) * scale, segment.at * scale + 1.5)];
-  return svg("svg", { class: "lens", viewBox: `0 0 ${width} 16`, width, height: 16, "aria-hidden": "true" },
-    svg("polygon", { points: `${left},0 ${right},0 ${width},16 0,16` }));
+  const [left, right] = [
+    segment.at * scale,
+    Math.max((segment.at + segment.nbytes) * scale, segment.at * scale + 1.5),
+  ];
+  return svg(
+    "svg",
+    { class: "lens", viewBox: `0 0 ${width} 16`, width, height: 16, "aria-hidden": "true" },
+    svg("polygon", { points: `${left},0 ${right},0 ${width},16 0,16` }),
+  );
 }
 
 /** Strips under each other, the chosen piece of each the whole of the next. */
@@ -114,18 +197,40 @@ function drawLevels(node, levels, width) {
   const focused = document.activeElement?.closest?.("[data-level]");
   const refocus = focused && node.contains(focused) ? focused.dataset.level : null;
   tip.hide();
-  node.replaceChildren(...levels.flatMap((level, i) => {
-    const chosen = level.lanes.flatMap((lane) => lane.segments).find((segment) => segment.chosen);
-    const last = i === levels.length - 1;
-    return [
-      el("section", { class: "level", "data-level": level.id },
-        el("h3", {}, level.title, el("small", {}, level.detail)),
-        level.lanes.map((lane) => [
-          lane.name ? el("div", { class: "lane-name" }, el("span", {}, lane.swatch ?? null, el("b", {}, lane.name)), el("span", {}, lane.detail ?? "")) : null,
-          bar(`${level.title}${lane.name ? `, ${lane.name}` : ""}`, lane.segments, level.nbytes, width),
-        ])),
-      last ? null : lens(chosen, level.nbytes, width),
-    ];
-  }).filter(Boolean));
-  if (refocus !== null) node.querySelector(`[data-level="${refocus}"] [aria-selected="true"]`)?.focus();
+  node.replaceChildren(
+    ...levels
+      .flatMap((level, i) => {
+        const chosen = level.lanes
+          .flatMap((lane) => lane.segments)
+          .find((segment) => segment.chosen);
+        const last = i === levels.length - 1;
+        return [
+          el(
+            "section",
+            { class: "level", "data-level": level.id },
+            el("h3", {}, level.title, el("small", {}, level.detail)),
+            level.lanes.map((lane) => [
+              lane.name
+                ? el(
+                    "div",
+                    { class: "lane-name" },
+                    el("span", {}, lane.swatch ?? null, el("b", {}, lane.name)),
+                    el("span", {}, lane.detail ?? ""),
+                  )
+                : null,
+              bar(
+                `${level.title}${lane.name ? `, ${lane.name}` : ""}`,
+                lane.segments,
+                level.nbytes,
+                width,
+              ),
+            ]),
+          ),
+          last ? null : lens(chosen, level.nbytes, width),
+        ];
+      })
+      .filter(Boolean),
+  );
+  if (refocus !== null)
+    node.querySelector(`[data-level="${refocus}"] [aria-selected="true"]`)?.focus();
 }
