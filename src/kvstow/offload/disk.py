@@ -227,7 +227,7 @@ class DiskTier:
         if not good.all():
             self._dismiss(group, wanted, results)
         self._count_load(group, len(keys), int(good.sum()))
-        if self._ages.use(group, found.place[good]) or self._beat_is_due():
+        if self._ages.use(found.place[good]) or self._beat_is_due():
             with self._index.write() as write:
                 self._ages.flush(write)
                 self._beat(write)
@@ -293,7 +293,7 @@ class DiskTier:
         found = self._index.find(group, checked_keys(self.layout, group, keys))
         with self._index.write() as write:
             count = write.drop(group, found.place.tolist())
-        self._ages.forget(group, found.place)
+            self._ages.forget(group, found.place)
         self._counter.add(Counts(evicted_rows=count))
         return count
 

@@ -86,8 +86,8 @@ class HostTier:
         return Usage(rows=sum(rows), nbytes=nbytes, capacity=self.layout.nbytes)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        ids = self._ids[group]
         checked_keys(self.layout, group, keys)
+        ids = self._ids[group]
         with self._lock:
             return np.fromiter((key in ids for key in keys), bool, len(keys))
 

@@ -189,11 +189,12 @@ class Index:
         """Every data file: its number, its group, its slots."""
         return self.ask("SELECT id, grp, slots FROM segments ORDER BY id")
 
-    def since(self, group: int, seq: int) -> tuple[Ints, Ints, list[int], int]:
-        """Rows entered or used after `seq`: places, generations, marks of keys, newest."""
+    def since(self, group: int, seq: int, most: int) -> tuple[Ints, Ints, list[int], int]:
+        """The first rows entered or used after `seq`: places, generations, marks of keys, and
+        how far that is."""
         rows = self.ask(
             "SELECT place, generation, substr(key, 1, 8), seq FROM rows "
-            "WHERE grp = ? AND seq > ? ORDER BY seq", group, seq,
+            "WHERE grp = ? AND seq > ? ORDER BY seq LIMIT ?", group, seq, most,
         )  # fmt: skip
         if not rows:
             return np.empty(0, np.int64), np.empty(0, np.int64), [], seq

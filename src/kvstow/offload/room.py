@@ -81,7 +81,7 @@ class Room:
         """Slots of rows of the group that had to go."""
         found: list[int] = []
         while len(found) < len(marks):
-            victims = self._ages.victims(group, marks[len(found) :], reading[group])
+            victims = self._ages.victims(write, group, marks[len(found) :], reading[group])
             if not victims:
                 break
             gone = [at for at in victims if write.drop(group, [at])]
