@@ -4,7 +4,9 @@
     PYTHONPATH=src python bench/copy.py --json bench/results/copy_h200.json
 
 Everything is a ratio within one run: to one big copy of as many bytes, and to per-layer segments
-of the same bytes. Times are from the call of `copy` to the return of `wait`, submission included.
+of the same bytes. Between host and device, times are from the call of `copy` to the return of
+`wait`, submission included; inside the device, they are the device's own, with the host's part
+beside them.
 """
 
 import os
@@ -13,7 +15,9 @@ import sys
 sys.path[0] = os.path.dirname(sys.path[0])  # this file's name must not hide the standard `copy`
 
 import ctypes
+import statistics
 import traceback
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,9 +32,14 @@ from kvstow.plan.layout import Layout
 
 DEVICE = torch.device("cuda:0")
 METHODS = ("plain", "batch", "kernel", "staged")
+LOOP_ROWS = 96
+"""Rows of the per-segment loops, which are slow; rates come from their own bytes."""
+
+Action = tuple[Callable[[], object], int]
+"""What to do until it is over, and how many bytes that moves."""
 
 
-def big(source: Arena, destination: Arena, nbytes: int):
+def big(source: Arena, destination: Arena, nbytes: int) -> Action:
     """One asynchronous copy of as many bytes, from one end."""
     stream = torch.cuda.Stream(DEVICE)
 
@@ -42,17 +51,49 @@ def big(source: Arena, destination: Arena, nbytes: int):
         assert status == 0
         stream.synchronize()
 
-    return act
+    return act, nbytes
 
 
-def moved(source: Arena, destination: Arena, moves: Spans, method: str):
-    return lambda: copy(source, destination, moves, method=method).wait()
+def moved(
+    source: Arena, destination: Arena, moves: Spans, method: str, streams: int = cuda.BATCH_STREAMS
+) -> Action:
+    def act() -> None:
+        cuda.BATCH_STREAMS = streams
+        copy(source, destination, moves, method=method).wait()
+
+    return act, int(moves.nbytes.sum())
+
+
+def looped(source: Arena, destination: Arena, moves: Spans) -> Action:
+    """What engines do: one torch copy per piece."""
+    stream = torch.cuda.Stream(DEVICE)
+    pieces = list(zip(*(column.tolist() for column in moves), strict=True))
+
+    def act() -> None:
+        with torch.cuda.stream(stream):
+            for start, place, n in pieces:
+                destination.bytes[place : place + n].copy_(
+                    source.bytes[start : start + n], non_blocking=True
+                )
+        stream.synchronize()
+
+    return act, int(moves.nbytes.sum())
+
+
+def rates(actions: dict[str, Action], repeats: int) -> dict[str, float]:
+    """Bytes per second of each, by the median of interleaved rounds."""
+    times = interleaved({name: act for name, (act, _) in actions.items()}, repeats)
+    return {name: nbytes / times[name] for name, (_, nbytes) in actions.items()}
 
 
 def filled(layout: Layout, *, on_device: bool) -> Arena:
     arena = Arena(layout, device=DEVICE) if on_device else Arena(layout, pinned=True)
     arena.bytes.random_(0, 256) if on_device else arena.bytes.fill_(1)
     return arena
+
+
+def some(moves: Spans, count: int) -> Spans:
+    return Spans(*(column[:count] for column in moves))
 
 
 def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, object]:
@@ -62,121 +103,108 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
     ids, others = (rng.permutation(2 * count)[:count] + 1 for _ in range(2))
     straight = np.arange(1, count + 1)
     found: dict[str, object] = {"row_bytes": cache.row_bytes, "rows": count}
-    seconds: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {"d2h": {}, "h2d": {}}
     for order in ("BLHNC", "LBHNC"):
         layout = cache.layout(order, 2 * count + 1)
         device, host = filled(layout, on_device=True), filled(layout, on_device=False)
-        scattered, contiguous = (row_moves(layout, 0, a, b) for a, b in
-                                 ((ids, others), (straight, straight)))  # fmt: skip
-        for name, source, destination in (("d2h", device, host), ("h2d", host, device)):
-            actions = {"big": big(source, destination, count * cache.row_bytes)}
-            for method in (*METHODS, "auto"):
-                kind = "rows" if order == "BLHNC" else "segments"
-                if not (kind == "segments" and method == "plain"):
-                    actions[f"{kind} {method}"] = moved(source, destination, scattered, method)
-                if kind == "rows":
-                    actions[f"contiguous {method}"] = moved(source, destination, contiguous, method)
-            times = interleaved(actions, repeats)
-            if order == "LBHNC":  # slow: a few rounds say enough
-                loop = {"segments plain": moved(source, destination, scattered, "plain")}
-                times |= interleaved(loop, 3)
-            seconds.setdefault(name, {}).update(
-                {k if k != "big" else f"big {order}": v for k, v in times.items()}
-            )
+        moves = row_moves(layout, 0, ids, others)
+        for name, a, b in (("d2h", device, host), ("h2d", host, device)):
+            if order == "BLHNC":
+                actions = {"big": big(a, b, count * cache.row_bytes)}
+                actions |= {f"rows {m}": moved(a, b, moves, m) for m in (*METHODS, "auto")}
+                actions |= {f"rows batch on {n} streams": moved(a, b, moves, "batch", n)
+                            for n in (1, 3, 4)}  # fmt: skip
+                together = row_moves(layout, 0, straight, straight)
+                actions["contiguous auto"] = moved(a, b, together, "auto")
+                measured[name] |= rates(actions, repeats)
+            else:
+                actions = {f"segments {m}": moved(a, b, moves, m)
+                           for m in ("batch", "kernel", "staged", "auto")}  # fmt: skip
+                measured[name] |= rates(actions, min(repeats, 5))
+                few = some(moves, LOOP_ROWS * cache.num_layers)
+                loops = {"segments plain": moved(a, b, few, "plain"),
+                         "segments torch loop": looped(a, b, few)}  # fmt: skip
+                measured[name] |= rates(loops, 3)
         if order == "BLHNC":
-            found["both_ways"] = both_ways(layout, device, host, scattered, repeats)
+            found["both_ways"] = both_ways(layout, device, host, moves, repeats)
         host.close()
         device.close()
-    for name, times in seconds.items():
-        nbytes = count * cache.row_bytes
-        best = nbytes / times["big BLHNC"] / 1e9
-        found[name] = {k: {"GB/s": round(nbytes / v / 1e9, 2),
-                           "of_big": round(nbytes / v / 1e9 / best, 3)}
-                       for k, v in times.items()}  # fmt: skip
+    for name, rate in measured.items():
+        found[name] = {k: {"GB/s": round(v / 1e9, 2), "of_big": round(v / rate["big"], 3)}
+                       for k, v in rate.items()}  # fmt: skip
         found[f"{name}_rows_over_segment_loop"] = round(
-            times["segments plain"] / times["rows auto"], 1)  # fmt: skip
+            rate["rows auto"] / rate["segments torch loop"], 1)  # fmt: skip
     return found
 
 
 def both_ways(
     layout: Layout, device: Arena, host: Arena, moves: Spans, repeats: int
 ) -> dict[str, object]:
-    """Device to host and host to device at once, against the slower of the two alone."""
+    """Device to host and host to device at once, against one after the other."""
     other_device, other_host = filled(layout, on_device=True), filled(layout, on_device=False)
-    found: dict[str, object] = {}
-    for method in ("batch", "kernel"):
+    nbytes = int(moves.nbytes.sum())
 
-        def together(method: str = method) -> None:
-            one = copy(device, other_host, moves, method=method)
-            two = copy(host, other_device, moves, method=method)
-            one.wait()
-            two.wait()
+    def together() -> None:
+        one, two = copy(device, other_host, moves), copy(host, other_device, moves)
+        one.wait()
+        two.wait()
 
-        times = interleaved(
-            {
-                "d2h": moved(device, other_host, moves, method),
-                "h2d": moved(host, other_device, moves, method),
-                "both": together,
-            },
-            repeats,
-        )
-        found[method] = {
-            "both_over_one": round((times["d2h"] + times["h2d"]) / times["both"], 3),
-            "GB/s": round(2 * int(moves.nbytes.sum()) / times["both"] / 1e9, 1),
-        }
-    return found
+    rate = rates(
+        {
+            "d2h": moved(device, other_host, moves, "auto"),
+            "h2d": moved(host, other_device, moves, "auto"),
+            "both": (together, 2 * nbytes),
+        },
+        repeats,
+    )
+    one_after_the_other = 2 / (1 / rate["d2h"] + 1 / rate["h2d"])
+    return {
+        "both_over_one": round(rate["both"] / one_after_the_other, 3),
+        "GB/s": round(rate["both"] / 1e9, 1),
+    }
+
+
+def device_seconds(submit: Callable[[], object], repeats: int) -> float:
+    """Median GPU time of what is submitted while the device is still busy with a pause, so that
+    the host's part is over before the device's begins."""
+    seconds: list[float] = []
+    for round_ in range(repeats + 2):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(60_000_000)
+        begin.record()
+        submit()
+        end.record()
+        torch.cuda.synchronize()
+        if round_ >= 2:
+            seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
 
 
 def inside(cache: Cache, total: int, repeats: int) -> dict[str, object]:
     """Device to device: a row gather against one big copy; bytes are counted twice."""
-    count = 4 * total // cache.row_bytes
+    count = 8 * total // cache.row_bytes
     rng = np.random.default_rng(1)
     layout = cache.layout("BLHNC", 2 * count + 1)
     source, destination = filled(layout, on_device=True), filled(layout, on_device=True)
     ids, others = (rng.permutation(2 * count)[:count] + 1 for _ in range(2))
     moves = row_moves(layout, 0, ids, others)
     nbytes = count * cache.row_bytes
-    actions = {"big": big(source, destination, nbytes)}
-    actions |= {m: moved(source, destination, moves, m) for m in ("kernel", "batch", "plain")}
-    times = interleaved(actions, repeats)
-    best = times["big"]
-    found = {k: {"GB/s": round(2 * nbytes / v / 1e9), "of_big": round(best / v, 3)}
-             for k, v in times.items()}  # fmt: skip
-    return {"row_bytes": cache.row_bytes, "rows": count, **found}
-
-
-def tuning(total: int, repeats: int) -> dict[str, object]:
-    """The gather kernel's tile, step and warps, by GPU time alone."""
-    from kvstow.memory.kernels import copy_tiles
-
-    cache = CACHES[1]
-    count = 2 * total // cache.row_bytes
-    rng = np.random.default_rng(2)
-    layout = cache.layout("BLHNC", 2 * count + 1)
-    ids, others = (rng.permutation(2 * count)[:count] + 1 for _ in range(2))
-    moves = row_moves(layout, 0, ids, others)
-    device, other = filled(layout, on_device=True), filled(layout, on_device=True)
-    host = filled(layout, on_device=False)
-    found: dict[str, object] = {}
-    for name, source, destination in (
-        ("d2d", device, other), ("d2h", device, host), ("h2d", host, device)):  # fmt: skip
-        for tile in (16 << 10, 64 << 10, 256 << 10):
-            table = torch.as_tensor(cuda.tiles(moves, tile) // 16).to(DEVICE)
-            for step in (4 << 10, 8 << 10, 16 << 10, 32 << 10):
-                for warps in (4, 8, 16):
-                    if not 512 <= step // warps <= 4096 or step > tile:
-                        continue
-
-                    def act(table=table, step=step, warps=warps) -> None:
-                        copy_tiles(source.bytes, destination.bytes, table, 16,  # noqa: B023
-                                   step_bytes=step, num_warps=warps)  # fmt: skip
-                        torch.cuda.synchronize()
-
-                    median = interleaved({"x": act}, min(repeats, 5))["x"]
-                    factor = 2 if name == "d2d" else 1
-                    rate = factor * count * cache.row_bytes / median / 1e9
-                    found[f"{name} tile {tile} step {step} warps {warps}"] = round(rate, 1)
-    return found
+    big_one = lambda: destination.bytes[:nbytes].copy_(source.bytes[:nbytes])  # noqa: E731
+    gpu = {"big": device_seconds(big_one, repeats)}
+    for method in ("kernel", "batch"):
+        gpu[method] = device_seconds(
+            lambda m=method: copy(source, destination, moves, method=m).join(), repeats
+        )
+    wall = rates({"big": big(source, destination, nbytes),
+                  "kernel": moved(source, destination, moves, "kernel")}, repeats)  # fmt: skip
+    return {
+        "row_bytes": cache.row_bytes,
+        "rows": count,
+        **{k: {"GB/s": round(2 * nbytes / v / 1e9), "of_big": round(gpu["big"] / v, 3)}
+           for k, v in gpu.items()},
+        "kernel, host's part included": round(wall["kernel"] / wall["big"], 3),
+    }  # fmt: skip
 
 
 def by_length(total: int, repeats: int) -> dict[str, object]:
@@ -185,7 +213,7 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
     device, host = filled(layout, on_device=True), filled(layout, on_device=False)
     rng = np.random.default_rng(3)
     found: dict[str, object] = {}
-    for length in (4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20):
+    for length in (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20):
         slots = layout.nbytes // length
         count = min(slots // 2, 16384)
         places = [rng.permutation(slots)[:count].astype(np.int64) * length for _ in range(2)]
@@ -193,9 +221,8 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
         for name, source, destination in (("d2h", device, host), ("h2d", host, device)):
             actions = {m: moved(source, destination, moves, m)
                        for m in ("batch", "kernel", "staged")}  # fmt: skip
-            times = interleaved(actions, min(repeats, 7))
             found[f"{name} {length}"] = {
-                k: round(count * length / v / 1e9, 1) for k, v in times.items()
+                k: round(v / 1e9, 1) for k, v in rates(actions, min(repeats, 5)).items()
             }
     return found
 
@@ -205,13 +232,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench/copy.py needs a CUDA device")
     results: dict[str, object] = {}
-    sections = {
-        **{f"rows {c.row_bytes}": lambda c=c: rows_and_segments(c, options.bytes, options.repeats)
-           for c in CACHES},
+    sections: dict[str, Callable[[], object]] = {
         **{f"inside {c.row_bytes}": lambda c=c: inside(c, options.bytes, options.repeats)
            for c in CACHES},
+        **{f"rows {c.row_bytes}": lambda c=c: rows_and_segments(c, options.bytes, options.repeats)
+           for c in CACHES},
         "by_length": lambda: by_length(options.bytes, options.repeats),
-        "tuning": lambda: tuning(options.bytes, options.repeats),
     }  # fmt: skip
     for name, section in sections.items():
         try:

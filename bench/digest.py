@@ -51,6 +51,7 @@ def measured(cache: Cache, order: str, total: int, repeats: int, device: str) ->
             "copy": ended(lambda: other.copy_(words)),
         },
         repeats,
+        time.thread_time if device == "cpu" else time.perf_counter,
     )
     read = max(nbytes / times["sum"], 2 * nbytes / times["copy"] if device != "cpu" else 0)
     return {
@@ -73,15 +74,15 @@ def main() -> None:
                 on_host = device == "cpu"
                 if on_host and cuda and order != "BLHNC":
                     continue
-                total = min(options.bytes, 256 << 20) if on_host else 16 * options.bytes
+                total = min(options.bytes, 256 << 20) if on_host else 32 * options.bytes
                 started = time.perf_counter()
                 name = f"{device} {order} {cache.name}"
                 results[name] = measured(cache, order, total, min(options.repeats, 7), device)
                 took = time.perf_counter() - started
                 print(f"{name}: {results[name]} ({took:.1f} s)", flush=True)
+                write(options.json, results)
                 if cuda:
                     torch.cuda.empty_cache()
-    write(options.json, results)
 
 
 if __name__ == "__main__":

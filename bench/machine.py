@@ -72,15 +72,19 @@ def arguments(description: str) -> argparse.Namespace:
     return options
 
 
-def interleaved(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def interleaved(
+    actions: dict[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of each action, all of them once per round, so that drift hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for round_ in range(repeats + 1):
         for name, action in actions.items():
-            started = time.perf_counter()
+            started = clock()
             action()
             if round_:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, CopyError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import choose_method, copy
-from kvstow.memory.cuda import gather, tiles, word_bytes
+from kvstow.memory.cuda import cut, gather, shares, word_bytes
 from kvstow.memory.moves import Spans, merged, row_moves
 from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
@@ -246,20 +246,46 @@ def test_the_gather_kernel_moves_the_same_bytes_at_every_word_length(step):
     assert word_bytes(source.data_ptr(), destination.data_ptr(), moves) >= step
     for start, place, size in zip(*moves, strict=True):
         expected[place : place + size] = source[start : start + size]
-    gather(source, destination, moves, tile_bytes=16 * step)
+    gather(source, destination, moves)
+    assert torch.equal(destination, expected)
+
+
+def test_the_gather_kernel_shares_long_moves_and_cuts_uneven_ones():
+    source, destination = torch.zeros(1 << 19, dtype=torch.uint8), torch.zeros(1 << 19).byte()
+    source.copy_(torch.from_numpy(pattern(1 << 19, 1)))
+    lengths = [300_000, 64, 64, 64, 64, 70_000]
+    moves = spans(*((100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
+                    for i, length in enumerate(lengths)))  # fmt: skip
+    expected = destination.clone()
+    for start, place, size in zip(*moves, strict=True):
+        expected[place : place + size] = source[start : start + size]
+    gather(source, destination, moves)
     assert torch.equal(destination, expected)
 
 
 @given(st.data())
-def test_tiles_cover_every_move_once_and_are_no_longer_than_asked(data):
+def test_moves_that_are_cut_cover_the_same_bytes_and_are_no_longer_than_asked(data):
     moves = data.draw(scattered(512))
     size = data.draw(st.sampled_from([1, 16, 64, 1024]))
-    source, place, nbytes = tiles(moves, size)
-    assert (nbytes <= size).all()
-    assert (nbytes > 0).all()
-    pairs = [(s + i, d + i) for s, d, n in zip(*moves, strict=True) for i in range(n)]
-    cut = [(s + i, d + i) for s, d, n in zip(source, place, nbytes, strict=True) for i in range(n)]
-    assert sorted(cut) == sorted(pairs)
+    pieces = cut(moves, size)
+    assert (pieces.nbytes <= size).all()
+    assert (pieces.nbytes > 0).all()
+    assert sorted(byte_pairs(pieces)) == sorted(byte_pairs(moves))
+
+
+@given(st.data())
+def test_parts_for_several_streams_are_all_of_the_moves_in_order(data):
+    moves = data.draw(scattered(512))
+    if not len(moves.source):
+        return
+    parts = shares(moves, data.draw(st.integers(1, 5)))
+    joined = [np.concatenate(columns).tolist() for columns in zip(*parts, strict=True)]
+    assert joined == [column.tolist() for column in moves]
+    assert all(len(part.source) for part in parts)
+
+
+def byte_pairs(moves: Spans) -> list[tuple[int, int]]:
+    return [(s + i, d + i) for s, d, n in zip(*moves, strict=True) for i in range(n)]
 
 
 @pytest.mark.parametrize(

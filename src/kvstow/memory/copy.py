@@ -80,9 +80,9 @@ def copy(
     return Copy(source, destination, len(checked.source), total, chosen, running)
 
 
-SHORT_BYTES = 128 << 10
-"""Mean length of a move from which CUDA's batched memcpy beats a kernel on pinned memory.
-One H200, 92 × 16 KiB per row: 18 GB/s batched; whole rows: 53.6 batched, 51.9 by kernel."""
+SHORT_BYTES = 256 << 10
+"""Mean length of a move from which CUDA's batched memcpy beats a kernel on pinned memory: on one
+H200, moves of 16 KiB 14 GB/s against 17, of 128 KiB 42 against 47, of 1 MiB 53 against 49."""
 
 
 def choose_method(source: Arena, destination: Arena, moves: Spans) -> Method:
@@ -103,11 +103,19 @@ def _checked(source: Arena, destination: Arena, moves: Spans) -> Spans:
     check_inside(moves.source, moves.nbytes, source.regions, "source")
     check_inside(moves.destination, moves.nbytes, destination.regions, "destination")
     check_apart(moves.destination, moves.nbytes, "destination")
-    if source.device == destination.device:
+    if source.device == destination.device and _meet(source, destination):
         check_unread(
             moves.source + source.address, moves.destination + destination.address, moves.nbytes
         )
     return moves
+
+
+def _meet(source: Arena, destination: Arena) -> bool:
+    """Whether the two lie in memory that overlaps, from end to end."""
+    return (
+        source.address < destination.address + destination.nbytes
+        and destination.address < source.address + source.nbytes
+    )
 
 
 def _started(

@@ -1,7 +1,9 @@
 """Copies that touch a CUDA device: the runtime's batched memcpy, and kernels, on a side stream."""
 
 import ctypes
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +14,8 @@ import torch
 
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
-from kvstow.memory.moves import Ints, Spans, merged
+from kvstow.memory.moves import Spans, merged
+from kvstow.plan.view import align_up
 
 CudaMethod = Literal["batch", "kernel", "staged", "plain"]
 
@@ -73,7 +76,9 @@ def _submitted(
             one_by_one(source.address, destination.address, moves, stream.cuda_stream)
             return ()
         case "batch":
-            batch(source.address, destination.address, moves, stream.cuda_stream)
+            for part, side in zip(shares(moves, BATCH_STREAMS), _beside(stream), strict=False):
+                batch(source.address, destination.address, part, side.cuda_stream)
+                stream.wait_stream(side)
             return ()
         case "kernel":
             return gather(source.bytes, destination.bytes, moves)
@@ -123,6 +128,31 @@ def batch(source: int, destination: int, moves: Spans, stream: int) -> None:
     _succeed("cudaMemcpyBatchAsync", status)
 
 
+BATCH_STREAMS = 2
+"""A batch per stream: the pause between two copies of one is filled by the other."""
+
+
+def _beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+    """The stream, then others that start where it stands now."""
+    others = [torch.cuda.Stream(stream.device) for _ in range(BATCH_STREAMS - 1)]
+    for other in others:
+        other.wait_stream(stream)
+    yield stream
+    yield from others
+
+
+def shares(moves: Spans, count: int) -> list[Spans]:
+    """The moves in at most `count` parts of about as many bytes each."""
+    ends = np.cumsum(moves.nbytes)
+    wanted = [int(ends[-1]) * part // count for part in range(1, count)]
+    edges = [0, *(int(np.searchsorted(ends, end, side="right")) for end in wanted), len(ends)]
+    return [
+        Spans(*(array[low:high] for array in moves))
+        for low, high in itertools.pairwise(edges)
+        if low < high
+    ]
+
+
 def has_batch() -> bool:
     """Whether runtime and driver have the batched memcpy, which came with 12.8."""
     return min(_version("cudaRuntimeGetVersion"), _version("cudaDriverGetVersion")) >= 12080
@@ -156,25 +186,28 @@ def _succeed(what: str, status: int) -> None:
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────
 
-TILE_BYTES = 64 << 10
-"""What one program of the gather kernel copies."""
+UNEVEN = 4
+"""Moves of more than so many times the mean are cut, so that no program has most of the work."""
 
 
 def gather(
-    source: torch.Tensor, destination: torch.Tensor, moves: Spans, *, tile_bytes: int = TILE_BYTES
+    source: torch.Tensor, destination: torch.Tensor, moves: Spans
 ) -> tuple[torch.Tensor, ...]:
     """Copy by a kernel that reads and writes wherever the moves say, pinned memory included.
 
     The tensors that the kernel needs until it has run.
     """
-    from kvstow.memory.kernels import copy_tiles
+    from kvstow.memory.kernels import TILE_BYTES, copy_moves
 
     word = word_bytes(source.data_ptr(), destination.data_ptr(), moves)
-    table = torch.as_tensor(tiles(moves, tile_bytes) // word)
+    mean = int(moves.nbytes.mean())
+    limit = align_up(UNEVEN * mean, TILE_BYTES)
+    even = moves if int(moves.nbytes.max()) <= limit else cut(moves, limit)
+    table = torch.as_tensor(np.stack(even) // word)
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    copy_tiles(source, destination, table, word)
+    copy_moves(source, destination, table, word, programs=-(-mean // TILE_BYTES))
     return (table,)
 
 
@@ -186,18 +219,16 @@ def word_bytes(source: int, destination: int, moves: Spans) -> int:
     return bits & -bits
 
 
-def tiles(moves: Spans, tile_bytes: int) -> Ints:
-    """Moves cut into pieces of at most `tile_bytes`: rows source, destination, nbytes."""
-    counts = -(-moves.nbytes // tile_bytes)
+def cut(moves: Spans, limit: int) -> Spans:
+    """The same moves in pieces of at most `limit` bytes."""
+    counts = -(-moves.nbytes // limit)
     first = np.cumsum(counts) - counts
     which = np.repeat(np.arange(len(counts)), counts)
-    start = (np.arange(len(which)) - first[which]) * tile_bytes
-    return np.stack(
-        [
-            moves.source[which] + start,
-            moves.destination[which] + start,
-            np.minimum(moves.nbytes[which] - start, tile_bytes),
-        ]
+    start = (np.arange(len(which)) - first[which]) * limit
+    return Spans(
+        moves.source[which] + start,
+        moves.destination[which] + start,
+        np.minimum(moves.nbytes[which] - start, limit),
     )
 
 

@@ -86,9 +86,10 @@ def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: 
 def _check_listed(group: Group, spec: LayerSpec, held: Blocks, intervals: Intervals) -> None:
     """Refuses a list of blocks that lacks one of those that count."""
     for low, high in intervals:
-        needed = np.arange(low // spec.states, -(-high // spec.states))
-        missing = np.setdiff1d(needed, held.index)
-        if len(missing):
+        first, end = low // spec.states, -(-high // spec.states)
+        found = np.searchsorted(held.index, [first, end])
+        if found[1] - found[0] != end - first:
+            missing = np.setdiff1d(np.arange(first, end), held.index)
             raise BlockError(
                 f"group {group.name!r}: the digest needs logical blocks {missing[:8].tolist()}, "
                 f"the request lists {held.index[:8].tolist()}"

@@ -22,41 +22,56 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 # ── copies ────────────────────────────────────────────────────────────────────────────────
 
 
+TILE_BYTES = 64 << 10
+"""What a program copies before it goes on to its next tile."""
+
+
 @triton.jit
-def _copy_tiles(source, destination, table, num_tiles, STEP: tl.constexpr, PAIRS: tl.constexpr):
-    tile = tl.program_id(0)
-    start = tl.load(table + tile)
-    place = tl.load(table + num_tiles + tile)
-    count = tl.load(table + 2 * num_tiles + tile)
+def _copy_moves(
+    source, destination, table, num_moves, programs,
+    TILE: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Each move is shared by `programs`, tile by tile."""
+    move = tl.program_id(0) // programs
+    start = tl.load(table + move)
+    place = tl.load(table + num_moves + move)
+    count = tl.load(table + 2 * num_moves + move)
     if PAIRS:  # words of 8 bytes that come in twos: 16 bytes per access
         start = tl.multiple_of(start * 2, 2)
         place = tl.multiple_of(place * 2, 2)
         count = tl.multiple_of(count * 2, 2)
-    for done in range(0, count, STEP):
-        at = done + tl.arange(0, STEP)
-        words = tl.load(source + start + at, mask=at < count)
-        tl.store(destination + place + at, words, mask=at < count)
+    for tile in range((tl.program_id(0) % programs) * TILE, count, programs * TILE):
+        end = tl.minimum(tile + TILE, count)
+        for done in range(tile, end, STEP):
+            at = done + tl.arange(0, STEP)
+            words = tl.load(source + start + at, mask=at < end)
+            tl.store(destination + place + at, words, mask=at < end)
 
 
-def copy_tiles(
+def copy_moves(
     source: torch.Tensor,
     destination: torch.Tensor,
     table: torch.Tensor,
     word: int,
     *,
-    step_bytes: int = 16 << 10,
+    programs: int,
+    tile_bytes: int = TILE_BYTES,
+    step_bytes: int = 4 << 10,
     num_warps: int = 8,
 ) -> None:
-    """Copy tiles between two byte tensors; the table counts in words of `word` bytes.
+    """Copy between two byte tensors, by a table that counts in words of `word` bytes.
 
-    `table` has three rows: where each tile starts, where it goes, how long it is.
+    `table` has three rows: where each move starts, where it goes, how long it is. As many
+    programs as `programs` share each of them.
     """
     unit = min(word, 8)
-    _copy_tiles[(table.shape[1],)](
+    _copy_moves[(table.shape[1] * programs,)](
         _words(source, unit),
         _words(destination, unit),
         table,
         table.shape[1],
+        programs,
+        TILE=tile_bytes // unit,
         STEP=step_bytes // unit,
         PAIRS=word == 16,
         num_warps=num_warps,
@@ -169,13 +184,14 @@ def _paged_decode(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one kv head, one part of the tokens: an unnormalised softmax average."""
-    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads of one sequence run side by side: where they lie side by side, they share DRAM pages.
+    head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     share = tl.cdiv(tl.cdiv(length, STEP), tl.num_programs(2)) * STEP
     start, end = part * share, tl.minimum((part + 1) * share, length)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     real = (row < GROUP)[:, None] & (column < DIM)[None, :]
-    first = (sequence * tl.num_programs(1) + head) * GROUP
+    first = (sequence * tl.num_programs(0) + head) * GROUP
     q = tl.load(query + (first + row)[:, None] * DIM + column[None, :], mask=real, other=0.0)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.full((ROWS,), 0.0, tl.float32)
@@ -227,7 +243,7 @@ def paged_decode(
     sums = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
     peaks = torch.empty(shape, dtype=torch.float32, device=query.device)
     weights = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _paged_decode[(sequences, kv_heads, num_parts)](
+    _paged_decode[(kv_heads, sequences, num_parts)](
         query, keys, values, block_table, lengths, sums, peaks, weights,
         dim**-0.5, block_tokens, block_table.stride(0),
         *keys.stride()[:3], *values.stride()[:3],

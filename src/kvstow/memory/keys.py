@@ -21,7 +21,7 @@ from kvstow.errors import SpecError
 from kvstow.plan.layout import Layout
 from kvstow.plan.overlap import Box, Interval
 from kvstow.plan.route import Claims
-from kvstow.plan.spec import Extent, Field, LayerSpec
+from kvstow.plan.spec import Extent, Field, Full, LayerSpec
 
 Words = npt.NDArray[np.uint64]
 
@@ -61,26 +61,28 @@ class CellKeys:
 
 def cell_keys(spec: LayerSpec, claims: Claims | None) -> CellKeys:
     """P over one layer's cells; with `claims`, only where they say."""
-    parts: list[tuple[Field, tuple[Box, ...]]] = []
-    for field in spec.fields:
-        boxes = held(spec, field)
-        if claims is not None:
-            wanted = claims.get(spec.name, {}).get(field.name, ())
-            boxes = tuple(part for box in boxes for other in wanted for part in both(box, other))
-        parts.append((field, boxes))
-    offsets = tuple(spec.field_offsets[field.name] for field in spec.fields)
-    return _cell_keys(spec.heads, tuple(parts), offsets, spec.cell_bytes)
+    if claims is None:
+        return _cell_keys(spec.heads, spec.fields, None)
+    wanted = claims.get(spec.name, {})
+    boxes = tuple(tuple(wanted.get(field.name, ())) for field in spec.fields)
+    return _cell_keys(spec.heads, spec.fields, boxes)
 
 
 @lru_cache(maxsize=64)
 def _cell_keys(
-    heads: Extent,
-    parts: tuple[tuple[Field, tuple[Box, ...]], ...],
-    offsets: tuple[int, ...],
-    cell_bytes: int,
+    heads: Extent, fields: tuple[Field, ...], claimed: tuple[tuple[Box, ...], ...] | None
 ) -> CellKeys:
-    table = np.zeros((heads.size, cell_bytes), np.uint64)
-    for (field, boxes), offset in zip(parts, offsets, strict=True):
+    spec = LayerSpec(
+        name="any", retention=Full(), block_tokens=1, states=1, heads=heads, fields=fields
+    )
+    table = np.zeros((heads.size, spec.cell_bytes), np.uint64)
+    for number, field in enumerate(fields):
+        boxes = held(spec, field)
+        if claimed is not None:
+            boxes = [
+                part for box in boxes for other in claimed[number] for part in both(box, other)
+            ]
+        offset = spec.field_offsets[field.name]
         array = table[:, offset : offset + field.nbytes].reshape(heads.size, *_byte_shape(field))
         assert np.shares_memory(array, table)
         for box in boxes:
