@@ -126,8 +126,8 @@ def test_the_screen_shows_plan_text_transfers_and_verdict():
     run = demo("--model", "random:mistral")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    for part in ("window24", "8,192", "order BLHNC", "descr.", "recom-", "passed", "tokens identical",
-                 "identical: every token is the single process's"):  # fmt: skip
+    for part in ("window24", "8,192", "order BLHNC", "descr.", "recom-", "passed",
+                 "tokens identical", "identical: every token is the single process's"):  # fmt: skip
         assert part in run.stdout
     tables = [line for line in run.stdout.splitlines() if "both" in line or "passed" in line]
     assert len(tables) == 3
