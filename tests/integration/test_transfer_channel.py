@@ -167,7 +167,7 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
     """A begin is bound to its session: whoever recorded it cannot open the ticket again."""
     stranger.say(frame(hello(node)))
     session = stranger.answer().session
-    begin = frame(wire.Begin(1, 2, b"", None, None, ()), session=session, sequence=2)
+    begin = frame(wire.Begin(1, 2, b"", None, None, 0, ()), session=session, sequence=2)
     stranger.say(begin)
     assert isinstance(stranger.answer().message, wire.Refused)
     other = Stranger(node.address)
@@ -177,8 +177,8 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
 
 
 MESSAGES = [
-    wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), ()),
-    wire.Begin(1, 2, b"", (), None, (wire.Sample(("layers.0",), 0, 9),)),
+    wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), 0, ()),
+    wire.Begin(1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), 0, 9),)),
     wire.End(1, 2, "accepted"),
     wire.Stop(7),
     wire.Renew((1, 2, 3)),
@@ -186,6 +186,8 @@ MESSAGES = [
     wire.Deliver(1, 2, b"", b"not a ticket"),
     wire.Delivered(1, None, ""),
     wire.Written(1, 2, 3),
+    wire.Staged(1, 2, 3),
+    wire.Fetched(1, 1 << 40),
     wire.TellProbe(1, -1.0),
     wire.TellDigest(1, (1, 2)),
     wire.Welcome(None),  # type: ignore[arg-type]

@@ -92,6 +92,39 @@ def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, 
     producer.close()
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(64, 64), (64, None), (None, 64), (1 << 20, 128), (40, 1 << 16)]
+)
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+def test_rows_may_go_through_slots_on_either_side_or_both(other, transport, theirs, ours):
+    fabric, manifest = Fabric(), encode(hybrid_layout())
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    name = f"staging-{theirs}-{ours}"
+    if transport == "local":
+        producer = Node(manifest, fabric, name=name, options={"slot_bytes": theirs})
+        consumer = Node(manifest, fabric, options={"slot_bytes": ours})
+    else:
+        producer = other.node(manifest, name, options={"slot_bytes": theirs})
+        consumer = Node(manifest, options={"slot_bytes": ours})
+    for salt in range(6):  # more pieces than slots, more pulls than slots
+        producer.fill(source, salt)
+        consumer.wipe()
+        ticket = producer.offer(source, TOKENS)
+        stats = consumer.pull([ticket], target, direction="staged", digest="always")
+        assert stats.get("directions") == ["staged"], stats
+        assert consumer.check(target, 0, TOKENS, salt) == ""
+    wait_for(lambda: producer.held() == 0)
+    consumer.close()
+    producer.close()
+
+
+def test_staging_without_any_slots_is_refused(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    refused = consumer.pull([producer.offer(source, TOKENS)], target, direction="staged")
+    assert refused["kind"] == "refused"
+
+
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_a_push_ends_as_a_pull_does(pair, direction):
     producer, consumer = pair

@@ -21,7 +21,7 @@ def messages() -> st.SearchStrategy[wire.AnyMessage]:
         st.builds(wire.Refused, ints, st.just("ticket"), st.tuples(st.text(max_size=9))),
         st.builds(
             Begin, ints, ints, st.binary(max_size=16), st.none(),
-            st.none() | st.builds(wire.Write, st.just(()), ints, ints), st.just(()),
+            st.none() | st.builds(wire.Write, st.just(()), ints, ints), ints, st.just(()),
         ),
         st.builds(wire.TellProbe, ints, st.floats(allow_nan=False)),
     )  # fmt: skip

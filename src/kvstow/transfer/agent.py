@@ -20,12 +20,13 @@ from kvstow.transfer.home import Home
 from kvstow.transfer.lease import EndReason, Lease, Leases
 from kvstow.transfer.leg import Goal, Leg
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
+from kvstow.transfer.path import Way
 from kvstow.transfer.peer import Peer
 from kvstow.transfer.pulling import Transfer
 from kvstow.transfer.receiving import Arrival, Push
 from kvstow.transfer.service import Service
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Direction, Transport
+from kvstow.transfer.transport import Transport
 from kvstow.transfer.wire import DropReason
 
 
@@ -54,7 +55,8 @@ class Agent:
         self.options = options
         self.telemetry = telemetry or Telemetry()
         self._key = keys.public if keys else ""
-        self._home = Home(self.name, arena, owner, transport, self.telemetry, clock)
+        self._home = Home(self.name, arena, owner, transport, self.telemetry, clock,
+                          options.slot_bytes)  # fmt: skip
         self._channel = Channel(listen, keys, self._dropped)
         self.service = Service(self._home, self._channel, options)
         self._open: list[Transfer] = []
@@ -208,7 +210,7 @@ class Agent:
         start_token: int = 0,
         num_tokens: int | None = None,
         deadline: float | None = None,
-        direction: Direction | None = None,
+        direction: Way | None = None,
         digest: DigestPolicy | None = None,
     ) -> Transfer:
         """Bring tokens `[start_token, num_tokens)` of a request into these rows.
@@ -237,7 +239,7 @@ class Agent:
         *,
         start_token: int = 0,
         deadline: float | None = None,
-        direction: Direction | None = None,
+        direction: Way | None = None,
         digest: DigestPolicy | None = None,
     ) -> Arrival:
         """Wait for somebody to push a request into these rows; hand them `.ticket`."""
@@ -280,7 +282,7 @@ class Agent:
         into: Mapping[int, Blocks],
         start_token: int,
         num_tokens: int,
-        direction: Direction | None,
+        direction: Way | None,
         digest: DigestPolicy | None,
     ) -> Goal:
         return Goal(

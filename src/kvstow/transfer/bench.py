@@ -32,9 +32,10 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.path import Way
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.timed import TimedTransport
-from kvstow.transfer.transport import Direction, Spans
+from kvstow.transfer.transport import Spans
 
 BLOCK_TOKENS = 16
 PIECE = 16 << 10
@@ -150,7 +151,7 @@ def producing(setting: Setting) -> Generator[Producer]:
 class Run:
     """The consumer: an agent without a thread, so that every turn of it can be timed."""
 
-    def __init__(self, setting: Setting, producer: Producer, direction: Direction | None) -> None:
+    def __init__(self, setting: Setting, producer: Producer, direction: Way | None) -> None:
         self.setting = setting
         self.producer = producer
         self.transport = TimedTransport(NixlTransport())
@@ -165,7 +166,7 @@ class Run:
         if self.contact.error is not None:
             raise self.contact.error
         assert self.contact.path is not None
-        self.direction: Direction = direction or self.contact.path.direction
+        self.direction: Way = direction or self.contact.path.direction
         self.descriptors: dict[str, int] = {}
 
     def _turn(self, over: Callable[[], bool]) -> float:
@@ -212,7 +213,8 @@ class Run:
         spans = Spans(self.arena.address + local, card.base + remote,
                       np.full(len(local), nbytes, np.int64))  # fmt: skip
         started = time.perf_counter()
-        post = self.transport.inner.post(self.direction, card.start, kinds, spans)
+        how = "write" if self.direction == "write" else "read"
+        post = self.transport.inner.post(how, card.start, kinds, spans)
         while not post.poll():
             pass
         seconds = time.perf_counter() - started
@@ -238,7 +240,7 @@ class Run:
         self.agent.close()
 
 
-def measured(setting: Setting, direction: Direction | None = None) -> dict[str, Any]:
+def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
     """The figures, as a document."""
     with producing(setting) as producer:
         run = Run(setting, producer, direction)
@@ -276,7 +278,8 @@ def measured(setting: Setting, direction: Direction | None = None) -> dict[str, 
             "row_bytes": setting.row_bytes,
             "device": setting.device,
             "direction": run.direction,
-            "probe": {"read_rate": path.read_rate, "write_rate": path.write_rate},
+            "probe": {"read_rate": path.read_rate, "write_rate": path.write_rate,
+                      "staged_rate": path.staged_rate},
             "ucx_tls": os.environ.get("UCX_TLS", ""),
             "seconds": {name: each[1:] for name, each in times.items()},
         }  # fmt: skip

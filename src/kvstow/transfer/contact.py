@@ -20,7 +20,7 @@ from kvstow.transfer.home import PROBE_BYTES, Home
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.options import Options
 from kvstow.transfer.path import Path, chosen
-from kvstow.transfer.transport import Spans, lost
+from kvstow.transfer.transport import Kinds, Spans, lost
 from kvstow.transfer.wire import (
     Alive,
     AnyMessage,
@@ -31,6 +31,7 @@ from kvstow.transfer.wire import (
     Hello,
     Refused,
     Renew,
+    Staged,
     Stopped,
     Stranger,
     TellDigest,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 ContactState = Literal["idle", "greeting", "probing", "ready", "broken"]
 PROBES = 5
 """The first one also connects, so it never counts alone."""
+
+STAGED_SHARE = 0.7
+"""What is left of the rate between two hosts' memories when rows are copied on both ends."""
 
 
 class Contact:
@@ -73,9 +77,9 @@ class Contact:
         self._line: Line | None = None
         self._deadline = 0.0
         self._beat_at = 0.0
-        self._probes: list[Mover] = []
+        self._probes: list[tuple[str, Mover]] = []
         self._probe_started = 0.0
-        self._read_rate = 0.0
+        self._rates = {"read": 0.0, "staged": 0.0}
 
     @property
     def name(self) -> str:
@@ -144,7 +148,7 @@ class Contact:
                 for leg in list(self.legs.values()):
                     if leg.ticket.lease in ended:
                         leg.lease_ended()
-            case Begun() | Refused() | Written() | Failed() | Stopped() | TellDigest():
+            case Begun() | Refused() | Written() | Staged() | Failed() | Stopped() | TellDigest():
                 if message.transfer in self.legs:
                     self.legs[message.transfer].hear(message, now)
             case _:
@@ -178,31 +182,37 @@ class Contact:
         self.state = "probing"
         forced = self._options.direction
         if forced is not None:
-            self._ready(chosen(0.0, 0.0, forced))
+            self._ready(chosen(0.0, 0.0, forced=forced))
             return
         assert self.card is not None
-        one = Spans(
-            np.array([self._home.probe.data_ptr()], np.int64),
-            np.array([self.card.probe.address], np.int64),
-            np.array([min(PROBE_BYTES, self.card.probe.nbytes)], np.int64),
-        )
-        kinds = self._home.kinds(self.card)
-        self._probes = [
-            Mover(self._home, "read", self.card.start, kinds, one, PROBE_BYTES)
-            for _ in range(PROBES)
-        ]
+        card, home = self.card, self._home
+        ours, theirs = home.probe.data_ptr(), card.probe.address
+        self._probes = [("read", self._reading(home.kinds(card), ours, theirs))
+                        for _ in range(PROBES)]  # fmt: skip
+        if "VRAM" in home.kinds(card):
+            ours = home.stage.arena.address if home.stage else ours
+            theirs = card.stage.address if card.stage else theirs
+            self._probes += [("staged", self._reading(Kinds(), ours, theirs))
+                             for _ in range(PROBES)]  # fmt: skip
         self._probe_started = now
+
+    def _reading(self, kinds: Kinds, ours: int, theirs: int) -> Mover:
+        assert self.card is not None
+        size = min(PROBE_BYTES, self.card.probe.nbytes)
+        one = Spans(*(np.array([number], np.int64) for number in (ours, theirs, size)))
+        return Mover(self._home, "read", self.card.start, kinds, one, PROBE_BYTES)
 
     def _advance_probe(self) -> None:
         if not self._probes:
             return
-        probe = self._probes[0]
+        way, probe = self._probes[0]
         if not probe.advance():
             if probe.error is not None:
                 self.fail(probe.error)
             return
         now = self._home.clock()
-        self._read_rate = max(self._read_rate, probe.nbytes / max(now - self._probe_started, 1e-9))
+        rate = probe.nbytes / max(now - self._probe_started, 1e-9)
+        self._rates[way] = max(self._rates[way], rate)
         self._probe_started = now
         del self._probes[0]
         if not self._probes:
@@ -211,7 +221,8 @@ class Contact:
     def _written(self, nbytes: int, seconds: float) -> None:
         if self.state == "probing":
             write_rate = nbytes / seconds if seconds > 0 else 0.0
-            self._ready(chosen(self._read_rate, write_rate, None))
+            staged_rate = STAGED_SHARE * self._rates["staged"]
+            self._ready(chosen(self._rates["read"], write_rate, staged_rate))
 
     def _ready(self, path: Path) -> None:
         self.path = path
@@ -222,7 +233,8 @@ class Contact:
         self._home.metrics.peers.inc()
         self._home.note("connected", {
             "peer": self.name, "address": self.address, "direction": path.direction,
-            "read_rate": path.read_rate, "write_rate": path.write_rate, "forced": path.forced,
+            "read_rate": path.read_rate, "write_rate": path.write_rate,
+            "staged_rate": path.staged_rate, "forced": path.forced,
         })  # fmt: skip
 
     # ── staying in touch ──────────────────────────────────────────────────────────

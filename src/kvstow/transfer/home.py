@@ -16,6 +16,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode, fingerprint
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.generations import Owner
+from kvstow.transfer.staging import DEVICE_SLOT_BYTES, SLOTS, Stage
 from kvstow.transfer.transport import Ints, Kinds, MemoryKind, Region, Transport
 from kvstow.transfer.wire import Card, RegionCard
 
@@ -34,6 +35,7 @@ class Home:
         transport: Transport,
         telemetry: Telemetry,
         clock: Callable[[], float] = time.monotonic,
+        slot_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.arena = arena
@@ -48,6 +50,9 @@ class Home:
         self.kind: MemoryKind = "VRAM" if arena.device.type == "cuda" else "DRAM"
         self.device = arena.device.index or 0
         self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
+        on_device = self.kind == "VRAM"
+        wanted = DEVICE_SLOT_BYTES if slot_bytes is None and on_device else slot_bytes
+        self.stage = Stage(wanted, pinned=on_device) if wanted else None
         self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
         self._free_slots = deque(range(_SLOTS))
         self._attached: dict[str, int] = {}
@@ -63,7 +68,9 @@ class Home:
         ]
         tables = [Region(t.ctypes.data, t.nbytes) for t in self.owner.generations if t.nbytes]
         probe = Region(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device)
-        return [*arena, *tables, probe, Region(self.slots.ctypes.data, self.slots.nbytes)]
+        stage = [Region(self.stage.arena.address, self.stage.arena.nbytes)] if self.stage else []
+        slots = Region(self.slots.ctypes.data, self.slots.nbytes)
+        return [*arena, *tables, probe, slots, *stage]
 
     def _card(self) -> Card:
         for g, table in enumerate(self.owner.generations):
@@ -81,6 +88,9 @@ class Home:
             device=self.device,
             tables=tuple(table.ctypes.data for table in self.owner.generations),
             probe=RegionCard(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
+            stage=RegionCard(self.stage.arena.address, SLOTS * self.stage.slot_bytes, "DRAM", 0)
+            if self.stage
+            else None,
         )
 
     # ── peers of the engine ───────────────────────────────────────────────────────

@@ -17,12 +17,15 @@ from kvstow.plan.blocklist import Blocks
 from kvstow.plan.route import Route
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.fencing import Fence
+from kvstow.transfer.fetching import Fetching
 from kvstow.transfer.home import Home, check_blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.mover import Mover, chunk_bytes
 from kvstow.transfer.options import DigestPolicy
+from kvstow.transfer.path import Way
+from kvstow.transfer.staging import SLOTS, pieces
 from kvstow.transfer.ticket import Ticket, packed_ints
-from kvstow.transfer.transport import Direction, Spans, lost, merged
+from kvstow.transfer.transport import Spans, lost, merged
 from kvstow.transfer.wire import (
     AnyMessage,
     Begin,
@@ -31,9 +34,11 @@ from kvstow.transfer.wire import (
     Claim,
     End,
     Failed,
+    Fetched,
     Ids,
     Refused,
     Sample,
+    Staged,
     Stop,
     Stopped,
     TellDigest,
@@ -51,7 +56,7 @@ class Goal:
     into: Mapping[int, Blocks]
     start_token: int
     num_tokens: int
-    direction: Direction | None
+    direction: Way | None
     digest: DigestPolicy
 
 
@@ -72,17 +77,19 @@ class Leg:
         self.contact = contact
         self.state: LegState = "waiting"
         self.error: TransferError | None = None
-        self.direction: Direction = "read"
+        self.direction: Way = "read"
         self.nbytes = 0
         self.descriptors = 0
         self.told: tuple[int, ...] | None = None
         self._home = home
         self._goal = goal
         self._mover: Mover | None = None
+        self._fetching: Fetching | None = None
         self._begun = False
         self._arrived = False
         self._writer_quiet = True
         self._fence: Fence | None = None
+        self._slot_bytes = 0
         self._greeted = False
         self._drain_until = 0.0
         self._card: Card | None = None
@@ -95,8 +102,8 @@ class Leg:
 
     @property
     def quiet(self) -> bool:
-        mover_quiet = self._mover is None or self._mover.quiet
-        return mover_quiet and self._writer_quiet and (self._fence is None or self._fence.quiet)
+        ours = (self._mover, self._fetching, self._fence)
+        return self._writer_quiet and all(part is None or part.quiet for part in ours)
 
     # ── forward ───────────────────────────────────────────────────────────────────
 
@@ -154,6 +161,8 @@ class Leg:
                 self.direction, self._arrived = "read", True
             elif self.direction == "read":
                 self._mover = self._made_mover(plan.route)
+            elif self.direction == "staged":
+                self._fetching = self._made_fetching(plan.route)
         except RouteError as error:
             self.fail(TransferError(f"peer {contact.name!r}: {error}", kind="ticket",
                                     peer=contact.name), now)  # fmt: skip
@@ -165,7 +174,7 @@ class Leg:
         if plan.route is None:
             samples, self.told = (), tuple(0 for _ in samples)
         contact.send(Begin(self.id, ticket.lease, ticket.digest, plan.claims, self._write_order(),
-                           samples))  # fmt: skip
+                           self._slot_bytes, samples))  # fmt: skip
 
     def _made_mover(self, route: Route) -> Mover:
         card, goal, path = self.contact.card, self._goal, self.contact.path
@@ -179,10 +188,24 @@ class Leg:
         kinds = self._home.kinds(card)
         return Mover(self._home, "read", card.start, kinds, spans, chunk_bytes(path.rate))
 
+    def _made_fetching(self, route: Route) -> Fetching:
+        home, card, goal, path = self._home, self.contact.card, self._goal, self.contact.path
+        assert card is not None
+        assert path is not None
+        sizes = [stage.nbytes // SLOTS for stage in (home.card.stage, card.stage) if stage]
+        if not sizes:
+            raise TransferError(f"neither {home.name!r} nor {self.contact.name!r} has a stage",
+                                kind="refused", peer=self.contact.name)  # fmt: skip
+        tokens = (goal.start_token, goal.num_tokens)
+        cut = pieces(route, self.ticket.blocks, goal.into, tokens, min(sizes))
+        self._slot_bytes = min(sizes) if card.stage else 0
+        return Fetching(home, card, cut, chunk_bytes(path.rate))
+
     def _write_order(self) -> Write | None:
-        if self.direction == "read":
+        """Where the producer shall write, or what it shall stage; none where we just read."""
+        if self.direction == "read" or (self.direction == "staged" and not self._slot_bytes):
             return None
-        self._writer_quiet = False
+        self._writer_quiet = self.direction == "staged"
         goal = self._goal
         return Write(
             blocks=tuple(
@@ -204,12 +227,26 @@ class Leg:
         elif self.contact.state == "broken":
             self.fail(self.contact.error or lost(self.contact.name, "gone"), now)
             return
+        elif self._fetching is not None:
+            self._fetch(self._fetching, now)
+            if self.state == "failed":
+                return
         elif not self._writer_quiet:
             self._watch_writer(now)
         if self._arrived and self._begun and self._card is not None:
             self._fence = Fence(self._home, self._card, self.ticket)
             self.state = "fencing"
             self._check_fence(now)
+
+    def _fetch(self, fetching: Fetching, now: float) -> None:
+        for piece in fetching.advance():
+            if self._slot_bytes:
+                self.contact.send(Fetched(self.id, piece))
+        if fetching.error is not None:
+            self._broken(fetching.error, now)
+        elif fetching.done:
+            self.nbytes, self.descriptors = fetching.nbytes, fetching.descriptors
+            self._arrived = self._arrived or not self._slot_bytes
 
     def _check_fence(self, now: float) -> None:
         assert self._fence is not None
@@ -240,7 +277,11 @@ class Leg:
                 self._begun = True
             case Written(_, nbytes, descriptors):
                 self._writer_quiet = self._arrived = True
-                self.nbytes, self.descriptors = nbytes, descriptors
+                if self._fetching is None:
+                    self.nbytes, self.descriptors = nbytes, descriptors
+            case Staged(_, piece, slot):
+                if self._fetching is not None:
+                    self._fetching.staged(piece, slot)
             case Refused(_, kind, reasons):
                 self._writer_quiet = True
                 self._told(kind, "\n".join(reasons), now)
@@ -278,9 +319,10 @@ class Leg:
             return
         self.state, self.error = "failed", error
         self._drain_until = now
-        if self._mover is not None:
-            self._mover.stop()
-        if not self._writer_quiet:
+        for part in (self._mover, self._fetching):
+            if part is not None:
+                part.stop()
+        if not self._writer_quiet or self._slot_bytes:
             self.contact.send(Stop(self.id))
 
     def end(self, outcome: Literal["accepted", "failed", "aborted"]) -> None:
@@ -295,7 +337,7 @@ class Leg:
     def _settle(self, now: float) -> None:
         """Come to rest after a failure."""
         drain = self.contact.drain_seconds
-        for part in (self._mover, self._fence):
+        for part in (self._mover, self._fetching, self._fence):
             if part is not None and not part.quiet:
                 part.advance()
                 if now > self._drain_until + drain:

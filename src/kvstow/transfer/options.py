@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import SpecError
-from kvstow.transfer.transport import Direction
+from kvstow.transfer.path import Way
 
 DigestPolicy = Literal["always", "sample", "off"]
 
@@ -15,7 +15,8 @@ class Options:
 
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
     how long a failed pull waits for its posts to end before it disconnects the peer.
-    `direction` forces one way instead of measuring.
+    `direction` forces one way instead of measuring. `slot_bytes` is the size of staging
+    slots: by default 32 MiB on a device and none on the host.
     """
 
     lease_seconds: float = 30.0
@@ -23,7 +24,8 @@ class Options:
     contact_seconds: float = 5.0
     heartbeat_seconds: float = 1.0
     drain_seconds: float = 2.0
-    direction: Direction | None = None
+    direction: Way | None = None
+    slot_bytes: int | None = None
     digest: DigestPolicy = "sample"
 
     def __post_init__(self) -> None:

@@ -8,11 +8,10 @@ from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.options import DigestPolicy
-from kvstow.transfer.path import Path
+from kvstow.transfer.path import Path, Way
 from kvstow.transfer.pulling import Transfer
 from kvstow.transfer.receiving import Push
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Direction
 
 if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
@@ -50,7 +49,7 @@ class Peer:
         start_token: int = 0,
         num_tokens: int | None = None,
         deadline: float | None = None,
-        direction: Direction | None = None,
+        direction: Way | None = None,
         digest: DigestPolicy | None = None,
     ) -> Transfer:
         """Pull one ticket of this peer: see `Agent.pull`."""

@@ -14,7 +14,7 @@ from kvstow.transfer.digesting import digests, mismatches, packed_claims, sample
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home, named
 from kvstow.transfer.leg import Goal, Leg, Plan
-from kvstow.transfer.transport import Direction
+from kvstow.transfer.path import Way
 from kvstow.transfer.wire import Sample
 
 
@@ -29,7 +29,7 @@ class Stats:
     descriptors: int
     seconds: float
     sources: int
-    directions: tuple[Direction, ...]
+    directions: tuple[Way, ...]
     fence: Literal["passed"] = "passed"
     digest: Literal["passed", "off"] = "off"
 

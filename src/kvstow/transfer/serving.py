@@ -25,9 +25,11 @@ from kvstow.plan.sources import sources
 from kvstow.transfer.channel import Channel, Line
 from kvstow.transfer.contact import PROBES
 from kvstow.transfer.digesting import digests, unpacked_claims
+from kvstow.transfer.fetching import Gathering
 from kvstow.transfer.home import PROBE_BYTES, Home, check_blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.mover import Mover, chunk_bytes
+from kvstow.transfer.staging import pieces
 from kvstow.transfer.ticket import Ticket, unpacked_ints
 from kvstow.transfer.transport import Spans, merged
 from kvstow.transfer.wire import (
@@ -41,6 +43,7 @@ from kvstow.transfer.wire import (
     Claim,
     End,
     Failed,
+    Fetched,
     Hello,
     Refused,
     Renew,
@@ -112,7 +115,7 @@ class Serving:
         self._ticket_of = ticket_of
         self._status = status
         self._silent_seconds = silent_seconds
-        self._writings: dict[tuple[int, int], Writing] = {}
+        self._writings: dict[tuple[int, int], Writing | Gathering] = {}
         self._probes: list[Probe] = []
         self._digests: list[tuple[Guest, int, Future[tuple[int, ...]]]] = []
         self._awake_until = 0.0
@@ -151,6 +154,10 @@ class Serving:
                 self._end(guest, transfer, lease, outcome)
             case Stop(transfer):
                 self._stop(guest, transfer)
+            case Fetched(transfer, piece):
+                gathering = self._writings.get((line.session, transfer))
+                if isinstance(gathering, Gathering):
+                    gathering.fetched(piece)
             case Renew(leases):
                 self._renew(guest, leases, now)
             case AskProbe(nbytes):
@@ -191,7 +198,7 @@ class Serving:
             self._leases.open(begin.lease, begin.digest, reader, now=now)
             ticket = self._ticket_of(begin.lease)
             if begin.write is not None:
-                self._writings[reader] = Writing(self._home, guest, ticket, begin)
+                self._writings[reader] = self._ordered(guest, ticket, begin)
             if begin.samples:
                 claims = guest.errand(self._home.layout, begin.claims).claims
                 told = self._home.worker.submit(
@@ -205,6 +212,28 @@ class Serving:
             return
         guest.reading[begin.transfer] = begin.lease
         self._channel.send(guest.line, Begun(begin.transfer))
+
+    def _ordered(self, guest: Guest, ticket: Ticket, begin: Begin) -> "Writing | Gathering":
+        """What the consumer has ordered: a write into its rows, or pieces in our slots."""
+        order, home = begin.write, self._home
+        assert order is not None
+        into = {
+            part.group: Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
+            for part in order.blocks
+        }
+        check_blocks(guest.layout, into, whose=f"order of {guest.card.agent!r}")
+        way = guest.errand(home.layout, begin.claims).route
+        tokens = (order.start_token, order.num_tokens)
+        if begin.slot_bytes:
+            if home.stage is None or begin.slot_bytes > home.stage.slot_bytes:
+                raise TransferError(f"slots of {begin.slot_bytes} bytes are not to be had",
+                                    kind="refused")  # fmt: skip
+            cut = pieces(way, ticket.blocks, into, tokens, begin.slot_bytes)
+            return Gathering(home, home.stage, cut)
+        moves = way.moves(ticket.blocks, into, tokens[1], start_token=tokens[0])
+        return Writing(home, guest, Spans(moves.source + home.card.base,
+                                          moves.destination + guest.card.base,
+                                          moves.nbytes))  # fmt: skip
 
     def _end(self, guest: Guest, transfer: int, lease: int, outcome: str) -> None:
         guest.reading.pop(transfer, None)
@@ -244,10 +273,11 @@ class Serving:
     def advance(self, now: float) -> None:
         """Move writes and probes on; forget guests that have gone silent."""
         for (session, transfer), writing in list(self._writings.items()):
-            answer = writing.advance(transfer)
-            if answer is not None:
+            answers, is_over = writing.advance(transfer)
+            if is_over:
                 del self._writings[session, transfer]
-                self._channel.send(writing.guest.line, answer)
+            for answer in answers:
+                self._channel.send(self.guests[session].line, answer)
         for probe in list(self._probes):
             told = probe.advance()
             if told is not None:
@@ -278,26 +308,11 @@ def attached(home: Home, guest: Guest) -> None:
 class Writing:
     """A write into a guest's rows."""
 
-    def __init__(self, home: Home, guest: Guest, ticket: Ticket, begin: Begin) -> None:
-        order = begin.write
-        assert order is not None
-        self.guest = guest
-        self._home = home
-        self._stopped = False
-        into = {
-            part.group: Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
-            for part in order.blocks
-        }
-        check_blocks(guest.layout, into, whose=f"write order of {guest.card.agent!r}")
+    def __init__(self, home: Home, guest: Guest, spans: Spans) -> None:
         attached(home, guest)
-        moves = guest.errand(home.layout, begin.claims).route.moves(
-            ticket.blocks, into, order.num_tokens, start_token=order.start_token
-        )
-        spans = merged(Spans(moves.source + home.card.base, moves.destination + guest.card.base,
-                             moves.nbytes))  # fmt: skip
-        kinds = home.kinds(guest.card)
-        size = chunk_bytes(guest.write_rate)
-        self._mover = Mover(home, "write", guest.card.start, kinds, spans, size)
+        self._stopped = False
+        self._mover = Mover(home, "write", guest.card.start, home.kinds(guest.card), merged(spans),
+                            chunk_bytes(guest.write_rate))  # fmt: skip
 
     def stop(self) -> None:
         """Write nothing more."""
@@ -308,17 +323,17 @@ class Writing:
         """End at once, whatever is under way."""
         self._mover.sever()
 
-    def advance(self, transfer: int) -> AnyMessage | None:
-        """Write on; what to tell the guest when it is over."""
+    def advance(self, transfer: int) -> tuple[list[AnyMessage], bool]:
+        """Write on; what to tell the guest, and whether it is over."""
         mover = self._mover
         over = mover.advance()
         if mover.error is not None:
-            return Failed(transfer, mover.error.kind, str(mover.error))
+            return [Failed(transfer, mover.error.kind, str(mover.error))], True
         if not over:
-            return None
+            return [], False
         if self._stopped:
-            return Stopped(transfer)
-        return Written(transfer, mover.nbytes, mover.descriptors)
+            return [Stopped(transfer)], True
+        return [Written(transfer, mover.nbytes, mover.descriptors)], True
 
 
 class Probe:

@@ -45,7 +45,8 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """What an agent tells about itself.
 
     `base` is the arena's address; `tables` are addresses of the generations, per group;
-    `probe` is memory that anybody may write to, of the arena's kind.
+    `probe` is memory that anybody may write to, of the arena's kind; `stage` is host memory
+    that rows go through where they have no direct path.
     """
 
     agent: str
@@ -57,6 +58,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     device: int
     tables: tuple[int, ...]
     probe: RegionCard
+    stage: RegionCard | None
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -121,7 +123,8 @@ class Begin(Message, frozen=True, tag="begin"):
     """A consumer starts to read what a ticket names, or asks the producer to write it.
 
     Without `claims` this source brings all that the consumer holds. The producer answers
-    with the digests of the samples when it has them.
+    with the digests of the samples when it has them. `slot_bytes` is not 0 where it shall
+    not write but stage, in pieces of that many bytes.
     """
 
     transfer: int
@@ -129,6 +132,7 @@ class Begin(Message, frozen=True, tag="begin"):
     digest: bytes
     claims: tuple[Claim, ...] | None
     write: Write | None
+    slot_bytes: int
     samples: tuple[Sample, ...]
 
 
@@ -144,6 +148,21 @@ class Written(Message, frozen=True, tag="written"):
     transfer: int
     nbytes: int
     descriptors: int
+
+
+class Staged(Message, frozen=True, tag="staged"):
+    """A piece lies in the producer's slot at this offset."""
+
+    transfer: int
+    piece: int
+    slot: int
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """The consumer has read a piece: its slot is free."""
+
+    transfer: int
+    piece: int
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -234,9 +253,9 @@ class TellStatus(Message, frozen=True, tag="tell-status"):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Stranger | Begin | Begun | Written | Failed | End | Stop | Stopped
-    | Renew | Alive | TellDigest | AskProbe | TellProbe | Deliver | Delivered
-    | AskStatus | TellStatus
+    Hello | Welcome | Refused | Stranger | Begin | Begun | Written | Staged | Fetched | Failed
+    | End | Stop | Stopped | Renew | Alive | TellDigest | AskProbe | TellProbe | Deliver
+    | Delivered | AskStatus | TellStatus
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
