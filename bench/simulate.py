@@ -1,0 +1,137 @@
+"""What slabs are worth: concurrency and waste against the union of all groups, and runs.
+
+    python -P bench/simulate.py [--json FILE] [--steps N] [--churn-seconds S] [--part PART …]
+
+`figures`    five models, 40 GiB, more chats waiting than fit: requests at once, waste
+`catalogue`  every model that the catalogue has, on a smaller pool: requests at once
+`churn`      an hour at 90 % load: how many runs a newly admitted request's rows make
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvstow.blocks.simulate import Pace, Replay, Report, synthetic
+from kvstow.blocks.simulate.policy import POLICIES, layout_of
+from kvstow.plan.group import Group, grouped, rows_needed
+from kvstow.plan.layout import Layout
+from kvstow.plan.models import catalogue, model_layers
+
+MODELS = ("deepseek-v4-flash", "gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b", "jamba-mini")
+MEMORY = 40 << 30
+CHURN_MEMORY = 8 << 30
+COARSE_REQUESTS = 150
+USUAL_TOKENS = 1000
+AT_ONCE = float("inf")
+
+
+def report(layout: Layout, steps: int, pace: Pace, num_requests: int = 40_000) -> Report:
+    trace = synthetic("chat", num_requests=num_requests, rate=AT_ONCE, seed=1)
+    return Report.of(Replay(layout, trace, pace).run(max_steps=steps))
+
+
+def figures(steps: int) -> dict[str, object]:
+    """Requests at once and waste of both policies, with more waiting than fit."""
+    found: dict[str, object] = {}
+    for name in MODELS:
+        groups = grouped(model_layers(name).layers)
+        reports = {
+            policy: report(layout_of(policy, groups, budget=MEMORY), steps, Pace())
+            for policy in POLICIES
+        }
+        slab, union = reports["slab"], reports["union"]
+        ratio = slab.mean_requests / union.mean_requests
+        lost = slab.waste["padding"] + slab.waste["fragmentation"]
+        found[name] = {policy: part.figures() for policy, part in reports.items()} | {
+            "ratio": ratio,
+            "padding_and_fragmentation": lost,
+        }
+        print(f"{name:20} {slab.mean_requests:8.1f} requests at once, {ratio:5.3f} × union; "
+              f"padding {slab.waste['padding']:.2%}, fragmentation "
+              f"{slab.waste['fragmentation']:.2%}, rounding {slab.waste['rounding']:.2%}",
+              flush=True)  # fmt: skip
+    return found
+
+
+def coarse_budget(groups: tuple[Group, ...]) -> int:
+    """Memory for some 150 requests of usual length."""
+    rows = (rows_needed(g, USUAL_TOKENS, in_flight=USUAL_TOKENS) * g.page_bytes for g in groups)
+    return min(MEMORY, COARSE_REQUESTS * sum(rows))
+
+
+def every_model(steps: int) -> dict[str, float]:
+    """Requests at once, as a ratio to the union, for the whole catalogue."""
+    found: dict[str, float] = {}
+    for name in catalogue():
+        groups = grouped(model_layers(name).layers)
+        layouts = {p: layout_of(p, groups, budget=coarse_budget(groups)) for p in POLICIES}
+        if layouts["slab"].groups == layouts["union"].groups:
+            found[name] = 1.0  # one and the same layout
+            continue
+        means = {p: report(layout, steps, Pace(), 4_000).mean_requests
+                 for p, layout in layouts.items()}  # fmt: skip
+        found[name] = means["slab"] / means["union"]
+        print(f"{name:28} {means['slab']:8.1f} requests at once, {found[name]:5.3f} × union",
+              flush=True)  # fmt: skip
+    worst = min(found, key=lambda name: found[name])
+    print(f"{len(found)} models, worst {worst}: {found[worst]:.3f} × union")
+    return found
+
+
+def churn(seconds: float) -> dict[str, object]:
+    """Runs of newly admitted requests in the last tenth of the time, at 90 % load."""
+    found: dict[str, object] = {}
+    pace = Pace(step_seconds=0.05, load=0.9, sample_steps=64)
+    for name in MODELS:
+        layout = layout_of("slab", grouped(model_layers(name).layers), budget=CHURN_MEMORY)
+        steps = round(seconds / pace.step_seconds)
+        trace = synthetic("chat", num_requests=20 * steps, rate=AT_ONCE, seed=2)
+        replay = Replay(layout, trace, pace)
+        record = replay.run(max_steps=steps * 9 // 10)
+        record.rows = record.runs = record.fewest_runs = record.admitted = 0
+        late = Report.of(replay.run(max_steps=steps))
+        found[name] = {
+            "runs_to_fewest": late.runs_to_fewest,
+            "runs_per_request": late.runs_per_request,
+            "mean_run_rows": late.mean_run_rows,
+            "admitted": record.admitted,
+        }
+        print(f"{name:20} {late.runs_per_request:6.1f} runs per request, "
+              f"{late.runs_to_fewest:5.2f} × the fewest, {late.mean_run_rows:6.1f} rows per run",
+              flush=True)  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--churn-seconds", type=float, default=3600)
+    parts = ("figures", "catalogue", "churn")
+    parser.add_argument("--part", action="append", choices=parts)
+    options = parser.parse_args()
+    machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    print(machine, file=sys.stderr)
+    start = time.perf_counter()
+    document: dict[str, object] = {"machine": machine, "steps": options.steps}
+    for part in options.part or parts:
+        match part:
+            case "figures":
+                document[part] = figures(options.steps)
+            case "catalogue":
+                document[part] = every_model(min(options.steps, 600))
+            case _:
+                document[part] = churn(options.churn_seconds)
+    document["seconds"] = time.perf_counter() - start
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
