@@ -53,13 +53,20 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, prompt: str | list[int], *, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
-        """One completion, greedy; the whole answer."""
+    def ask(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = 16,
+        patience: float = ANSWER_SECONDS,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """One completion, greedy; the whole answer. Hangs up after `patience` seconds."""
         body = {
             "model": self.launch.name, "prompt": prompt, "max_tokens": max_tokens,
             "temperature": 0, "seed": 1, **more,
         }  # fmt: skip
-        return self.post("/v1/completions", body)
+        return self.post("/v1/completions", body, patience)
 
     def text(self, prompt: str | list[int], **more: Any) -> str:
         return self.ask(prompt, **more)["choices"][0]["text"]
@@ -69,13 +76,15 @@ class Server:
         answer = self.ask(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
         return answer["kv_transfer_params"]
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any], patience: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return json.load(answer)
+            with urllib.request.urlopen(request, timeout=patience) as answer:
+                return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path}: {error.code}: {error.read()[:2000]!r}") from error
 

@@ -219,6 +219,27 @@ def scribble(pid: int, base: int, blocks: list[int], over: threading.Event) -> N
                 os.pwrite(memory.fileno(), bytes([value]) * 64, base + block * ROW + 4096)
 
 
+# ── somebody leaves ───────────────────────────────────────────────────────────────────────
+
+
+def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair: list[Server]):
+    """The producer is stopped meanwhile, so that the load cannot end."""
+    prefill, decode = pair
+    prompt = tokens(4 * BLOCK, seed=28)
+    params = prefill.tickets(prompt)
+    pid, _ = worker_of(prefill)
+    accepted = decode.counts().get("pull accepted", 0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            decode.ask(prompt, kv_transfer_params=params, patience=4)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    other = tokens(4 * BLOCK, seed=29)
+    assert handed_over(pair, other) == alone(pair, other)
+    assert decode.await_count("pull accepted", accepted + 1) >= accepted + 1
+
+
 # ── the producer dies ─────────────────────────────────────────────────────────────────────
 
 

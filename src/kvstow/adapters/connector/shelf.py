@@ -8,6 +8,7 @@ from kvstow.adapters.connector.messages import Found, Keyed, Lookup, Restore, St
 from kvstow.adapters.connector.settings import Settings
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.bridge import matching_group
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.host import HostTier
 from kvstow.offload.jobs import Job
@@ -33,7 +34,6 @@ class Shelf:
 
     def __init__(self, arena: Arena, settings: Settings) -> None:
         layout = arena.layout
-        self._groups = range(len(layout.groups))
         self._disk: DiskTier | None = None
         if settings.disk_path:
             ranks = f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
@@ -42,6 +42,9 @@ class Shelf:
             )
         kept = self._disk.layout if self._disk else layout
         self._host = HostTier(kept, capacity=settings.host_bytes)
+        self._groups = [
+            matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
+        ]
         self._mover = Mover(arena, self._host, self._disk)
         self._stores: list[Errand] = []
         self._restores: list[Errand] = []
@@ -53,10 +56,10 @@ class Shelf:
     def look_up(self, lookup: Lookup) -> Found:
         """Which rows are in one of the tiers now."""
         present: list[tuple[bool, ...]] = []
-        for g in self._groups:
-            here = self._host.contains(g, lookup.keys[g])
+        for keys, g in zip(lookup.keys, self._groups, strict=True):
+            here = self._host.contains(g, keys)
             if self._disk is not None and not here.all():
-                here = here | self._disk.contains(g, lookup.keys[g])
+                here = here | self._disk.contains(g, keys)
             present.append(tuple(bool(found) for found in here))
         return Found(request=lookup.request, present=tuple(present))
 
