@@ -261,6 +261,7 @@ def test_the_scrubber_moves_the_slabs(opened, pages):
 
 def test_play_moves_the_scrubber(opened, pages):
     with opened(f"file://{pages}/simulate.html") as page:
+        page.locator("#scrubber").fill("0")
         page.get_by_role("button", name="Play").click()
         for _ in range(100):
             if int(page.locator("#scrubber").input_value()) > 3:

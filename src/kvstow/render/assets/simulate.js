@@ -16,7 +16,7 @@ const scrubber = el("input", {
   type: "range",
   min: 0,
   max: most - 1,
-  value: 0,
+  value: Math.floor(most / 3),
   step: 1,
 });
 const play = el("button", { type: "button", class: "no-print" }, "Play");

@@ -6,7 +6,7 @@ const FULLNESS = [
   "more than half held",
   "every row held",
 ];
-const STRENGTH = [0.22, 0.5, 0.75, 1];
+const STRENGTH = [0.35, 0.6, 0.8, 1];
 const baseName = (name) => name.split("/")[0];
 const colourOf = {};
 const groupColour = (group) => (colourOf[baseName(group)] ??= Object.keys(colourOf).length % 8);
