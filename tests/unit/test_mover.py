@@ -371,7 +371,7 @@ def test_a_closed_mover_takes_no_jobs_and_leaves_none_hanging(setting):
 
 
 def test_a_job_that_ends_before_its_submission_returns_is_reaped_once(setting):
-    layout, _, host, _, make = setting
+    layout, _, _host, _, make = setting
     pool = Pool(layout)
     mover = make(pool=pool)
     put = mover._line.put

@@ -58,6 +58,16 @@ class Record:
     checksum: int
     link: Link
 
+    def names(self, other: "Record") -> bool:
+        """Whether the two are of one write of one row, wherever it stands in its sequence."""
+        return (
+            self.generation == other.generation
+            and self.checksum == other.checksum
+            and self.key == other.key
+            and self.group == other.group
+            and self.row_bytes == other.row_bytes
+        )
+
     def encode(self) -> bytes:
         """The record's bytes."""
         body = _FIELDS.pack(
