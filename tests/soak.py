@@ -9,6 +9,7 @@ nobody keeps a row or a lease. Exit code 1, and the seed, if anything else happe
 
 import argparse
 import json
+import os
 import random
 import socket
 import sys
@@ -47,6 +48,7 @@ class Seat:
             self._port = free.getsockname()[1]
         self.node: Remote
         self.process: Process
+        self.killed: set[int] = set()
         self.fill()
 
     def fill(self) -> None:
@@ -64,9 +66,20 @@ class Seat:
 
     def kill(self) -> None:
         with self.lock:
+            self.killed.add(self.process.pid)
             self.process.kill()
             self.process.close()
             self.fill()
+
+    @property
+    def crashed(self) -> bool:
+        """Whether its process has ended although nobody killed it."""
+        with self.lock:
+            try:
+                os.kill(self.process.pid, 0)
+            except ProcessLookupError:
+                return self.process.pid not in self.killed
+        return False
 
     def call(self, what: str, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
@@ -122,7 +135,10 @@ class Soak:
                 outcome = self._pull(seat, producer, (source, target), tokens, salt % 90, chance)
             except GONE:
                 outcome = "process gone"
-                time.sleep(0.1)
+                time.sleep(0.2)
+                for each in (seat, producer):
+                    if each.crashed:
+                        raise Wrong(f"{each.name} crashed") from None
             self.outcomes[outcome] += 1
 
     def _pull(self, seat: Seat, producer: Seat, rows: tuple[Listed, Listed], tokens: int,
