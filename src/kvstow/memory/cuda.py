@@ -128,7 +128,7 @@ def batch(source: int, destination: int, moves: Spans, stream: int) -> None:
     _succeed("cudaMemcpyBatchAsync", status)
 
 
-BATCH_STREAMS = 2
+BATCH_STREAMS = 4
 """A batch per stream: the pause between two copies of one is filled by the other."""
 
 
