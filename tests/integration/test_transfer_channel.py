@@ -255,6 +255,19 @@ def test_a_manifest_that_is_none_is_refused(node, stranger):
     assert message.kind == "refused"
 
 
+def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
+    """Descriptors are never exchanged: addresses follow from the manifest."""
+
+    def size(num_slabs: int) -> int:
+        layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
+        one = Node(encode(layout), fabric)
+        data = frame(wire.Hello(one.agent.service.home.card))
+        one.close()
+        return len(data)
+
+    assert size(1_000_000) < size(10) + 100
+
+
 # ── keys ──────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 within its deadline, and afterwards the pair works again."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -384,6 +385,18 @@ def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt
     assert tripped
     consumer.close()
     producer.close()
+
+
+def test_a_digest_that_does_not_come_is_a_timeout(nodes):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    done = threading.Event()
+    producer.agent.service.home.worker.submit(done.wait)
+    ticket = producer.offer(SOURCE, TOKENS)
+    result = consumer.pull([ticket], TARGET, digest="always", deadline=0.5)
+    done.set()
+    assert_failed(result, "timeout")
+    assert_works(producer, consumer, salt=4)
 
 
 # ── several sources ───────────────────────────────────────────────────────────────────

@@ -85,6 +85,18 @@ def test_memory_that_was_not_registered_is_refused(sides):
     assert (here.memory == 0).all()
 
 
+def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
+    fabric = Fabric()
+    here, there = (Side(LocalTransport(fabric)) for _ in range(2))
+    memory = np.arange(64, dtype=np.uint8)
+    for nbytes in (8, 64):
+        there.transport.register(Region(memory.ctypes.data, nbytes))
+    here.transport.connect(there.transport.metadata())
+    whole = spans(here.at(0), memory.ctypes.data + np.zeros(1, np.int64), 64)
+    finished(here.transport.post("read", there.transport.name, KINDS, whole), there)
+    assert (here.memory[:64] == memory).all()
+
+
 def test_an_unknown_peer_is_refused(sides):
     here, there = sides
     with pytest.raises(TransferError):

@@ -87,11 +87,10 @@ class _Fetch:
 class Fetching:
     """The consumer's half: pieces out of the producer's slots, or rows, into ours."""
 
-    def __init__(self, home: Home, card: Card, pieces: list[Piece], chunk: int) -> None:
+    def __init__(self, home: Home, card: Card, pieces: list[Piece]) -> None:
         self._home = home
         self._card = card
         self._stage = home.stage
-        self._chunk = chunk
         self._pieces = pieces
         self._waiting: deque[tuple[int, int | None]] = deque(
             [] if card.stage else [(number, None) for number in range(len(pieces))]
@@ -169,7 +168,7 @@ class Fetching:
             "DRAM" if theirs is not None else self._card.kind,
             0 if theirs is not None else self._card.device,
         )
-        mover = Mover(self._home, "read", self._card.start, kinds, spans, self._chunk)
+        mover = Mover(self._home, "read", self._card.start, kinds, spans, piece.total)
         self.descriptors += len(spans)
         self._running.append(_Fetch(number, piece, mover, slot))
         return True

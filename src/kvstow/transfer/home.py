@@ -56,10 +56,16 @@ class Home:
         self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
         self._free_slots = deque(range(_SLOTS))
         self._attached: dict[str, int] = {}
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix=f"kvstow-{name}-digest")
+        self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         for region in self._regions():
             transport.register(region)
         self.card = self._card()
+
+    def use_device(self) -> None:
+        """Make the arena's device the current one of the calling thread."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.set_device(self.arena.device)
+            torch.cuda.synchronize(self.arena.device)
 
     def _regions(self) -> list[Region]:
         arena = [

@@ -186,7 +186,8 @@ class Leg:
         spans = merged(Spans(moves.destination + self._home.card.base, moves.source + card.base,
                              moves.nbytes))  # fmt: skip
         kinds = self._home.kinds(card)
-        return Mover(self._home, "read", card.start, kinds, spans, chunk_bytes(path.rate))
+        size = chunk_bytes(path.rate, kinds)
+        return Mover(self._home, "read", card.start, kinds, spans, size)
 
     def _made_fetching(self, route: Route) -> Fetching:
         home, card, goal, path = self._home, self.contact.card, self._goal, self.contact.path
@@ -199,7 +200,7 @@ class Leg:
         tokens = (goal.start_token, goal.num_tokens)
         cut = pieces(route, self.ticket.blocks, goal.into, tokens, min(sizes))
         self._slot_bytes = min(sizes) if card.stage else 0
-        return Fetching(home, card, cut, chunk_bytes(path.rate))
+        return Fetching(home, card, cut)
 
     def _write_order(self) -> Write | None:
         """Where the producer shall write, or what it shall stage; none where we just read."""

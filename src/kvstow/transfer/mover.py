@@ -14,10 +14,10 @@ CHUNK_SECONDS = 0.02
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
 
-def chunk_bytes(bytes_per_second: float) -> int:
+def chunk_bytes(bytes_per_second: float, kinds: Kinds) -> int:
     """How much to post at once over a path of this rate; 0 where it is not known."""
     if bytes_per_second == 0:
-        return USUAL_CHUNK
+        return MOST_CHUNK if "VRAM" in kinds else USUAL_CHUNK
     return int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
 
 

@@ -147,7 +147,8 @@ class Transfer:
         elif all(leg.state == "clean" for leg in self.legs) and self._digested(now):
             self._accept(now)
         elif now > self._deadline:
-            late = [leg.contact.name for leg in self.legs if leg.state != "clean"]
+            late = [leg.contact.name for leg in self.legs if leg.state != "clean" or not leg.told]
+            late = late or [leg.contact.name for leg in self.legs]
             self.fail(TransferError(
                 f"peers {late}: no end within {self._deadline - self._started:.3g} s",
                 kind="timeout", peer=late[0]), now)  # fmt: skip

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from kvstow.errors import KvstowError, TransferError
 from kvstow.transfer.channel import Channel, Line
 from kvstow.transfer.contact import Contact
@@ -73,10 +71,7 @@ class Service:
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
-        device = self.home.arena.device
-        if device.type == "cuda":  # the engine copies in this thread: it needs the context
-            torch.cuda.set_device(device)
-            torch.cuda.synchronize(device)
+        self.home.use_device()  # the engine copies in this thread
         busy = False
         while not self._closing.is_set():
             if busy:

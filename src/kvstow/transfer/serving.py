@@ -5,9 +5,6 @@ Everything here runs in the agent's own thread.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-
-import numpy as np
 
 from kvstow.errors import (
     FaultKind,
@@ -18,20 +15,16 @@ from kvstow.errors import (
 )
 from kvstow.plan.agree import differences
 from kvstow.plan.blocklist import Blocks
-from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
-from kvstow.plan.route import Claims, Route, route
-from kvstow.plan.sources import sources
 from kvstow.transfer.channel import Channel, Line
-from kvstow.transfer.contact import PROBES
-from kvstow.transfer.digesting import digests, unpacked_claims
+from kvstow.transfer.digesting import digests
 from kvstow.transfer.fetching import Gathering
-from kvstow.transfer.home import PROBE_BYTES, Home, check_blocks
+from kvstow.transfer.guest import Guest
+from kvstow.transfer.home import Home, check_blocks
 from kvstow.transfer.lease import Leases
-from kvstow.transfer.mover import Mover, chunk_bytes
 from kvstow.transfer.staging import pieces
 from kvstow.transfer.ticket import Ticket, unpacked_ints
-from kvstow.transfer.transport import Spans, merged
+from kvstow.transfer.transport import Spans
 from kvstow.transfer.wire import (
     Alive,
     AnyMessage,
@@ -40,7 +33,6 @@ from kvstow.transfer.wire import (
     Begin,
     Begun,
     Card,
-    Claim,
     End,
     Failed,
     Fetched,
@@ -50,50 +42,16 @@ from kvstow.transfer.wire import (
     Stop,
     Stopped,
     TellDigest,
-    TellProbe,
     TellStatus,
     Welcome,
-    Written,
 )
+from kvstow.transfer.writing import Probe, Writing
 
 AWAKE_AFTER_HELLO = 0.5
 """A new guest measures how fast it can read: that takes our help, and is not announced."""
 
 SILENT_BEATS = 30
 """A guest that was silent for so many heartbeats is forgotten."""
-
-
-class Guest:
-    """An agent that dialled us."""
-
-    def __init__(self, line: Line, card: Card, layout: Layout) -> None:
-        self.line = line
-        self.card = card
-        self.layout = layout
-        self._errands: dict[tuple[Claim, ...] | None, Errand] = {}
-        self.heard_at = 0.0
-        self.write_rate = 0.0
-        self.reading: dict[int, int] = {}
-
-    def errand(self, mine: Layout, packed: tuple[Claim, ...] | None) -> "Errand":
-        """What we bring to this guest, computed once for each set of claims."""
-        if packed not in self._errands:
-            if packed is None:
-                alone = sources([mine], self.layout)[0]
-                made = Errand(alone.route, alone.claims)
-            else:
-                claims = unpacked_claims(packed)
-                made = Errand(route(mine, self.layout, claims=claims), claims)
-            self._errands[packed] = made
-        return self._errands[packed]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Errand:
-    """The way to a guest, and what counts for digests on it."""
-
-    route: Route
-    claims: Claims
 
 
 class Serving:
@@ -297,81 +255,3 @@ class Serving:
             self._channel.send(guest.line, Failed(transfer, "digest", f"no digest: {error}"))
         else:
             self._channel.send(guest.line, TellDigest(transfer, told.result()))
-
-
-def attached(home: Home, guest: Guest) -> None:
-    """Make sure that the engine can reach the guest."""
-    if not home.is_attached(guest.card.start):
-        home.attach(guest.card)
-
-
-class Writing:
-    """A write into a guest's rows."""
-
-    def __init__(self, home: Home, guest: Guest, spans: Spans) -> None:
-        attached(home, guest)
-        self._stopped = False
-        self._mover = Mover(home, "write", guest.card.start, home.kinds(guest.card), merged(spans),
-                            chunk_bytes(guest.write_rate))  # fmt: skip
-
-    def stop(self) -> None:
-        """Write nothing more."""
-        self._stopped = True
-        self._mover.stop()
-
-    def sever(self) -> None:
-        """End at once, whatever is under way."""
-        self._mover.sever()
-
-    def advance(self, transfer: int) -> tuple[list[AnyMessage], bool]:
-        """Write on; what to tell the guest, and whether it is over."""
-        mover = self._mover
-        over = mover.advance()
-        if mover.error is not None:
-            return [Failed(transfer, mover.error.kind, str(mover.error))], True
-        if not over:
-            return [], False
-        if self._stopped:
-            return [Stopped(transfer)], True
-        return [Written(transfer, mover.nbytes, mover.descriptors)], True
-
-
-class Probe:
-    """A few megabytes written into a guest's probe memory, several times."""
-
-    def __init__(self, home: Home, guest: Guest, nbytes: int) -> None:
-        self.guest = guest
-        self._home = home
-        self._nbytes = min(PROBE_BYTES, max(1, nbytes), guest.card.probe.nbytes)
-        self._left = PROBES
-        self._best = 0.0
-        self._mover: Mover | None = None
-        self._started = 0.0
-
-    def advance(self) -> TellProbe | None:
-        """Write on; how long it took when it is over."""
-        while self._left:
-            if self._mover is None:
-                try:
-                    self._mover = self._posted()
-                except TransferError:
-                    return TellProbe(self._nbytes, -1.0)
-            if not self._mover.advance():
-                return None if self._mover.error is None else TellProbe(self._nbytes, -1.0)
-            seconds = max(self._home.clock() - self._started, 1e-9)
-            self._best = max(self._best, self._nbytes / seconds)
-            self._mover = None
-            self._left -= 1
-        self.guest.write_rate = self._best
-        return TellProbe(self._nbytes, self._nbytes / self._best)
-
-    def _posted(self) -> Mover:
-        attached(self._home, self.guest)
-        card = self.guest.card
-        spans = Spans(
-            np.array([self._home.probe.data_ptr()], np.int64),
-            np.array([card.probe.address], np.int64),
-            np.array([self._nbytes], np.int64),
-        )
-        self._started = self._home.clock()
-        return Mover(self._home, "write", card.start, self._home.kinds(card), spans, PROBE_BYTES)
