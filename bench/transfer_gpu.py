@@ -15,6 +15,7 @@ sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the st
 from dataclasses import replace
 
 from bench.machine import arguments, write
+
 from kvstow.transfer.bench import Setting, measured
 
 
