@@ -115,6 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(Pool(self.layout), caching=caching)
         self.engine = Engine(self.layout)
         self.running: list[Running] = []
+        self.next_token = 1
 
     @rule(tokens=TOKENS, salt=st.sampled_from([b"", b"", b"x"]), told=st.booleans(), data=st.data())
     def admit(self, tokens: list[int], salt: bytes, told: bool, data: st.DataObject) -> None:
@@ -137,12 +138,23 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 5))
     def grow(self, data: st.DataObject, more: int) -> None:
         runs = data.draw(st.lists(st.sampled_from(self.running), unique_by=id, min_size=1))
+        self.grown(runs, [data.draw(st.integers(min(1, more), more)) for _ in runs])
+
+    @precondition(lambda self: self.running)
+    @rule(steps=st.integers(1, 3))
+    def decode(self, steps: int) -> None:
+        """All requests go on, and no two of them the same way."""
+        for _ in range(steps):
+            self.grown(self.running, [1] * len(self.running))
+
+    def grown(self, runs: list[Running], more: list[int]) -> None:
         before = [self.ledger.num_tokens(run.request) for run in runs]
-        after = [n + data.draw(st.integers(min(1, more), more)) for n in before]
+        after = [n + m for n, m in zip(before, more, strict=True)]
         lengths = [len(run.tokens) for run in runs]
         for run, end in zip(runs, after, strict=True):
             while len(run.tokens) < end:
-                run.tokens = [*run.tokens, data.draw(st.integers(0, 1))]
+                self.next_token += 1
+                run.tokens = [*run.tokens, self.next_token]
         try:
             copies = self.ledger.grow([run.request for run in runs], after)
         except OutOfBlocks:
@@ -166,6 +178,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.running))
+        if len(run.tokens) > self.ledger.num_tokens(run.request):
+            self.grown([run], [len(run.tokens) - self.ledger.num_tokens(run.request)])
         before = self.holdings()
         try:
             admission = self.ledger.fork(run.request)
