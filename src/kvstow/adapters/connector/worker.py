@@ -42,7 +42,6 @@ class Loading:
     started: float
     transfer: Transfer | None = None
     again_at: float = 0.0
-    error: TransferError | None = None
 
 
 class WorkerSide:
