@@ -82,7 +82,12 @@ def check_attention(dtype, window, splits, sink, shape):
 
 
 def test_a_model_that_reads_rows_in_place_chooses_the_same_tokens():
-    for family in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "falcon_h1"):
+    import transformers
+
+    families = ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss"]
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 22):
+        families.append("falcon_h1")  # earlier versions keep recurrent states differently
+    for family in families:
         check_generation(family)
 
 
