@@ -24,7 +24,7 @@ from kvstow.plan.models import catalogue, model_layers
 
 MODELS = ("deepseek-v4-flash", "gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b", "jamba-mini")
 MEMORY = 40 << 30
-CHURN_MEMORY = 8 << 30
+CHURN_MEMORY = 16 << 30
 COARSE_REQUESTS = 150
 USUAL_TOKENS = 1000
 AT_ONCE = float("inf")

@@ -77,7 +77,7 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -
 def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
     """The most idle slabs that `picked` may use for so many rows."""
     whole = -(-count // stock.rows_per_slab)
-    used = whole if kind in ("lasting", "moving") else slabs.needed(stock, count)
+    used = whole if kind == "lasting" or roomy(slabs) else slabs.needed(stock, count)
     if any(len(other.idle) for other in slabs.stocks if other is not stock):
         used += whole
     return min(count, used + len(stock.idle))
@@ -122,7 +122,8 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
     top = stock.top
     if kind == "single" or (kind == "moving" and not roomy(slabs)):
-        return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
+        levels = range(1, (top if roomy(slabs) else 2 * top) + 1)
+        return np.sort(_free_rows(stock, levels, count)[:count])
     if kind == "brief":
         levels = range(2 * top, top if roomy(slabs) else 0, -1)
         return fewest_runs(np.sort(_free_rows(stock, levels, 2 * count)), count)

@@ -218,15 +218,14 @@ class Pool:
         """Add one hold to each row that is held or cached; what is in it stays."""
         slabs, stock = self._of[group]
         rows = stock.known(ids)
-        refs = stock.refs[rows]
-        cached = refs == 0
-        if not np.count_nonzero(cached):
-            np.add.at(stock.refs, rows, 1)
-            return
-        stock.refuse(rows, cached & (stock.queue.place[rows] < 0), "is neither held nor cached")
-        slabs.revive(stock, each := _unique(rows[cached]))
-        stock.refs[each] = 0
+        cached = stock.refs[rows] == 0
+        if np.count_nonzero(cached):
+            stock.refuse(rows, cached & (stock.queue.place[rows] < 0), "is neither held nor cached")
         np.add.at(stock.refs, rows, 1)
+        if np.count_nonzero(cached):
+            revived = rows[cached]
+            once = not np.count_nonzero(stock.refs[revived] != 1)
+            slabs.revive(stock, revived if once else _unique(revived))
 
     def release(self, group: int, ids: npt.ArrayLike) -> None:
         """Give back one hold on each row; one named twice gives back two.

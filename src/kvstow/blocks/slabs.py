@@ -123,8 +123,7 @@ class Slabs:
         self._settle(stock, each, before)
 
     def revive(self, stock: Stock, rows: Ints) -> None:
-        """Hold cached rows, each named once, for the content they have."""
-        stock.refs[rows] = 1
+        """Take cached rows, each named once, that are held by now, out of the cache."""
         stock.queue.drop(rows)
         stock.num_held += len(rows)
         if stock.rows_per_slab == 1:

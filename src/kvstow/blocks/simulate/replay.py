@@ -28,7 +28,7 @@ from kvstow.plan.spec import State
 class Pace:
     """How an engine works: seconds a step, tokens of prompts a step, samples.
 
-    Nobody is admitted while more than `load` of the arena is held.
+    Nobody is admitted whose prompt would have more than `load` of the arena held.
     """
 
     step_seconds: float = 0.025
@@ -100,7 +100,6 @@ class Replay:
         self._meter = Meter(layout)
         self._step = 0
         self._budget = 0
-        self._limit = pace.load * layout.nbytes
         self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
         states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
         self._boundary = min(states) if states and shared else 0
@@ -197,18 +196,25 @@ class Replay:
     def _admit_all(self) -> None:
         while self._waiting and self._budget > 0:
             waiting = self._waiting[0]
-            if waiting.request.arrival > self.seconds or self._held_bytes() > self._limit:
+            if waiting.request.arrival > self.seconds:
+                return
+            needs = self._needs(waiting.target)
+            if self._running and self._load_with(needs) > self.pace.load:
                 return
             try:
-                self.ledger.pool.refuse(self._needs(waiting.target))
+                self.ledger.pool.refuse(needs)
                 run = self._admitted(waiting)
             except OutOfBlocks:
                 return
             self._waiting.popleft()
             self._running.append(run)
 
-    def _held_bytes(self) -> int:
-        return sum(self.ledger.pool.num_held(g) * n for g, n in enumerate(self._strides))
+    def _load_with(self, needs: dict[int, int]) -> float:
+        """The part of the arena that would be held with so many rows more."""
+        held = sum(
+            (self.ledger.pool.num_held(g) + needs[g]) * n for g, n in enumerate(self._strides)
+        )
+        return held / self.layout.nbytes
 
     def _admitted(self, waiting: _Waiting) -> _Running:
         request, target = waiting.request, waiting.target
