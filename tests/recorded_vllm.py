@@ -6,7 +6,7 @@ tests/unit uses it without vLLM; tests/vllm compares it with what running server
 from collections.abc import Sequence
 
 from kvstow.adapters.connector.declared import Declaration, Page, Region
-from kvstow.plan.spec import DType, Extent, Full, Retention
+from kvstow.plan.spec import DType, Extent, Full, Retention, Window
 
 FULL = Full()
 
@@ -40,5 +40,32 @@ def smollm2(order: str, num_blocks: int = 182) -> Declaration:
                 block_stride=30 * page if rows else page,
                 offset=0,
             ),
+        ),
+    )
+
+
+def gemma3(order: str, num_blocks: int = 1365) -> Declaration:
+    """What vLLM 0.32 declares for Gemma-3-270M in float32: six groups of three layers that
+    overlay each other, five with a window of 512 tokens."""
+    page = 128 * 512 * 4
+    rows = order.startswith("B")
+    groups = [[f"model.layers.{i}.self_attn.attn" for i in range(g, 18, 6)] for g in range(6)]
+    return Declaration(
+        model="gemma3",
+        order=order,
+        num_blocks=num_blocks,
+        groups=tuple(
+            pages(names, FULL if g == 5 else Window(512), heads=1, tokens=128, content=512)
+            for g, names in enumerate(groups)
+        ),
+        regions=tuple(
+            Region(
+                layers=tuple(names),
+                nbytes=3 * page * num_blocks,
+                layer_stride=page if rows else page * num_blocks,
+                block_stride=3 * page if rows else page,
+                offset=0,
+            )
+            for names in groups
         ),
     )

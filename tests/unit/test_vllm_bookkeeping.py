@@ -30,7 +30,7 @@ from kvstow.plan.blocklist import Blocks
 from kvstow.plan.route import route
 from kvstow.plan.spec import Window
 from kvstow.transfer.ticket import Ticket
-from recorded_vllm import FULL, pages, smollm2
+from recorded_vllm import FULL, gemma3, pages, smollm2
 
 WINDOW = Window(8)
 
@@ -70,6 +70,14 @@ def test_in_rows_a_block_of_smollm2_is_one_run_of_5898240_bytes():
 def test_layer_by_layer_a_block_of_smollm2_is_30_runs():
     layout = declared_layout(smollm2("LBHNC"), base_align=64)
     assert [run.nbytes for run in layout.runs(0, 5)] == [196_608] * 30
+
+
+@pytest.mark.parametrize(("order", "runs"), [("LBHNC", [262_144] * 3), ("BLHNC", [786_432])])
+def test_six_groups_of_gemma_overlay_each_other(order: str, runs: list[int]):
+    layout = declared_layout(gemma3(order), base_align=64)
+    assert layout.sharing == (tuple(range(6)),)
+    for group in range(6):
+        assert [run.nbytes for run in layout.runs(group, 1364)] == runs
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])

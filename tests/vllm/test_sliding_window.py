@@ -4,12 +4,16 @@ Prefill keeps rows, decode keeps one region per layer: the route joins the two.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gemma
 import pytest
 from serving import Launch, Server, running
 
+import recorded_vllm
+from kvstow.adapters.connector.declared import declared_layout
+from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -54,9 +58,14 @@ def words(pair: list[Server]) -> list[int]:
     return found
 
 
-def test_the_two_servers_keep_their_memory_in_different_orders(pair: list[Server]):
-    assert "order BLHNC" in pair[0].log.read_text()
-    assert "order LBHNC" in pair[1].log.read_text()
+@pytest.mark.parametrize(("rows", "order"), [(True, "BLHNC"), (False, "LBHNC")])
+def test_the_engine_declares_what_was_recorded(
+    pair: list[Server], logs: Path, rows: bool, order: str
+):
+    """Two servers, two orders."""
+    layout = manifest.decode((logs / f"manifest-{rows}.0-0").read_bytes())
+    recorded = declared_layout(recorded_vllm.gemma3(order), base_align=64)
+    assert replace(layout, model=recorded.model) == recorded
 
 
 @pytest.mark.parametrize("count", [6, 128, 400, WINDOW, WINDOW + 1, 640, 900])
