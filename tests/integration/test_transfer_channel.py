@@ -28,7 +28,7 @@ from transfer_node import Node, attention, hybrid_layout, rows_for
 TOKENS = 18
 LAYOUT = hybrid_layout()
 SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
-OPTIONS = {"contact_seconds": 2.0, "transfer_seconds": 5.0}
+OPTIONS = {"contact_seconds": 8.0, "transfer_seconds": 15.0}
 
 
 def wait_for(question: Callable[[], bool], seconds: float = 10.0) -> None:

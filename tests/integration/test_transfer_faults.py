@@ -20,7 +20,7 @@ from strategies import Kind, Served
 from transfer_node import Node, Process, Remote, Zygote, hybrid_layout, rows_for
 
 TOKENS = 18
-HURRY = {"transfer_seconds": 3.0, "contact_seconds": 2.0, "heartbeat_seconds": 0.1,
+HURRY = {"transfer_seconds": 15.0, "contact_seconds": 8.0, "heartbeat_seconds": 0.1,
          "drain_seconds": 0.3}  # fmt: skip
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 

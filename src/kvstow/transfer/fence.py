@@ -103,6 +103,8 @@ def _joined(rounds: list[Round]) -> list[Round]:
 
 
 def _merged(batch: list[Round]) -> Round:
+    if len(batch) == 1:
+        return batch[0]
     sizes = [int(one.nbytes.sum()) for one in batch]
     shifts = [sum(sizes[:i]) for i in range(len(batch))]
     return Round(

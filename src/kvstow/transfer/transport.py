@@ -72,6 +72,8 @@ def merged(spans: Spans) -> Spans:
 
 def chunks(spans: Spans, nbytes: int) -> list[Spans]:
     """The copies in pieces of about `nbytes`, none of them cut, none of them empty."""
+    if len(spans) and spans.total <= nbytes:
+        return [spans]
     starts = np.cumsum(spans.nbytes) - spans.nbytes
     cuts = (np.flatnonzero(np.diff(starts // nbytes)) + 1).tolist()
     return [spans.part(lo, hi) for lo, hi in pairwise([0, *cuts, len(spans)]) if lo < hi]
