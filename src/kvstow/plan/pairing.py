@@ -96,12 +96,18 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listed:
-    """One side's blocks of a request: ids and logical numbers, each found from the other."""
+    """One side's blocks of a request; nothing here is as long as the pool.
+
+    `by_id` are places in the list, by ascending id; `after` and `before` are, place by
+    place, the logical number of the block with the next or the previous id, or -1.
+    """
 
     ids: Ints
     index: Ints
     span: int
-    place_of_id: Ints
+    by_id: Ints
+    after: Ints
+    before: Ints
 
     def places(self, logical: Ints) -> tuple[Ints, Flags]:
         """Where each logical block is in the list, and whether it is."""
@@ -113,11 +119,6 @@ class Listed:
             return np.clip(at, 0, last), (at >= 0) & (at <= last)
         at = np.minimum(np.searchsorted(self.index, logical), last)
         return at, self.index[at] == logical
-
-    def beside(self, ids: Ints, step: int) -> tuple[Ints, Flags]:
-        """The logical number of the block `step` ids further, and whether it is listed."""
-        at = self.place_of_id[ids + step]
-        return self.index[at], at >= 0
 
 
 def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
@@ -134,15 +135,19 @@ def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
             f"{side} group {name!r}: blocks {_few(ids[(ids < first) | (ids >= end)])} are not "
             f"among its {end} blocks from {first} on"
         )
-    place_of_id = np.full(end + 1, -1, np.int64)
-    place_of_id[ids] = np.arange(len(ids))
-    twice = place_of_id[ids] != np.arange(len(ids))
+    by_id = np.argsort(ids)
+    ascending = ids[by_id]
+    twice = ascending[1:] == ascending[:-1]
     if twice.any():
         raise BlockError(
-            f"{side} group {name!r}: blocks {_few(np.unique(ids[twice]))} are named twice"
+            f"{side} group {name!r}: blocks {_few(np.unique(ascending[1:][twice]))} are named twice"
         )
+    next_to = ascending[1:] == ascending[:-1] + 1
+    low, high = by_id[:-1][next_to], by_id[1:][next_to]
+    after, before = np.full((2, len(ids)), -1, np.int64)
+    after[low], before[high] = blocks.index[high], blocks.index[low]
     span = block_span(layout.groups[group].group)
-    return Listed(ids=ids, index=blocks.index, span=span, place_of_id=place_of_id)
+    return Listed(ids=ids, index=blocks.index, span=span, by_id=by_id, after=after, before=before)
 
 
 def pairs(
@@ -151,7 +156,7 @@ def pairs(
     """Every pair of listed blocks with tokens in common; and `(destination logical block,
     first token, end token)` of those for which the source lists no block."""
     s_span, d_span = source.span, destination.span
-    order = destination.place_of_id[destination.place_of_id >= 0]
+    order = destination.by_id
     index = destination.index[order]
     lo = np.maximum(index * d_span, tokens.first)
     hi = np.minimum((index + 1) * d_span, tokens.end)
@@ -167,12 +172,12 @@ def pairs(
         row, at, s_index, d_index, begin, end = (
             column[found] for column in (row, at, s_index, d_index, begin, end)
         )
-    s_ids, d_ids = source.ids[at], destination.ids[order[row]]
+    to = order[row]
     room = (s_span, d_span) if exact else (tokens.end, tokens.end)
-    beside = _beside(source, destination, tokens, (s_ids, s_index), (d_ids, d_index))
+    beside = _beside(source, destination, tokens, (at, s_index), (to, d_index))
     return Pairs(
-        source=s_ids,
-        destination=d_ids,
+        source=source.ids[at],
+        destination=destination.ids[to],
         source_token=begin - s_index * s_span,
         destination_token=begin - d_index * d_span,
         tokens=end - begin,
@@ -201,12 +206,13 @@ def _beside(
     here: tuple[Ints, Ints],
     there: tuple[Ints, Ints],
 ) -> tuple[Flags, Flags]:
-    """For each pair (ids and logical blocks of both sides), whether there is a pair one
+    """For each pair (places and logical blocks of both sides), whether there is a pair one
     block further on one side or on both; and one block back."""
     found: list[Flags] = []
-    for step in (1, -1):
-        s_next, s_listed = source.beside(here[0], step)
-        d_next, d_listed = destination.beside(there[0], step)
+    for s_beside, d_beside in ((source.after, destination.after),
+                               (source.before, destination.before)):  # fmt: skip
+        s_next, d_next = s_beside[here[0]], d_beside[there[0]]
+        s_listed, d_listed = s_next >= 0, d_next >= 0
         sides = ((s_next, s_listed, there[1], True), (here[1], True, d_next, d_listed),
                  (s_next, s_listed, d_next, d_listed))  # fmt: skip
         if source.span == destination.span:
