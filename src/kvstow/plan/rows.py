@@ -70,7 +70,7 @@ def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[
     """All pages of one layer side by side, and the bytes they take."""
     head_stride, token_stride = _inner_strides(layer, site.order)
     if site.order == "LHBNC":
-        slice_bytes = align_up(layer.states * layer.cell_bytes, lcm(layer.align, layer.unit))
+        slice_bytes = align_up(layer.states * layer.cell_bytes, site.alignment.of(layer))
         place = Placement(offset, slice_bytes, num_blocks * slice_bytes, token_stride)
         return place, layer.heads.size * num_blocks * slice_bytes
     stride = align_up(layer.page_bytes, site.alignment.of(layer))
