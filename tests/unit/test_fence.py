@@ -9,7 +9,7 @@ from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES, fence_rounds
 TABLES = (1 << 20, 1 << 24)
 IDS = st.one_of(
     st.lists(st.integers(0, 50), unique=True, max_size=12),
-    st.lists(st.integers(0, 300_000), unique=True, max_size=60),
+    st.lists(st.integers(0, 299_999), unique=True, max_size=60),
     st.integers(1, 9000).map(lambda n: list(range(0, 31 * n, 31))),
 )
 
