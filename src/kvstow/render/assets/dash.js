@@ -102,7 +102,9 @@ function agentPart(source) {
         "rows quarantined",
         sumOf(reading, "kvstow_transfer_quarantined_rows") > 0,
       ),
-      reading.transfers === undefined ? null : tile(count(reading.transfers), "transfers running"),
+      ...(reading.transfers === undefined
+        ? []
+        : [tile(count(reading.transfers), "transfers running")]),
     );
     const x = part.history.map(({ at }) => at - now);
     rate.update({
