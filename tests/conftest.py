@@ -1,10 +1,18 @@
-"""Hypothesis profiles, and a closing line that says which tests were left out."""
+"""Hypothesis profiles, Triton's interpreter, and a closing line about the tests left out."""
 
+import importlib.util
 import os
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Triton reads this once, at its first import: before any test module, or it is too late for all.
+if importlib.util.find_spec("torch"):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 OPT_IN_MARKERS = ("gpu", "slow", "vllm")
 

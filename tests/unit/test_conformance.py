@@ -1,7 +1,5 @@
 """The conformance kit tells kernels that honour strides from kernels that do not."""
 
-import os
-
 import pytest
 import torch
 
@@ -13,10 +11,6 @@ from kvstow.plan.pack import packed
 from kvstow.plan.spec import DType
 from kvstow.testing.attention import check_attention, check_in_place
 from planning import attention, recurrent
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 DEFAULT = Alignment()
 

@@ -1,7 +1,5 @@
 """Copies inside one machine: byte-exact, nothing else touched, refused before anything moves."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -20,9 +18,6 @@ from kvstow.plan.moves import Moves
 from kvstow.plan.pack import packed
 from kvstow.testing.patterns import fill, pattern
 from planning import attention
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def flat(num_slabs: int = 8, order: str = "BLHNC") -> Layout:

@@ -1,7 +1,6 @@
 """One number for what blocks hold. The oracle is the definition in docs/concepts/digest.md,
 written out in Python integers over a dictionary of logical bytes."""
 
-import os
 from hashlib import blake2b
 
 import numpy as np
@@ -33,9 +32,6 @@ from kvstow.plan.spec import (
 )
 from planning import attention
 from strategies import group_bytes, listed, models, served, value
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MASK = (1 << 64) - 1
 
