@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """How long the ledger takes: µs per operation, rows and tokens per second.
 
     python -P bench/blocks.py [--json FILE]
@@ -6,10 +7,14 @@ Every figure is the best of many rounds in one process. `scaling` repeats the ma
 on pools of 10³ to 10⁶ rows and with a full cache, so that growth would show as a ratio.
 """
 
+import os
+import sys
+
+sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+
 import argparse
 import json
 import platform
-import sys
 import timeit
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """How long routes take: to compile, and to expand into moves.
 
     python bench/route.py [--json FILE]
@@ -6,10 +7,14 @@ Every figure is the best of several rounds in one process. Expansion is given fo
 that are scattered and for ids in one run, where moves of neighbours are joined.
 """
 
+import os
+import sys
+
+sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+
 import argparse
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path

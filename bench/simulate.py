@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """What slabs are worth: concurrency and waste against the union of all groups, and runs.
 
     python -P bench/simulate.py [--json FILE] [--steps N] [--churn-seconds S] [--part PART …]
@@ -7,10 +8,14 @@
 `churn`      an hour at 90 % load: how many runs a newly admitted request's rows make
 """
 
+import os
+import sys
+
+sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+
 import argparse
 import json
 import platform
-import sys
 import time
 from pathlib import Path
 

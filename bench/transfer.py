@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """Pulls between two processes over NIXL against NIXL alone, on one host and over TCP.
 
     PYTHONPATH=src python bench/transfer.py --json bench/results/transfer.json
@@ -5,11 +6,15 @@
 Each path runs in a process of its own: what NIXL may use is fixed when it is loaded.
 """
 
-import json
-import subprocess
+import os
 import sys
 
-from machine import arguments, write
+sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+
+import json
+import subprocess
+
+from bench.machine import arguments, write
 
 
 def run(*options: str) -> dict[str, object]:
