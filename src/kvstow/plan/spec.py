@@ -16,6 +16,7 @@ carry their own axes).
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -60,7 +61,7 @@ _BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Extent:
     """The part of one of the whole model's axes that a rank holds.
 
@@ -88,12 +89,12 @@ class Extent:
                 f"parts of [0, {self.total})"
             )
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(hi - lo for lo, hi in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Field:
     """One named array inside every cell, C-contiguous over `axes`, outermost first."""
 
@@ -110,12 +111,12 @@ class Field:
                 f"fill whole bytes\n\nhint: make {self.axes[-1].name!r} even"
             )
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes in elements."""
         return tuple(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.bits // 8
 
@@ -168,7 +169,7 @@ class Encoder:
 Retention = Full | Window | Chunk | Sink | State | Encoder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One cache-owning module: what a page of it holds, and for how long.
 
@@ -214,7 +215,7 @@ class LayerSpec:
     def tokens_per_state(self) -> int:
         return self.block_tokens // self.states
 
-    @property
+    @cached_property
     def field_offsets(self) -> dict[str, int]:
         """Where each field starts inside a cell: in order, each on its natural alignment."""
         offsets: dict[str, int] = {}
@@ -224,22 +225,22 @@ class LayerSpec:
             end = offsets[field.name] + field.nbytes
         return offsets
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Bytes of the largest element: every cell starts at a multiple of it."""
         return max(field.dtype.unit for field in self.fields)
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         last = self.fields[-1]
         return align_up(self.field_offsets[last.name] + last.nbytes, self.unit)
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of one page before alignment: heads × states × cell."""
         return self.heads.size * self.states * self.cell_bytes
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page, padded as the kernel demands."""
         return align_up(self.payload_bytes, self.align)
