@@ -18,6 +18,8 @@ class Cache:
     heads: int
     dim: int
     tokens: int
+    tensors: int = 2
+    """Tensors a per-layer engine has for each layer: K and V apart, or one."""
 
     @property
     def page_bytes(self) -> int:
@@ -27,25 +29,40 @@ class Cache:
     def row_bytes(self) -> int:
         return self.num_layers * self.page_bytes
 
+    @property
+    def num_tensors(self) -> int:
+        return self.num_layers * self.tensors
+
     def layout(self, order: Order, num_blocks: int) -> Layout:
-        content = (Extent.whole("content", self.dim),)
-        layers = [
-            LayerSpec(
-                name=f"layers.{i}",
-                retention=Full(),
-                block_tokens=self.tokens,
-                states=self.tokens,
-                heads=Extent.whole("head", self.heads),
-                fields=(Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content)),
-            )
-            for i in range(self.num_layers)
-        ]
+        """Whole layers, K and V in the content axis."""
+        layers = [self._layer(f"layers.{i}", ("k", "v")) for i in range(self.num_layers)]
         return packed(grouped(layers), num_slabs=num_blocks, site=Site(order=order))
+
+    def per_layer(self, num_blocks: int) -> Layout:
+        """The same bytes as engines allocate them: one tensor after the other, `LBHNC`."""
+        fields = (("k",), ("v",)) if self.tensors == 2 else (("k", "v"),)
+        layers = [
+            self._layer(f"layers.{i}.{names[0]}", names)
+            for i in range(self.num_layers)
+            for names in fields
+        ]
+        return packed(grouped(layers), num_slabs=num_blocks, site=Site(order="LBHNC"))
+
+    def _layer(self, name: str, fields: tuple[str, ...]) -> LayerSpec:
+        content = (Extent.whole("content", self.dim),)
+        return LayerSpec(
+            name=name,
+            retention=Full(),
+            block_tokens=self.tokens,
+            states=self.tokens,
+            heads=Extent.whole("head", self.heads),
+            fields=tuple(Field(field, DType.BFLOAT16, content) for field in fields),
+        )
 
 
 CACHES = (
     Cache("gpt-oss-20b, 12 layers", 12, 8, 64, 16),
-    Cache("92 × 16 KiB (V4-Pro before packing)", 92, 2, 128, 16),
+    Cache("92 × 16 KiB (V4-Pro before packing)", 92, 2, 128, 16, tensors=1),
     Cache("Llama-3.1-8B", 32, 8, 128, 16),
     Cache("Mistral-Small-24B", 40, 8, 128, 16),
 )

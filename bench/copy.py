@@ -4,9 +4,9 @@
     PYTHONPATH=src python bench/copy.py --json bench/results/copy_h200.json
 
 Everything is a ratio within one run: to one big copy of as many bytes, and to per-layer segments
-of the same bytes. Between host and device, times are from the call of `copy` to the return of
-`wait`, submission included; inside the device, they are the device's own, with the host's part
-beside them.
+of the same bytes, K and V apart as engines have them. Between host and device, times are from the
+call of `copy` to the return of `wait`, submission included; inside the device, they are the
+device's own, with the host's part beside them.
 """
 
 import os
@@ -104,12 +104,13 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
     straight = np.arange(1, count + 1)
     found: dict[str, object] = {"row_bytes": cache.row_bytes, "rows": count}
     measured: dict[str, dict[str, float]] = {"d2h": {}, "h2d": {}}
-    for order in ("BLHNC", "LBHNC"):
-        layout = cache.layout(order, 2 * count + 1)
+    blocks = 2 * count + 1
+    for layout in (cache.layout("BLHNC", blocks), cache.per_layer(blocks)):
+        packed = layout.order == "BLHNC"
         device, host = filled(layout, on_device=True), filled(layout, on_device=False)
         moves = row_moves(layout, 0, ids, others)
         for name, a, b in (("d2h", device, host), ("h2d", host, device)):
-            if order == "BLHNC":
+            if packed:
                 actions = {"big": big(a, b, count * cache.row_bytes)}
                 actions |= {f"rows {m}": moved(a, b, moves, m) for m in (*METHODS, "auto")}
                 actions |= {f"rows batch on {n} streams": moved(a, b, moves, "batch", n)
@@ -121,11 +122,11 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
                 actions = {f"segments {m}": moved(a, b, moves, m)
                            for m in ("batch", "kernel", "staged", "auto")}  # fmt: skip
                 measured[name] |= rates(actions, min(repeats, 5))
-                few = some(moves, LOOP_ROWS * cache.num_layers)
+                few = some(moves, LOOP_ROWS * cache.num_tensors)
                 loops = {"segments plain": moved(a, b, few, "plain"),
                          "segments torch loop": looped(a, b, few)}  # fmt: skip
                 measured[name] |= rates(loops, 3)
-        if order == "BLHNC":
+        if packed:
             found["both_ways"] = both_ways(layout, device, host, moves, repeats)
         host.close()
         device.close()
