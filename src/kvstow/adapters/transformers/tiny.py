@@ -29,22 +29,32 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 257,
     "eos_token_id": 258,
 }
-_MLA = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
+_MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_GROUPED_EXPERTS = {
     "n_routed_experts": 4,
     "n_group": 2,
     "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+_MLA = (
+    _MOE
+    | _GROUPED_EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+    }
+)
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -56,8 +66,21 @@ _MAMBA2 = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": _MOE,
+    "phi": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": _MOE | _GROUPED_EXPERTS,
+    "mistral_full": {"model_type": "mistral", "sliding_window": None},
     "mistral": {"sliding_window": 24},
+    "phi3": {"sliding_window": 24},
+    "gemma2": {
+        "sliding_window": 24,
+        "tie_word_embeddings": False,
+        "query_pre_attn_scalar": 8,
+    },
     "gemma3_text": {
         "sliding_window": 24,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
@@ -71,6 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "llama4_text": {"attention_chunk_size": 24},
+    "deepseek_v2": _MLA | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
     "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 1024},
     "qwen3_next": {
@@ -95,23 +119,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bamba": _MAMBA2 | {"attn_layer_indices": [1, 3]},
     "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
+    "nemotron_h": {
+        "layers_block_type": [
+            "linear_attention",
+            "moe",
+            "full_attention",
+            "mlp",
+            "linear_attention",
+        ],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    }
+    | _MOE
+    | _GROUPED_EXPERTS,
+    "kimi_linear": _MLA
+    | {
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+        ],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
 }
-"""What distinguishes each family; dense, sliding, chunked, latent, sparse, recurrent, mixed."""
+"""What distinguishes each family; dense, sliding, chunked, latent, sparse, recurrent, mixed.
 
-EAGER = frozenset({"gpt_oss"})
-"""Families without an attention of torch's own: their sinks need the plain one."""
+A second member of a family names its `model_type`.
+"""
 
 
 def tiny_model(family: str, *, seed: int = 0) -> PreTrainedModel:
     """A model of the family with weights drawn from `seed`."""
     if family not in FAMILIES:
         raise ModelError(f"no tiny {family!r}\n\nhint: one of {', '.join(FAMILIES)}")
-    config = AutoConfig.for_model(family, **(_COMMON | FAMILIES[family]))
-    attention = "eager" if family in EAGER else "sdpa"
+    given = {"model_type": family} | _COMMON | FAMILIES[family]
+    config = AutoConfig.for_model(**given)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
