@@ -1,4 +1,5 @@
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks, StoreError
 from kvstow.memory.arena import Arena
+from kvstow.memory.copy import copy
 from kvstow.offload.admission import SecondTouch
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.faulty import Fails, FaultyFiles
@@ -290,23 +292,184 @@ def test_a_full_line_refuses_and_changes_nothing(setting):
     assert first.result(20).all()
 
 
-def test_a_load_overtakes_stores_that_wait_longer():
-    line = Line(max_parts=100, max_bytes=1 << 40, others=2)
-    order = []
+def line_of(urgent=Kind.LOAD, *, others=2):
+    return Line(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
 
-    def run(job, positions):
-        order.append((job.kind, len(job.keys)))
 
-    for kind, count in ((Kind.DEMOTE, 1), (Kind.STORE, 9), (Kind.STORE, 2), (Kind.PREFETCH, 5),
-                        (Kind.LOAD, 7), (Kind.LOAD, 3)):  # fmt: skip
-        line.put(Job(kind, 0, [b"k"] * count, np.arange(count)), 10, 100, run)
-    while len(line):
-        part = line.take()
-        part.run(part.job, part.positions)
+def put(line, kind, count, rows_per_part=100):
+    job = Job(kind, 0, [b"k"] * count, np.arange(count))
+    line.put(job, 10, rows_per_part)
+    return job
+
+
+def test_a_line_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older():
+    for urgent, other in ((Kind.LOAD, Kind.PREFETCH), (Kind.STORE, Kind.DEMOTE)):
+        line = line_of(urgent)
+        for kind, count in ((other, 1), (urgent, 9), (urgent, 2), (other, 5), (urgent, 9)):
+            put(line, kind, count)
+        order = []
+        while len(line):
+            part = line.take()
+            order.append((part.job.kind, len(part.job.keys)))
+            line.done(part)
+        assert order == [(urgent, 2), (urgent, 9), (urgent, 9), (other, 1), (other, 5)]
+        assert line.nbytes == 0
+
+
+def test_a_small_job_overtakes_a_large_one_that_has_begun():
+    line = line_of()
+    large = put(line, Kind.LOAD, 9, rows_per_part=3)
+    taken = [line.take()]
+    small = put(line, Kind.LOAD, 2)
+    taken += [line.take() for _ in range(3)]
+    assert [part.job for part in taken] == [large, small, large, large]
+    assert [part.positions for part in taken if part.job is large] == [
+        slice(0, 3), slice(3, 6), slice(6, 9),
+    ]  # fmt: skip
+    for part in taken:
         line.done(part)
-    assert order == [(Kind.LOAD, 3), (Kind.LOAD, 7), (Kind.PREFETCH, 5), (Kind.STORE, 2),
-                     (Kind.STORE, 9), (Kind.DEMOTE, 1)]  # fmt: skip
-    assert line.nbytes == 0
+    assert line.nbytes == len(line) == 0
+
+
+def test_the_less_urgent_kind_leaves_workers_to_the_urgent_one():
+    line = line_of(Kind.STORE, others=1)
+    first, second = put(line, Kind.DEMOTE, 1), put(line, Kind.DEMOTE, 1)
+    running = line.take()
+    assert running.job is first
+    waiting = []
+    thread = threading.Thread(target=lambda: waiting.append(line.take()))
+    thread.start()
+    store = put(line, Kind.STORE, 1)
+    thread.join(20)
+    assert [part.job for part in waiting] == [store]  # not the second demotion
+    line.done(running)
+    assert line.take().job is second
+
+
+# ── both directions at once ───────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Every copy of a mover calls `copies.before(source, destination)` first."""
+
+    class Copies:
+        before = staticmethod(lambda source, destination: None)
+
+    def watched(source, destination, *arguments, **options):
+        Copies.before(source, destination)
+        return copy(source, destination, *arguments, **options)
+
+    monkeypatch.setattr("kvstow.offload.mover.copy", watched)
+    return Copies
+
+
+def test_stores_and_loads_copy_at_the_same_time(setting, copies):
+    layout, arena, _, _, make = setting
+    row, workers = layout.row_bytes(0), 3
+    mover = make(below=None, limits=Limits(workers=workers, part_bytes=2 * row))
+    ids = ids_of(layout, 0, 12)
+    assert mover.store(0, ids[:6], keys_of(0, ids[:6])).result(20).all()
+    want = [row_bytes(layout, 0, int(i), arena.bytes.numpy()).copy() for i in ids[:6]]
+    meeting = threading.Barrier(2 * workers)  # all of them are in a copy, or it breaks
+    copies.before = lambda source, destination: meeting.wait(20)
+    store = mover.store(0, ids[:6], [b"again%d" % i for i in range(6)])
+    load = mover.load(0, keys_of(0, ids[:6]), ids[6:])
+    assert store.result(30).all()
+    assert load.result(30).all()
+    for i, row in zip(ids[6:], want, strict=True):
+        assert (row_bytes(layout, 0, int(i), arena.bytes.numpy()) == row).all()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_no_more_parts_than_workers_are_under_way_in_a_direction(setting, copies, workers):
+    layout, _, _, _, make = setting
+    mover = make(below=None, limits=Limits(workers=workers, part_bytes=1))
+    now, most, lock = {}, {}, threading.Lock()
+
+    def before(source, destination):
+        with lock:
+            now[source] = now.get(source, 0) + 1
+            most[source] = max(most.get(source, 0), now[source])
+        time.sleep(0.002)
+        with lock:
+            now[source] -= 1
+
+    copies.before = before
+    ids = ids_of(layout, 0, 20)
+    assert mover.store(0, ids, keys_of(0, ids)).result(20).all()
+    jobs = [mover.load(0, keys_of(0, ids), ids), mover.store(0, ids, keys_of(1, ids))]
+    assert all(job.result(20).all() for job in jobs)
+    assert max(most.values()) <= workers
+    assert len(most) == 2
+
+
+def test_blocked_stores_do_not_hold_up_a_load(setting, copies):
+    layout, _, host, _, make = setting
+    mover = make(below=None, limits=Limits(workers=2, part_bytes=1))
+    ids = ids_of(layout, 0, 12)
+    mover.store(0, ids[:4], keys_of(0, ids[:4])).result(20)
+    go = threading.Event()
+    copies.before = lambda source, destination: destination is not host.arena or go.wait(20)
+    store = mover.store(0, ids, keys_of(1, ids))
+    try:
+        for _ in range(5):
+            assert mover.load(0, keys_of(0, ids[:4]), ids[:4]).result(10).all()
+        assert not store.moved.any()
+        assert not store.over
+    finally:
+        go.set()
+    assert store.result(20).all()
+
+
+def test_blocked_loads_do_not_hold_up_a_store(setting):
+    layout, _, host, below, make = setting
+    mover = make(limits=Limits(workers=2, part_bytes=1))
+    below.rows |= {(0, b"%d" % i): np.full(host.layout.row_bytes(0), i, np.uint8)
+                   for i in range(6)}  # fmt: skip
+    ids = ids_of(layout, 0, 12)
+    below.go.clear()
+    loads = [mover.load(0, [b"%d" % i], ids[i : i + 1]) for i in range(6)]
+    ahead = mover.prefetch(0, [b"5"])
+    assert mover.store(0, ids[6:], keys_of(0, ids[6:])).result(10).all()
+    assert not any(job.over for job in (*loads, ahead))
+    below.go.set()
+    assert all(job.result(20).all() for job in loads)
+
+
+def test_blocked_demotion_does_not_hold_up_a_store(setting):
+    layout, _, _, below, make = setting
+    mover = make(limits=Limits(workers=2, part_bytes=1))
+    ids = ids_of(layout, 0, 12)
+    below.go.clear()
+    for i in ids:
+        assert mover.store(0, [i], keys_of(0, [i])).result(10).all()
+    assert below.stores == []
+    below.go.set()
+    assert mover.drain(20)
+    assert sorted(below.stores) == sorted(keys_of(0, ids))
+
+
+def test_each_direction_has_bounds_of_its_own(setting, copies):
+    layout, _, host, _, make = setting
+    row = host.layout.row_bytes(0)
+    mover = make(below=None, limits=Limits(workers=1, max_bytes=3 * row, part_bytes=1))
+    ids = ids_of(layout, 0, 4)
+    mover.store(0, ids[:3], keys_of(0, ids[:3])).result(20)
+    assert mover.drain(20)
+    go = threading.Event()
+    copies.before = lambda source, destination: go.wait(20)
+    try:
+        store = mover.store(0, ids[:3], keys_of(1, ids[:3]))
+        with pytest.raises(StoreError, match="line is full"):
+            mover.store(0, ids[:1], [b"more"])
+        load = mover.load(0, keys_of(0, ids[:3]), ids[1:])
+        with pytest.raises(StoreError, match="line is full"):
+            mover.load(0, keys_of(0, ids[:1]), ids[:1])
+    finally:
+        go.set()
+    assert store.result(20).all()
+    assert load.result(20).all()
 
 
 def test_a_load_does_not_wait_for_demotion_to_end(setting):
@@ -374,13 +537,14 @@ def test_a_job_that_ends_before_its_submission_returns_is_reaped_once(setting):
     layout, _, _host, _, make = setting
     pool = Pool(layout)
     mover = make(pool=pool)
-    put = mover._line.put
+    line = mover._lines[False]
+    put = line.put
 
     def slow_put(job, *arguments):
         put(job, *arguments)
         assert job.wait(20)  # a worker was faster than the thread that submits
 
-    mover._line.put = slow_put
+    line.put = slow_put
     blocks = pool.hold(0, 2)
     job = mover.store(0, blocks, keys_of(0, blocks))
     assert mover.reap() == (job,)

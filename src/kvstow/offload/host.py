@@ -7,6 +7,7 @@ and held rows are never given up.
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from threading import RLock
 
 import numpy as np
@@ -29,7 +30,6 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
-    firsts,
 )
 from kvstow.plan.layout import Layout
 
@@ -89,7 +89,7 @@ class HostTier:
         checked_keys(self.layout, group, keys)
         ids = self._ids[group]
         with self._lock:
-            return np.fromiter((key in ids for key in keys), bool, len(keys))
+            return np.fromiter(map(ids.__contains__, keys), bool, len(keys))
 
     def views(self, group: int, ids: Ints) -> list[Bytes]:
         """The bytes of rows, in place."""
@@ -107,31 +107,40 @@ class HostTier:
         """
         checked_keys(self.layout, group, keys)
         with self._lock:
-            absent = np.fromiter((key not in self._ids[group] for key in keys), bool, len(keys))
-            new = [keys[i] for i in firsts(keys, absent)]
+            known = self._ids[group]
+            new = [key for key in dict.fromkeys(keys) if key not in known]
             ids = self._room(group, new)
             self._slots.pins[group][ids] += 1
             return Reservation(group, tuple(new[: len(ids)]), ids)
 
     def keep(self, reservation: Reservation, filled: Bools | None = None) -> None:
         """The rows hold what their keys say; those not `filled` are given back."""
-        group, ids = reservation.group, reservation.ids
-        done = np.ones(len(ids), bool) if filled is None else filled
+        group, rows, keys = reservation.group, reservation.ids, reservation.keys
+        nobodys = rows[:0]
         with self._lock:
-            kept: list[int] = []
-            for key, row, good in zip(reservation.keys, ids.tolist(), done.tolist(), strict=True):
-                if good and key not in self._ids[group]:
-                    self._ids[group][key] = row
-                    self._keys[group][row] = key
-                    kept.append(row)
-            self._slots.pins[group][ids] -= 1
-            rows = np.array(kept, np.int64)
-            self._policies[group].size = max(1, self._slots.num_rows(group))
-            self._policies[group].insert(rows, [mark(self._keys[group][row]) for row in kept])
-            self._slots.touch(group, rows)
-            self._slots.give_back(group, np.setdiff1d(ids, rows))
-        nbytes = len(kept) * self.layout.row_bytes(group)
-        self._counter.add(Counts(stored_rows=len(kept), stored_bytes=nbytes))
+            self._slots.pins[group][rows] -= 1
+            if filled is not None or not self._ids[group].keys().isdisjoint(keys):
+                good = self._still_wanted(reservation, filled)
+                keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
+                rows, nobodys = rows[good], rows[~good]
+            self._enter(group, keys, rows)
+            self._slots.give_back(group, nobodys)
+        nbytes = len(keys) * self.layout.row_bytes(group)
+        self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
+
+    def _still_wanted(self, reservation: Reservation, filled: Bools | None) -> Bools:
+        """Which rows are filled, and not brought by somebody else meanwhile."""
+        known = self._ids[reservation.group]
+        new = np.array([key not in known for key in reservation.keys], bool)
+        return new if filled is None else new & filled
+
+    def _enter(self, group: int, keys: Sequence[bytes], rows: Ints) -> None:
+        numbers = rows.tolist()
+        self._ids[group].update(zip(keys, numbers, strict=True))
+        self._keys[group].update(zip(numbers, keys, strict=True))
+        self._policies[group].size = max(1, self._slots.num_rows(group))
+        self._policies[group].insert(rows, map(mark, keys))
+        self._slots.touch(group, rows)
 
     def abandon(self, reservation: Reservation) -> None:
         """The rows were not filled."""
@@ -157,9 +166,9 @@ class HostTier:
         """Which keys are here, and their rows, which stay as they are until the end."""
         checked_keys(self.layout, group, keys)
         with self._lock:
-            found = [self._ids[group].get(key) for key in keys]
-            mask = np.array([row is not None for row in found], bool)
-            ids = np.array([row for row in found if row is not None], np.int64)
+            found = np.array(list(map(self._ids[group].get, keys, repeat(-1))), np.int64)
+            mask = found >= 0
+            ids = found[mask]
             np.add.at(self._slots.pins[group], ids, 1)
             self._policies[group].touch(ids)
             self._slots.touch(group, ids)
@@ -204,7 +213,7 @@ class HostTier:
         while len(found) < len(keys) and self._take_over(group, older_than_own=True):
             found = np.append(found, self._slots.take_free(group, len(keys) - len(found)))
         if len(found) < len(keys):
-            marks = [mark(key) for key in keys[len(found) :]]
+            marks = map(mark, keys[len(found) :])
             victims = self._policies[group].victims(marks, self._slots.pins[group] > 0)
             self._forget(group, victims)
             found = np.append(found, self._slots.take_free(group, len(victims)))
@@ -221,8 +230,9 @@ class HostTier:
         return True
 
     def _forget(self, group: int, rows: Ints) -> None:
+        ids, keys = self._ids[group], self._keys[group]
         for row in rows.tolist():
-            del self._ids[group][self._keys[group].pop(row)]
+            del ids[keys.pop(row)]
         self._slots.give_back(group, rows)
         self._counter.add(Counts(evicted_rows=len(rows)))
 

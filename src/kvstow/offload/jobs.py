@@ -1,12 +1,15 @@
-"""Jobs of a mover, and the line they stand in.
+"""Jobs of a mover, and the lines they stand in.
 
-Loads go before read-ahead, read-ahead before stores, stores before demotion; within a kind
-the smaller job first, then the older. Long jobs stand in line in parts, so that a load waits
-for one part of a store at most.
+    inward    loads, then read-ahead
+    outward   stores, then demotion
+
+Each direction has a line and workers of its own, so neither waits for the other. Within a kind
+the smaller job goes first, then the older. Long jobs are cut into parts when their turn comes, so
+that a job waits for the parts under way at most.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import count
@@ -25,6 +28,11 @@ class Kind(IntEnum):
     PREFETCH = 1
     STORE = 2
     DEMOTE = 3
+
+    @property
+    def inward(self) -> bool:
+        """Whether bytes come up, towards the arena."""
+        return self <= Kind.PREFETCH
 
 
 class State(StrEnum):
@@ -117,33 +125,50 @@ class Job:
             return self._parts == 0
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a job in line: the positions of its keys."""
+    """A piece of a job under way: the positions of its keys."""
+
+    job: Job
+    positions: slice
+    nbytes: int
+
+
+@dataclass(slots=True, order=True)
+class _Standing:
+    """A job in line, and the parts that are left of it."""
 
     kind: Kind
     nbytes: int
     number: int
     job: Job = field(compare=False)
-    positions: slice = field(compare=False)
-    part_bytes: int = field(compare=False)
-    run: Callable[[Job, slice], None] = field(compare=False)
+    row_bytes: int = field(compare=False)
+    cuts: list[slice] = field(compare=False)
+    """What is left, the last part first."""
+
+    def cut(self) -> Part:
+        positions = self.cuts.pop()
+        return Part(self.job, positions, (positions.stop - positions.start) * self.row_bytes)
 
 
 class Line:
-    """Parts of jobs, the most urgent first, within bounds."""
+    """Jobs of one direction, the most urgent first, within bounds."""
 
-    def __init__(self, *, max_parts: int, max_bytes: int, others: int) -> None:
+    def __init__(self, *, urgent: Kind, others: int, max_parts: int, max_bytes: int) -> None:
+        self._urgent = urgent
+        self._others = others
+        """How many parts that are less urgent than `urgent` may be under way at a time."""
         self._max_parts = max_parts
         self._max_bytes = max_bytes
-        self._others = others
-        """How many workers may do anything but loads at a time."""
-        self._heap: list[Part] = []
+        self._heap: list[_Standing] = []
+        self._num_parts = 0
         self._nbytes = 0
         self._busy = 0
         self._numbers = count()
         self._closed = False
-        self._changed = Condition()
+        self._lock = Lock()
+        self._ready = Condition(self._lock)
+        self._empty = Condition(self._lock)
 
     @property
     def nbytes(self) -> int:
@@ -151,65 +176,76 @@ class Line:
         return self._nbytes
 
     def __len__(self) -> int:
-        return len(self._heap)
+        """Parts that stand in line."""
+        return self._num_parts
 
-    def put(
-        self, job: Job, row_bytes: int, rows_per_part: int, run: Callable[[Job, slice], None]
-    ) -> None:
+    def put(self, job: Job, row_bytes: int, rows_per_part: int) -> None:
         """The whole job stands in line, or none of it: raises StoreError when it is full."""
-        cuts = range(0, len(job.keys), rows_per_part)
+        starts = range(0, len(job.keys), rows_per_part)
         nbytes = len(job.keys) * row_bytes
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StoreError("the mover is closed", blocks=job.blocks)
-            if len(self._heap) + len(cuts) > self._max_parts or (
+            if self._num_parts + len(starts) > self._max_parts or (
                 self._nbytes and self._nbytes + nbytes > self._max_bytes
             ):
                 raise StoreError(
-                    f"the mover's line is full: {len(self._heap)} of {self._max_parts} parts, "
+                    f"the mover's line is full: {self._num_parts} of {self._max_parts} parts, "
                     f"{self._nbytes} of {self._max_bytes} bytes\n\n"
                     "hint: wait for jobs, or give the mover larger limits",
                     blocks=job.blocks,
                 )
-            job.planned(len(cuts))
-            for lo in cuts:
-                positions = slice(lo, min(lo + rows_per_part, len(job.keys)))
-                part_bytes = (positions.stop - lo) * row_bytes
-                part = Part(job.kind, nbytes, next(self._numbers), job, positions, part_bytes, run)
-                heapq.heappush(self._heap, part)
+            job.planned(len(starts))
+            if not len(starts):
+                return
+            cuts = [slice(at, min(at + rows_per_part, len(job.keys))) for at in reversed(starts)]
+            heapq.heappush(
+                self._heap, _Standing(job.kind, nbytes, next(self._numbers), job, row_bytes, cuts)
+            )
+            self._num_parts += len(cuts)
             self._nbytes += nbytes
-            self._changed.notify_all()
+            self._ready.notify(len(cuts))
 
     def take(self) -> Part | None:
         """The next part, when there is one that may run; None when the line is closed."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
-                if self._heap and self._may_run(self._heap[0]):
-                    part = heapq.heappop(self._heap)
-                    self._busy += part.kind > Kind.LOAD
-                    return part
-                self._changed.wait()
+                if self._heap and self._may_run(self._heap[0].kind):
+                    return self._taken()
+                self._ready.wait()
             return None
 
-    def _may_run(self, part: Part) -> bool:
-        return part.kind == Kind.LOAD or self._busy < self._others
+    def _may_run(self, kind: Kind) -> bool:
+        return kind <= self._urgent or self._busy < self._others
+
+    def _taken(self) -> Part:
+        first = self._heap[0]
+        part = first.cut()
+        if not first.cuts:
+            heapq.heappop(self._heap)
+        self._num_parts -= 1
+        self._busy += first.kind > self._urgent
+        return part
 
     def done(self, part: Part) -> None:
         """A part that was taken is over."""
-        with self._changed:
-            self._busy -= part.kind > Kind.LOAD
-            self._nbytes -= part.part_bytes
-            self._changed.notify_all()
+        with self._lock:
+            self._busy -= part.job.kind > self._urgent
+            self._nbytes -= part.nbytes
+            self._ready.notify()
+            if not self._nbytes:
+                self._empty.notify_all()
 
     def close(self) -> list[Part]:
         """Nobody takes or puts any more; what was left."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            left, self._heap = self._heap, []
-            self._changed.notify_all()
+            left = [standing.cut() for standing in self._heap for _ in tuple(standing.cuts)]
+            self._heap, self._num_parts = [], 0
+            self._ready.notify_all()
             return left
 
     def wait_empty(self, timeout: float | None = None) -> bool:
         """Whether nothing stands in line or runs, within so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._nbytes == 0, timeout)
+        with self._lock:
+            return self._empty.wait_for(lambda: self._nbytes == 0, timeout)

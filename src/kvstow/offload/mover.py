@@ -6,12 +6,20 @@
 
 A job's blocks are held (where a pool is given) from submission until `reap`, so none of them is
 handed out for writing while bytes move. A job that fails names its blocks; nothing else stops.
+
+Inward and outward have workers, a line and a stream each. A worker submits a part's copy, waits
+for it and enters the result; meanwhile the direction's other workers submit the parts behind it:
+
+    copies     ├── part 0 ──┼── part 1 ──┼── part 2 ──┼── part 3 ─
+    worker 0   submit ····· enter, submit ············ enter, …
+    worker 1     submit ················ enter, submit ····
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
+from time import monotonic
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +30,13 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.offload.admission import SecondTouch
 from kvstow.offload.bridge import Bridge, matching_group
+from kvstow.offload.fetch import Fetcher
 from kvstow.offload.host import HostTier
 from kvstow.offload.jobs import Job, Kind, Line, Part
 from kvstow.offload.policies import mark
 from kvstow.offload.queue import Bools, Ints
-from kvstow.offload.staging import Window
 from kvstow.offload.streams import Fences, fences
-from kvstow.offload.tier import Tier
+from kvstow.offload.tier import Tier, chosen
 from kvstow.plan.moves import Moves
 
 log = logging.getLogger("kvstow.offload")
@@ -43,7 +51,11 @@ class Holds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may be under way at a time."""
+    """How much may be under way at a time in each direction.
+
+    `workers` parts of about `part_bytes` are on their way, at least half of them loads or
+    stores where there are any; `max_parts` and `max_bytes` may stand in line.
+    """
 
     workers: int = 3
     max_bytes: int = 4 << 30
@@ -78,18 +90,22 @@ class Mover:
             for g in range(len(host.layout.groups)):
                 _check_same(host, below, g)
         self._fences: Fences = fences(arena)
-        self._line = Line(
-            max_parts=limits.max_parts, max_bytes=limits.max_bytes,
-            others=max(1, limits.workers - 1),
-        )  # fmt: skip
+        self._fetcher = Fetcher(arena, host, below, self._fences) if below is not None else None
+        self._lines = {
+            urgent.inward: Line(
+                urgent=urgent, others=max(1, limits.workers // 2),
+                max_parts=limits.max_parts, max_bytes=limits.max_bytes,
+            )
+            for urgent in (Kind.LOAD, Kind.STORE)
+        }  # fmt: skip
+        self._runs = {Kind.LOAD: self._load, Kind.PREFETCH: self._prefetch,
+                      Kind.STORE: self._store, Kind.DEMOTE: self._demote}  # fmt: skip
         self._lock = Lock()
-        self._window_lock = Lock()
-        self._windows: dict[int, Window] = {}
-        self._fetching: dict[tuple[int, bytes], Event] = {}
         self._finished: list[Job] = []
         self.skipped_demotions = 0
         self._threads = [
-            Thread(target=self._work, name=f"kvstow-mover-{i}", daemon=True)
+            Thread(target=self._work, args=(line,), name=f"kvstow-mover-{name}-{i}", daemon=True)
+            for line, name in ((self._lines[True], "in"), (self._lines[False], "out"))
             for i in range(limits.workers)
         ]
         for thread in self._threads:
@@ -126,13 +142,18 @@ class Mover:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Whether everything is over, demotion included, within so many seconds."""
-        return self._line.wait_empty(timeout)
+        end = None if timeout is None else monotonic() + timeout
+        return all(
+            line.wait_empty(None if end is None else max(0.0, end - monotonic()))
+            for line in self._lines.values()
+        )
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has."""
-        for part in self._line.close():
-            part.job.cancel()
-            self._end(part, ran=False, error=None)
+        for line in self._lines.values():
+            for part in line.close():
+                part.job.cancel()
+                self._end(part, ran=False, error=None)
         for thread in self._threads:
             thread.join()
         self.reap()
@@ -156,26 +177,27 @@ class Mover:
 
     def _queue(self, job: Job) -> None:
         row_bytes = self._host.layout.row_bytes(self._host_group[job.group])
-        run = {Kind.LOAD: self._load, Kind.PREFETCH: self._prefetch, Kind.STORE: self._store,
-               Kind.DEMOTE: self._demote}[job.kind]  # fmt: skip
-        self._line.put(job, row_bytes, max(1, self._limits.part_bytes // row_bytes), run)
+        rows_per_part = max(1, self._limits.part_bytes // row_bytes)
+        self._lines[job.kind.inward].put(job, row_bytes, rows_per_part)
         if not job.keys:  # no part will end it
             self._finish(job)
 
     # ── workers ───────────────────────────────────────────────────────────────────
 
-    def _work(self) -> None:
-        while (part := self._line.take()) is not None:
+    def _work(self, line: Line) -> None:
+        while (part := line.take()) is not None:
             ran = part.job.begun()
             error: StoreError | None = None
             if ran:
                 try:
-                    part.run(part.job, part.positions)
+                    self._runs[part.job.kind](part.job, part.positions)
                 except Exception as cause:
                     error = _named(part, cause)
                     log.warning("%s", error)
             self._end(part, ran=ran, error=error)
-            self._line.done(part)
+            if ran and error is None and part.job.kind is Kind.STORE:
+                self._begin_demotion(part.job, part.positions)
+            line.done(part)
 
     def _end(self, part: Part, *, ran: bool, error: StoreError | None) -> None:
         if part.job.ended(ran=ran, error=error):
@@ -189,16 +211,16 @@ class Mover:
     def _copied(self, job: Job, source: Arena, destination: Arena, moves: Moves) -> None:
         """Copy after the job's fence; wait until all bytes have arrived."""
         with self._fences.after(job) as stream:
-            copy(source, destination, moves, stream=stream).wait()
+            under_way = copy(source, destination, moves, stream=stream)
+        under_way.wait()
 
     def _store(self, job: Job, positions: slice) -> None:
         group = self._host_group[job.group]
         keys, ids = job.keys[positions], job.ids[positions]
-        block = dict(zip(keys, ids.tolist(), strict=True))
         reservation = self._host.reserve(group, keys)
         try:
-            sources = np.array([block[key] for key in reservation.keys], np.int64)
-            if len(sources):
+            if len(reservation.ids):
+                sources = _of(reservation.keys, keys, ids)
                 moves = self._bridges[job.group].out(sources, reservation.ids)
                 self._copied(job, self._arena, self._host.arena, moves)
         except BaseException:
@@ -206,36 +228,19 @@ class Mover:
             raise
         self._host.keep(reservation)
         job.moved[positions] = self._host.contains(group, keys)
-        self._begin_demotion(job.group, keys)
 
     def _load(self, job: Job, positions: slice) -> None:
+        group = self._host_group[job.group]
         keys, ids = job.keys[positions], job.ids[positions]
         moved = self._from_host(job, keys, ids)
-        if self._below is not None and not moved.all():
-            rest = _chosen(keys, ~moved)
-            self._fetch(self._host_group[job.group], rest)
+        if self._fetcher is not None and not moved.all():
+            rest = chosen(keys, ~moved)
+            self._fetcher.fetch(group, rest)
             moved[~moved] = self._from_host(job, rest, ids[~moved], count=False)
-        if self._below is not None and not moved.all():
-            moved[~moved] = self._directly(job, _chosen(keys, ~moved), ids[~moved])
+        if self._fetcher is not None and not moved.all():
+            rest = chosen(keys, ~moved)
+            moved[~moved] = self._fetcher.directly(job, group, rest, ids[~moved])
         job.moved[positions] = moved
-
-    def _directly(self, job: Job, keys: Sequence[bytes], ids: Ints) -> Bools:
-        """Bring rows from below past the host, which had no room for them; which."""
-        assert self._below is not None
-        found = np.zeros(len(keys), bool)
-        if not self._below.contains(self._host_group[job.group], keys).any():
-            return found
-        with self._window_lock, self._fences.after(job):
-            window = self._windows.get(job.group)
-            if window is None:
-                window = Window(self._arena, job.group, self._host.layout)
-                self._windows[job.group] = window
-            for lo in range(0, len(keys), window.num_rows):
-                part = slice(lo, min(lo + window.num_rows, len(keys)))
-                rows = window.room(ids[part])
-                found[part] = self._below.load(window.tier_group, keys[part], rows)
-                window.deliver(ids[part], found[part])
-        return found
 
     def _from_host(
         self, job: Job, keys: Sequence[bytes], ids: Ints, *, count: bool = True
@@ -253,55 +258,24 @@ class Mover:
     def _prefetch(self, job: Job, positions: slice) -> None:
         group = self._host_group[job.group]
         keys = job.keys[positions]
-        if self._below is not None:
+        if self._fetcher is not None:
             here = self._host.contains(group, keys)
-            self._fetch(group, _chosen(keys, ~here))
+            self._fetcher.fetch(group, chosen(keys, ~here))
         job.moved[positions] = self._host.contains(group, keys)
 
-    def _fetch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Bring rows from below to the host; those that another part is bringing are waited
-        for, not brought twice."""
-        assert self._below is not None
-        wanted = list(dict.fromkeys(keys))
-        with self._lock:
-            others = [self._fetching[group, key] for key in wanted
-                      if (group, key) in self._fetching]  # fmt: skip
-            mine = [key for key in wanted if (group, key) not in self._fetching]
-            arrived = Event()
-            self._fetching.update({(group, key): arrived for key in mine})
-        try:
-            self._fetch_mine(group, mine)
-        finally:
-            with self._lock:
-                for key in mine:
-                    del self._fetching[group, key]
-            arrived.set()
-        for other in others:
-            other.wait()
-
-    def _fetch_mine(self, group: int, keys: Sequence[bytes]) -> None:
-        assert self._below is not None
-        there = self._below.contains(group, keys)
-        reservation = self._host.reserve(group, _chosen(keys, there))
-        filled = np.zeros(len(reservation.ids), bool)
-        try:
-            rows = self._host.views(group, reservation.ids)
-            filled = self._below.load(group, reservation.keys, rows)
-        finally:
-            self._host.keep(reservation, filled)
-
-    def _begin_demotion(self, group: int, keys: Sequence[bytes]) -> None:
+    def _begin_demotion(self, job: Job, positions: slice) -> None:
         """Rows that are worth it go on to the tier below, when nothing else is to do."""
         if self._below is None:
             return
+        keys: Sequence[bytes] = job.keys[positions]
         if self._admission is not None:
             with self._lock:
                 admitted = self._admission.admits(np.array([mark(k) for k in keys], np.uint64))
-            keys = _chosen(keys, admitted)
+            keys = chosen(keys, admitted)
         if not keys:
             return
         try:
-            self._queue(Job(Kind.DEMOTE, group, keys, np.empty(0, np.int64)))
+            self._queue(Job(Kind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
         except StoreError:  # the line is full: a cache may forget
             self.skipped_demotions += len(keys)
 
@@ -310,12 +284,16 @@ class Mover:
         group = self._host_group[job.group]
         keys = job.keys[positions]
         with self._host.held(group, keys) as (mask, rows):
-            kept = self._below.store(group, _chosen(keys, mask), self._host.views(group, rows))
+            kept = self._below.store(group, chosen(keys, mask), self._host.views(group, rows))
         job.moved[positions][mask] = kept
 
 
-def _chosen(keys: Sequence[bytes], which: Bools) -> list[bytes]:
-    return [key for key, wanted in zip(keys, which, strict=True) if wanted]
+def _of(wanted: Sequence[bytes], keys: Sequence[bytes], ids: Ints) -> Ints:
+    """The blocks of the wanted keys, which are among `keys`."""
+    if len(wanted) == len(keys):  # all of them, in the same order
+        return ids
+    block = dict(zip(keys, ids.tolist(), strict=True))
+    return np.array([block[key] for key in wanted], np.int64)
 
 
 def _named(part: Part, cause: Exception) -> StoreError:
@@ -323,7 +301,7 @@ def _named(part: Part, cause: Exception) -> StoreError:
     ids = part.job.ids[part.positions].tolist()
     what = f"blocks {ids[:8]}{' …' if ids[8:] else ''}" if ids else f"{len(part.job.keys)} rows"
     return StoreError(
-        f"{part.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
+        f"{part.job.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
         blocks=tuple((part.job.group, block) for block in ids),
     )
 

@@ -1,8 +1,12 @@
-"""Ordering against compute: a job's copies start after what its submitter's stream had then."""
+"""Ordering against compute: a job's copies start after what its submitter's stream had then.
+
+Each direction has one stream, on which its copies stand one behind the other: the next part is
+there before the last one is over, and never behind a copy of the other direction.
+"""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import local
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -19,7 +23,12 @@ class Fences(Protocol):
         ...
 
     def after(self, job: Job) -> AbstractContextManager["torch.cuda.Stream | None"]:
-        """A stream of the calling thread, its current one meanwhile, behind the job's fence."""
+        """The stream of the job's direction, the thread's current one meanwhile, behind the
+        job's fence. Submit inside, wait outside: others of the direction submit after it."""
+        ...
+
+    def wait(self, job: Job) -> None:
+        """Return when what the job comes after is over."""
         ...
 
     def forget(self, job: Job) -> None:
@@ -41,17 +50,21 @@ class NoFences:
     def after(self, job: Job) -> AbstractContextManager["torch.cuda.Stream | None"]:
         return nullcontext(None)
 
+    def wait(self, job: Job) -> None:
+        pass
+
     def forget(self, job: Job) -> None:
         pass
 
 
 class CudaFences:
-    """One event per job, one stream per worker thread."""
+    """One event per job, one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: dict[int, torch.cuda.Event] = {}
-        self._mine = local()
+        self._streams = {inward: torch.cuda.Stream(device) for inward in (True, False)}
+        self._turns = {inward: Lock() for inward in (True, False)}
 
     def record(self, job: Job) -> None:
         event = torch.cuda.Event()
@@ -60,14 +73,17 @@ class CudaFences:
 
     @contextmanager
     def after(self, job: Job) -> Generator["torch.cuda.Stream | None"]:
-        if not hasattr(self._mine, "stream"):
-            self._mine.stream = torch.cuda.Stream(self._device)
-        stream: torch.cuda.Stream = self._mine.stream
+        stream, event = self._streams[job.kind.inward], self._events.get(id(job))
+        with self._turns[job.kind.inward]:
+            if event is not None:
+                stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                yield stream
+
+    def wait(self, job: Job) -> None:
         event = self._events.get(id(job))
         if event is not None:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield stream
+            event.synchronize()
 
     def forget(self, job: Job) -> None:
         self._events.pop(id(job), None)

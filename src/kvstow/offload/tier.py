@@ -9,6 +9,8 @@ keep a row; it promises never to return another one.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
+from operator import add, attrgetter
 from threading import Lock
 from typing import Protocol
 
@@ -61,9 +63,10 @@ class Counter:
 
     def add(self, more: Counts) -> None:
         with self._lock:
-            self._now = Counts(*(
-                getattr(self._now, name) + getattr(more, name) for name in Counts.__slots__
-            ))  # fmt: skip
+            self._now = Counts(*map(add, _numbers(self._now), _numbers(more)))
+
+
+_numbers = attrgetter(*Counts.__slots__)
 
 
 class Tier(Protocol):
@@ -108,9 +111,9 @@ def checked_keys(layout: Layout, group: int, keys: Sequence[bytes]) -> Sequence[
     """The keys, once it is certain that they are keys, and the group is a group."""
     if not 0 <= group < len(layout.groups):
         raise StoreError(f"no group {group}: the layout has {len(layout.groups)}")
-    for key in keys:
-        if not 1 <= len(key) <= MAX_KEY_BYTES:
-            raise StoreError(f"key {key.hex()!r} has {len(key)} bytes, not 1 to {MAX_KEY_BYTES}")
+    if not all(1 <= length <= MAX_KEY_BYTES for length in set(map(len, keys))):
+        key = next(key for key in keys if not 1 <= len(key) <= MAX_KEY_BYTES)
+        raise StoreError(f"key {key.hex()!r} has {len(key)} bytes, not 1 to {MAX_KEY_BYTES}")
     return keys
 
 
@@ -136,6 +139,11 @@ def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
             seen.add(keys[i])
             positions.append(i)
     return positions
+
+
+def chosen(keys: Sequence[bytes], which: Bools) -> list[bytes]:
+    """The keys at the positions that are true."""
+    return list(compress(keys, which.tolist()))
 
 
 def facts(tier: Tier) -> dict[str, float]:

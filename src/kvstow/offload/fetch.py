@@ -1,0 +1,76 @@
+"""Rows from the tier below: into the host tier, or past it where it has no room."""
+
+from collections.abc import Sequence
+from threading import Event, Lock
+
+import numpy as np
+
+from kvstow.memory.arena import Arena
+from kvstow.offload.host import HostTier
+from kvstow.offload.jobs import Job
+from kvstow.offload.queue import Bools, Ints
+from kvstow.offload.staging import Window
+from kvstow.offload.streams import Fences
+from kvstow.offload.tier import Tier, chosen
+
+
+class Fetcher:
+    """Brings rows up for one arena. Call from any thread."""
+
+    def __init__(self, arena: Arena, host: HostTier, below: Tier, fences: Fences) -> None:
+        self._arena, self._host, self._below = arena, host, below
+        self._fences = fences
+        self._lock = Lock()
+        self._fetching: dict[tuple[int, bytes], Event] = {}
+        self._window_lock = Lock()
+        self._windows: dict[int, Window] = {}
+
+    def fetch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Bring rows of a group of the host tier to the host, as far as there is room.
+
+        Those that another thread is bringing are waited for, not brought twice.
+        """
+        wanted = list(dict.fromkeys(keys))
+        with self._lock:
+            others = [self._fetching[group, key] for key in wanted
+                      if (group, key) in self._fetching]  # fmt: skip
+            mine = [key for key in wanted if (group, key) not in self._fetching]
+            arrived = Event()
+            self._fetching.update({(group, key): arrived for key in mine})
+        try:
+            self._fetch_mine(group, mine)
+        finally:
+            with self._lock:
+                for key in mine:
+                    del self._fetching[group, key]
+            arrived.set()
+        for other in others:
+            other.wait()
+
+    def _fetch_mine(self, group: int, keys: Sequence[bytes]) -> None:
+        there = self._below.contains(group, keys)
+        reservation = self._host.reserve(group, chosen(keys, there))
+        filled = np.zeros(len(reservation.ids), bool)
+        try:
+            rows = self._host.views(group, reservation.ids)
+            filled = self._below.load(group, reservation.keys, rows)
+        finally:
+            self._host.keep(reservation, filled)
+
+    def directly(self, job: Job, host_group: int, keys: Sequence[bytes], ids: Ints) -> Bools:
+        """Bring rows to blocks of the arena past the host, which had no room for them; which."""
+        found = np.zeros(len(keys), bool)
+        if not self._below.contains(host_group, keys).any():
+            return found
+        with self._window_lock:
+            window = self._windows.get(job.group)
+            if window is None:
+                window = Window(self._arena, job.group, self._host.layout)
+                self._windows[job.group] = window
+            for lo in range(0, len(keys), window.num_rows):
+                part = slice(lo, min(lo + window.num_rows, len(keys)))
+                rows = window.room(ids[part])
+                found[part] = self._below.load(window.tier_group, keys[part], rows)
+                self._fences.wait(job)
+                window.deliver(ids[part], found[part])
+        return found
