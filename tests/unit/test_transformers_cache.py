@@ -205,6 +205,29 @@ def test_states_in_scattered_rows_are_the_same_as_in_neighbouring_ones(family):
             assert torch.equal(mine, other)
 
 
+def test_a_recurrent_model_counts_its_tokens_and_resumes_from_any_block():
+    model = tiny_model("mamba2")
+    ids = torch.arange(23).unsqueeze(0)
+
+    def passes(cache, start, ends):
+        with torch.no_grad():
+            for end in ends:
+                logits = model(ids[:, start:end], cache_params=cache, use_cache=True).logits
+                start = end
+                assert cache.num_tokens == cache.get_seq_length() == end
+        return logits[0, -1]
+
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        with KvstowCache(memory, tokens=ids) as cache:
+            expected = passes(cache, 0, [2, *range(3, 11), 16, 18, 19, 20, 23])
+        for known, hit in ((9, 8), (17, 16), (23, 20)):
+            with KvstowCache(memory, tokens=ids[:, :known]) as cache:
+                assert cache.num_tokens == hit
+                found = passes(cache, hit, [hit + 1, 23])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        memory.ledger.check()
+
+
 def test_kept_sequences_go_on_as_if_the_others_had_never_been():
     model = tiny_model("falcon_h1")
     ids = torch.arange(33).view(3, 11)

@@ -9,9 +9,14 @@ Recurrent layers may come before that: they change the running rows before the l
 a chance to say that the states of now are to be copied aside. So where such a layer is the
 first that a pass touches, the rows are copied before it touches them, and what the ledger
 wants copied then comes from there.
+
+Where every layer is recurrent, nobody brings tokens. Then one layer, the first that was seen,
+counts them: a pass of several tokens says how many, and one that has only read the state by
+the time the next one begins was of a single token.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +50,9 @@ class Batch:
         self._lent: dict[tuple[str, str], Tensor] = {}
         self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
+        self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
+        self._clock = ""
+        self._uncounted = False
         self._before: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._before_tokens = -1
         if self.requests:
@@ -98,6 +106,7 @@ class Batch:
         self.num_tokens = self.hit_tokens = self._known = 0
         self._seen.clear()
         self._lent.clear()
+        self._uncounted = False
         self._before.clear()
         self._before_tokens = -1
 
@@ -139,6 +148,7 @@ class Batch:
                 "sequences that began without their tokens cannot be remembered\n\n"
                 "hint: give the cache its tokens: KvstowCache(memory, tokens=input_ids)"
             )
+        self.count()
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
@@ -156,6 +166,31 @@ class Batch:
         wanted = self.seen(layer) + tokens
         if wanted > self.num_tokens:
             self._grow(wanted)
+
+    def begin_pass(self, layer: str) -> None:
+        """Note that a pass has begun, where no layer but this one would say so."""
+        if self._is_clock(layer):
+            self.count()
+            self._touch(layer)
+            self._uncounted = True
+
+    def pass_tokens(self, layer: str, tokens: int) -> None:
+        """Note how many tokens the pass has, where no layer but this one would say so."""
+        if self._is_clock(layer):
+            self._uncounted = False
+            self._grow(self.num_tokens + tokens)
+
+    def count(self) -> None:
+        """Note that the pass that has begun was of one token, unless it said otherwise."""
+        if self._uncounted:
+            self._uncounted = False
+            self._grow(self.num_tokens + 1)
+
+    def _is_clock(self, layer: str) -> bool:
+        if not self._counts_passes:
+            return False
+        self._clock = self._clock or layer
+        return layer == self._clock
 
     def _grow(self, wanted: int) -> None:
         copies: tuple[Copy, ...] = ()
@@ -182,8 +217,8 @@ class Batch:
         self.memory.copy(tuple(rest))
 
     def store(self, layer: str, field: str, states: Tensor, start: int) -> Tensor:
-        """Write new tokens, and return all from `start` on."""
-        seen = self.seen(layer)
+        """Write new entries, one per token or per several, and return all from `start` on."""
+        seen = self.seen(layer) // self.memory.layout.layers[layer][1].tokens_per_state
         own = self._own_heads(layer, states)
         pages, table = self._write(layer, field, own)
         if seen == start:
@@ -207,8 +242,12 @@ class Batch:
         pages = self._pages(layer, field)
         if states.dtype != pages.dtype:
             raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
-        table = self._tables[self.memory.layout.layers[layer][0]]
-        write(pages, table, states, self.seen(layer))
+        group, spec, _ = self.memory.layout.layers[layer]
+        table = self._tables[group]
+        if spec.states != table.block_tokens:
+            table = replace(table, block_tokens=spec.states)
+        if states.shape[2]:
+            write(pages, table, states, self.seen(layer) // spec.tokens_per_state)
         return pages, table
 
     def _pages(self, layer: str, field: str) -> Tensor:
@@ -240,7 +279,8 @@ class Batch:
         """The states of all sequences; changes reach the rows, at once or by `settle`."""
         if field not in self.fields(layer) or not self.requests:
             return None
-        self._touch(layer)
+        if not self._counts_passes:
+            self._touch(layer)
         if (layer, field) not in self._lent:
             self._lent[layer, field] = self._states(layer, field)
         return self._lent[layer, field]
@@ -269,6 +309,7 @@ class Batch:
 
     def settle(self) -> None:
         """Bring lent copies back into their rows."""
+        self.count()
         for (layer, field), lent in self._lent.items():
             rows = self._rows(layer, field)
             if lent.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from kvstow.adapters.transformers.batch import Batch
 from kvstow.adapters.transformers.layers import (
@@ -59,7 +60,14 @@ class KvstowCache(Cache):
     @property
     def num_tokens(self) -> int:
         """Tokens of every sequence, padding included."""
+        self.batch.count()
         return self.batch.num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen; all layers where none of them counts tokens."""
+        if any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
+            return super().get_seq_length(layer_idx)
+        return self.num_tokens
 
     def blocks(self, sequence: int) -> dict[int, Blocks]:
         """The blocks of one sequence by group, with everything written into them."""

@@ -109,6 +109,8 @@ class States(MutableMapping[int, Any]):
         self.layer, self.kind, self.count = layer, kind, count
 
     def __getitem__(self, index: int) -> Tensor | None:
+        if (self.kind, index) == ("conv", 0):
+            self.layer.begin_pass()
         return self.layer.lent(f"{self.kind}{index}")
 
     def __setitem__(self, index: int, value: Tensor) -> None:
@@ -157,6 +159,10 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if given is not None:
             self.batch.begin(given.shape[0])
 
+    def begin_pass(self) -> None:
+        """A model that reads the first convolution's state begins a pass by it."""
+        self.batch.begin_pass(self.state_name)
+
     def lent(self, field: str) -> Tensor | None:
         """The state of all sequences; what is written to it reaches the rows."""
         return self.batch.lend(self.state_name, field)
@@ -174,9 +180,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     ) -> Tensor:
         """Append the new inputs; returns them with their left context in front."""
         self.lazy_initialization(conv_states=conv_states)
+        if state_idx == 0:
+            self.batch.pass_tokens(self.state_name, conv_states.shape[-1])
         width = self.conv_kernel_size[state_idx]
-        if self.has_previous_state[state_idx]:
-            seen = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        before = self.lent(f"conv{state_idx}")
+        if self.has_previous_state[state_idx] and before is not None:
+            seen = torch.cat([before, conv_states], dim=-1)
         else:
             missing = max(0, width - conv_states.shape[-1])
             seen = torch.nn.functional.pad(conv_states, (missing, 0)) if missing else conv_states

@@ -147,6 +147,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
 }
 """What distinguishes each family; dense, sliding, chunked, latent, sparse, recurrent, mixed.
