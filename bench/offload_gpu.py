@@ -1,12 +1,17 @@
 # ruff: noqa: E402
 """Device rows through the host tier against one big pinned copy, in one run, on one GPU.
 
-    PYTHONPATH=src python bench/offload_gpu.py [--rows 512] [--json FILE]
+    PYTHONPATH=src python bench/offload_gpu.py [--rows 512 2048] [--seconds 70] [--json FILE]
 
 Rows of 1.4 MiB (46 layers, K and V of 16 KiB each), scattered over the device arena. `store`
-and `load` are whole jobs of a mover: reservation, batched copy, bookkeeping. Per-layer segments
-copy the same bytes 16 KiB at a time, which is what an arena of one tensor per layer needs.
-Needs numpy, torch and triton.
+and `load` are whole jobs of a mover: reservation, batched copies, bookkeeping; `both` is one of
+each at the same time, against the faster of the two alone. Ratios are best against best; `big_both`
+is what two big copies reach together. Per-layer segments copy the same bytes 16 KiB at a time,
+which is what an arena of one tensor per layer needs.
+
+After the mover's own limits come variants of them, until the seconds are over: bytes per part,
+workers per direction, and streams of a batch, made for each batch or kept. The `best` is the one
+furthest from the bounds asked for (0.95, 0.95, 1.6). Needs numpy, torch and triton.
 """
 
 import os
@@ -17,16 +22,22 @@ sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the st
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from bench.machine import machine, write
 
+from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import HostTier
-from kvstow.offload.mover import Limits, Mover
+from kvstow.offload.mover import USUAL, Limits, Mover
 from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -34,7 +45,62 @@ from kvstow.plan.pack import packed
 from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
 
 LAYERS = 46
-REPEATS = 7
+REPEATS = 5
+WHOLE = 1 << 40
+ASKED = {"store_ratio": 0.95, "load_ratio": 0.95, "both_ratio": 1.6}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Limits of a mover, and how many streams a batch uses: None as the library has it."""
+
+    limits: Limits
+    streams: int | None = None
+    fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        size = self.limits.part_bytes
+        part = "whole job" if size == WHOLE else f"{size >> 20} MiB"
+        streams = f", {self.streams} {'kept' if self.fixed else 'fresh'}" if self.streams else ""
+        return f"{part} x {self.limits.workers}{streams}"
+
+
+def variants() -> Iterator[Variant]:
+    """As it is; then other parts and workers; then the same with other streams."""
+    yield Variant(replace(USUAL, max_bytes=WHOLE))
+    ways = [(None, False), (4, True), (2, True), (1, True)]
+    sizes = [64 << 20, 256 << 20, 128 << 20, 32 << 20, WHOLE]
+    for (streams, fixed), workers, size in product(ways, (2, 3), sizes):
+        limits = Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
+        yield Variant(limits, streams, fixed)
+
+
+@contextmanager
+def streams(count: int | None, *, fixed: bool) -> Iterator[None]:
+    """Batches use so many streams; where `fixed`, a stream always has the same beside it."""
+    if count is None:
+        yield
+        return
+
+    @cache
+    def others(stream: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(stream.device) for _ in range(count - 1)]
+
+    def beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+        found = others(stream)
+        for other in found:
+            other.wait_stream(stream)
+        yield stream
+        yield from found
+
+    with patch.object(cuda, "BATCH_STREAMS", count):
+        if fixed:
+            with patch.object(cuda, "_beside", beside):
+                yield
+        else:
+            yield
 
 
 def rows_layout(num_rows: int) -> Layout:
@@ -45,101 +111,178 @@ def rows_layout(num_rows: int) -> Layout:
                   heads=Extent.whole("head", 8), fields=fields)
         for i in range(LAYERS)
     ]  # fmt: skip
-    return packed(grouped(layers), num_slabs=4 * num_rows + 1, site=Site(model="bench"))
+    return packed(grouped(layers), num_slabs=2 * num_rows + 2, site=Site(model="bench"))
 
 
-def best(work: Callable[[int], object]) -> float:
+def settled() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def took(work: Callable[[], object]) -> float:
+    settled()
+    start = time.perf_counter()
+    work()
+    settled()
+    return time.perf_counter() - start
+
+
+def best(work: Callable[[], object]) -> float:
     """The shortest of several runs, in seconds."""
-    times: list[float] = []
-    for repeat in range(REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work(repeat)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(took(work) for _ in range(REPEATS))
 
 
-def keys_of(what: str, repeat: int, count: int) -> list[bytes]:
-    return [f"{what}{repeat}/{i}".encode() for i in range(count)]
+class Rows:
+    """An arena with so many rows to store and as many to load into, and plain memory."""
+
+    def __init__(self, arena: Arena, host: HostTier, num_rows: int) -> None:
+        self.arena, self.host, self.num_rows = arena, host, num_rows
+        self.row = arena.layout.row_bytes(0)
+        ids = np.random.default_rng(0).permutation(np.arange(1, arena.layout.num_blocks(0)))
+        self.first, self.second = ids[:num_rows], ids[num_rows : 2 * num_rows]
+        self.total = num_rows * self.row
+        strip = arena.layout.footprints[0].strips[0]
+        self._table = arena.bytes[strip.offset :].as_strided(
+            (strip.count, self.row), (strip.stride, 1)
+        )
+
+    def big(self) -> dict[str, float]:
+        """Seconds of one big copy each way, and of both together."""
+        pinned, target = (
+            torch.empty(self.total, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+            for _ in range(2)
+        )
+        ours, theirs = (torch.zeros(self.total, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        found = {
+            "big_d2h": best(lambda: pinned.copy_(ours, non_blocking=True)),
+            "big_h2d": best(lambda: ours.copy_(pinned, non_blocking=True)),
+        }
+        if DEVICE == "cuda":
+            sides = torch.cuda.Stream(), torch.cuda.Stream()
+
+            def both() -> None:
+                with torch.cuda.stream(sides[0]):
+                    target.copy_(theirs, non_blocking=True)
+                with torch.cuda.stream(sides[1]):
+                    ours.copy_(pinned, non_blocking=True)
+
+            found["big_both"] = best(both)
+        return found
+
+    def segments(self) -> dict[str, float]:
+        """Seconds of one asynchronous copy per row, layer and field, from a sixteenth."""
+        step, few = self.row // (2 * LAYERS), self.first[: max(1, self.num_rows // 16)]
+        pinned = torch.empty(len(few) * self.row, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+
+        def run(out: bool) -> None:
+            for n, block in enumerate(few.tolist()):
+                here, there = self._table[block].split(step), pinned[n * self.row :].split(step)
+                for a, b in zip(here, there, strict=False):
+                    (b.copy_(a, non_blocking=True) if out else a.copy_(b, non_blocking=True))
+
+        scale = self.num_rows / len(few)
+        return {"segments_d2h": scale * best(partial(run, True)),
+                "segments_h2d": scale * best(partial(run, False))}  # fmt: skip
+
+    def through(self, variant: Variant) -> dict[str, float]:
+        """Seconds of a store, of a load, and of both at once, by a mover of its own."""
+        keys = [f"s{i}".encode() for i in range(self.num_rows)]
+        more = [f"b{i}".encode() for i in range(self.num_rows)]
+        times: dict[str, list[float]] = {"store": [], "load": [], "both": []}
+        with streams(variant.streams, fixed=variant.fixed):
+            mover = Mover(self.arena, self.host, limits=variant.limits)
+
+            def store() -> None:
+                assert mover.store(0, self.first, keys).result(60).all()
+
+            def load() -> None:
+                assert mover.load(0, keys, self.second).result(60).all()
+
+            def both() -> None:
+                one, other = mover.store(0, self.first, more), mover.load(0, keys, self.second)
+                assert one.result(60).all()
+                assert other.result(60).all()
+
+            for _ in range(REPEATS):
+                self._table[torch.as_tensor(self.second, device=DEVICE)] = 0
+                for name, work in (("store", store), ("load", load), ("both", both)):
+                    times[name].append(took(work))
+                mover.reap()
+                assert mover.drain(60)
+                self.host.evict(0, keys)
+                self.host.evict(0, more)
+            mover.close()
+        self._check()
+        return {name: min(found) for name, found in times.items()}
+
+    def _check(self) -> None:
+        for one, other in zip(self.first.tolist(), self.second.tolist(), strict=True):
+            assert torch.equal(self._table[one], self._table[other]), f"row {one} came as another"
+
+    def figures(self, seconds: dict[str, float]) -> dict[str, float]:
+        double = {"both", "big_both"}
+        return {f"{name}_gb_per_s": self.total * (1 + (name in double)) / 1e9 / took
+                for name, took in seconds.items()}  # fmt: skip
 
 
-def measured(num_rows: int) -> dict[str, float]:
-    layout = rows_layout(num_rows)
-    row = layout.row_bytes(0)
-    total = num_rows * row
-    arena = Arena(layout, device="cuda")
-    host = HostTier(layout, capacity=(2 * REPEATS + 4) * (total + row))
-    mover = Mover(arena, host, limits=Limits(workers=4, part_bytes=96 << 20, max_bytes=1 << 40))
-    dice = np.random.default_rng(0)
-    ids = dice.permutation(np.arange(1, layout.num_blocks(0)))
-    first, second = ids[:num_rows], ids[num_rows : 2 * num_rows]
-    pinned = torch.empty(total, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(total, dtype=torch.uint8, device="cuda")
-    seconds = {
-        "big_d2h": best(lambda _: pinned.copy_(device, non_blocking=True)),
-        "big_h2d": best(lambda _: device.copy_(pinned, non_blocking=True)),
-    }
-
-    def store(repeat: int, what: str = "s") -> None:
-        assert mover.store(0, first, keys_of(what, repeat, num_rows)).result(60).all()
-
-    def load(repeat: int, what: str = "s") -> None:
-        assert mover.load(0, keys_of(what, repeat, num_rows), second).result(60).all()
-
-    def both(repeat: int) -> None:
-        one = mover.store(0, first, keys_of("b", repeat, num_rows))
-        other = mover.load(0, keys_of("s", repeat, num_rows), second)
-        assert one.result(60).all()
-        assert other.result(60).all()
-
-    before = [arena.bytes[int(i) * row : int(i) * row + 64].cpu() for i in first[:4]]
-    seconds["store"] = best(store)
-    seconds["load"] = best(load)
-    seconds["both"] = best(both)
-    after = [arena.bytes[int(i) * row : int(i) * row + 64].cpu() for i in second[:4]]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    few = max(1, num_rows // 16)
-    seconds["segments_d2h"] = 16 * best(lambda _: _segments(arena, pinned, first[:few], row, True))
-    seconds["segments_h2d"] = 16 * best(lambda _: _segments(arena, pinned, first[:few], row, False))
-    mover.close()
-    return _figures(seconds, total, row)
-
-
-def _segments(arena: Arena, pinned: torch.Tensor, ids: np.ndarray, row: int, out: bool) -> None:
-    """The same bytes, one asynchronous copy per layer and field."""
-    step = row // (2 * LAYERS)
-    for n, block in enumerate(ids.tolist()):
-        for i in range(2 * LAYERS):
-            here = arena.bytes[block * row + i * step : block * row + (i + 1) * step]
-            there = pinned[n * row + i * step : n * row + (i + 1) * step]
-            (there.copy_(here, non_blocking=True) if out else here.copy_(there, non_blocking=True))
-
-
-def _figures(seconds: dict[str, float], total: int, row: int) -> dict[str, float]:
-    gb = {name: total / 1e9 / took for name, took in seconds.items()}
-    gb["both"] *= 2
+def ratios(gb: dict[str, float]) -> dict[str, float]:
+    one_way = max(gb["store_gb_per_s"], gb["load_gb_per_s"])
     return {
-        "row_bytes": row,
-        "bytes": total,
-        **{f"{name}_gb_per_s": value for name, value in gb.items()},
-        "store_ratio": gb["store"] / gb["big_d2h"],
-        "load_ratio": gb["load"] / gb["big_h2d"],
-        "both_ratio": gb["both"] / max(gb["store"], gb["load"]),
-        "store_to_segments": gb["store"] / gb["segments_d2h"],
-        "load_to_segments": gb["load"] / gb["segments_h2d"],
+        "store_ratio": gb["store_gb_per_s"] / gb["big_d2h_gb_per_s"],
+        "load_ratio": gb["load_gb_per_s"] / gb["big_h2d_gb_per_s"],
+        "both_ratio": gb["both_gb_per_s"] / one_way,
     }
+
+
+def shown(name: str, found: dict[str, float]) -> None:
+    print(f"{name:<28}" + "  ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
+
+
+def measured(counts: list[int], seconds: float) -> dict[str, object]:
+    end = time.monotonic() + seconds
+    layout = rows_layout(max(counts))
+    arena = Arena(layout, device=DEVICE)
+    arena.bytes.random_(0, 256)
+    host = HostTier(layout, capacity=3 * max(counts) * layout.row_bytes(0) + (1 << 26))
+    sets = {count: Rows(arena, host, count) for count in counts}
+    plain: dict[int, dict[str, float]] = {}
+    for count, rows in sets.items():
+        plain[count] = rows.figures(rows.big())
+        if count == min(counts):
+            shown("segments", rows.figures(rows.segments()))
+        shown(f"{count} rows, plain", plain[count])
+    sweep: dict[int, dict[str, dict[str, float]]] = {count: {} for count in counts}
+    for number, variant in enumerate(variants()):
+        if time.monotonic() > end and number:
+            print(f"the seconds are over after {number} variants")
+            break
+        for count, rows in sets.items():
+            gb = plain[count] | rows.figures(rows.through(variant))
+            name = variant.name if number else "default"
+            sweep[count][name] = ratios(gb) | {k: gb[k] for k in ("store_gb_per_s",
+                                               "load_gb_per_s", "both_gb_per_s")}  # fmt: skip
+            shown(f"{count} rows, {name}", sweep[count][name])
+    return {str(count): report(plain[count], sweep[count]) for count in counts}
+
+
+def report(plain: dict[str, float], sweep: dict[str, dict[str, float]]) -> dict[str, object]:
+    def spare(name: str) -> float:
+        return min(sweep[name][ratio] / asked for ratio, asked in ASKED.items())
+
+    winner = max(sweep, key=spare)
+    print(f"best: {winner} (least ratio over what is asked: {spare(winner):.3f})")
+    return {**plain, **sweep["default"], "best": {"variant": winner, **sweep[winner]},
+            "sweep": sweep}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print("machine:", ", ".join(f"{k} {v}" for k, v in machine().items()), flush=True)
-    results = measured(options.rows)
-    print("\n".join(f"{name} {value:.4g}" for name, value in results.items()))
-    write(options.json, dict(results))
+    write(options.json, measured(options.rows, options.seconds))
 
 
 if __name__ == "__main__":

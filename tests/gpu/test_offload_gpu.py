@@ -101,3 +101,24 @@ def test_stores_and_loads_at_once_do_not_mix_rows():
     for a, b in zip(before, pages(arena, 0, targets), strict=True):
         assert torch.equal(a, b)
     mover.close()
+
+
+def test_a_store_that_waits_for_compute_does_not_hold_up_a_load():
+    layout = layout_of("BLHNC")
+    arena = filled(layout)
+    mover = Mover(arena, HostTier(layout, capacity=32 << 20))
+    ids, keys = rows_of(layout, 0, 4), [b"0", b"1", b"2", b"3"]
+    before = pages(arena, 0, ids)
+    assert mover.store(0, ids, keys).result(60).all()
+    assert mover.load(0, keys, rows_of(layout, 0, 4, start=4)).result(60).all()  # all is compiled
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(4_000_000_000)  # some seconds
+        held_up = mover.store(0, ids, [b"again" + key for key in keys])
+    there = rows_of(layout, 0, 4, start=8)
+    assert mover.load(0, keys, there).result(60).all()
+    assert not held_up.over
+    for a, b in zip(before, pages(arena, 0, there), strict=True):
+        assert torch.equal(a, b)
+    assert held_up.result(60).all()
+    mover.close()
