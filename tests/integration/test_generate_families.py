@@ -6,6 +6,9 @@ from itertools import cycle
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.utils import logging
 
 from kvstow.adapters import weights
@@ -56,14 +59,43 @@ def generated(model, ids, cache=None, mask=None, **wishes):
 
 def in_chunks(model, ids, cache, chunk):
     """As `generated`, the prompt in chunks; by hand where `generate` cannot."""
+    cache = own_cache(model) if cache is None else cache
     if cache_name(model) == "past_key_values":
         return generated(model, ids, cache, prefill_chunk_size=chunk)
-    *first, last = ids.split(chunk, dim=1)
-    cache = DynamicCache(config=model.config) if cache is None else cache
+    last = (ids.shape[1] - 1) // chunk * chunk
+    computed(model, ids[:, :last], cache, chunk)
+    return generated(model, ids[:, last:], cache)
+
+
+def computed(model, ids, cache, chunk):
+    """The cache, with tokens computed in chunks."""
     with torch.no_grad():
-        for part in first:
+        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
             model(part, use_cache=True, **{cache_name(model): cache})
-    return generated(model, last, cache)
+    return cache
+
+
+def own_cache(model):
+    minimax = model.config.model_type == "minimax"
+    return MiniMaxCache() if minimax else DynamicCache(config=model.config)
+
+
+@pytest.fixture
+def whole_reorder(monkeypatch):
+    """Let transformers' own caches reorder all that they keep for a beam, which two do not."""
+
+    def compressed(layer, beams):
+        CacheLayerMixin.reorder_cache(layer, beams)
+        for kept in ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate"):
+            for name, tensor in getattr(layer, kept, {}).items():
+                getattr(layer, kept)[name] = None if tensor is None else tensor[beams]
+
+    def lightning(cache, beams):
+        DynamicCache.reorder_cache(cache, beams)
+        cache.linear_cache = [x[beams] if len(x) else x for x in cache.linear_cache]
+
+    monkeypatch.setattr(DeepseekV4HCACache, "reorder_cache", compressed)
+    monkeypatch.setattr(MiniMaxCache, "reorder_cache", lightning)
 
 
 def unseen(model, ids, num_tokens):
@@ -97,6 +129,7 @@ def test_a_left_padded_batch_has_the_same_logits(family):
 
 
 @families
+@pytest.mark.usefixtures("whole_reorder")
 def test_beams_that_share_rows_have_the_same_logits(family):
     model = model_of(family)
     ids = prompt(2)
@@ -160,10 +193,18 @@ def test_a_shared_beginning_is_not_computed_again(family):
             ours = generated(model, unseen(model, second, hit), cache)
         memory.ledger.check()
     assert hit == (0 if family in BEGIN_ANEW else 24)
-    theirs = generated(model, second)
-    assert torch.equal(ours.sequences[:, -NEW_TOKENS:], theirs.sequences[:, -NEW_TOKENS:])
-    for mine, other in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
+    cache = computed(model, second[:, :hit], own_cache(model), 8)
+    assert_same_bits(ours, generated(model, unseen(model, second, hit), cache))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 6, 16])
+def test_compressed_entries_are_the_same_in_blocks_of_any_size(block_tokens):
+    model = tiny_model("deepseek_v4").to(torch.bfloat16)
+    ids = prompt(2)
+    memory = ModelMemory.of(model, budget=4 << 20, block_tokens=block_tokens)
+    with memory, KvstowCache(memory) as cache:
+        ours = in_chunks(model, ids, cache, 7)
+    assert_same_bits(ours, in_chunks(model, ids, None, 7))
 
 
 def test_real_weights_have_the_same_logits():

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
 from kvstow.adapters.transformers import KvstowCache, ModelMemory, Shard, cache_layers
@@ -57,6 +59,29 @@ def test_a_mixed_layer_keeps_tokens_and_a_state():
         "recurrent0": (8, 8, 8),
     }
     assert {field.dtype for field in state.fields} == {DType.FLOAT32}
+
+
+def test_a_compressed_layer_keeps_a_window_entries_and_what_the_next_are_made_of():
+    specs = {spec.name: spec for spec in cache_layers(tiny_model("deepseek_v4"), block_tokens=6)}
+    assert [name for name in specs if name.startswith("layers.1")] == [
+        "layers.1", "layers.1.compressor", "layers.1.indexer", "layers.1.state",
+    ]  # fmt: skip
+    assert specs["layers.1"].retention == Window(24)
+    assert [field.name for field in specs["layers.1"].fields] == ["k"]
+    for name, tokens, entries in (("layers.1", 12, 3), ("layers.0", 24, 3)):
+        spec = specs[f"{name}.compressor"]
+        assert (spec.retention, spec.block_tokens, spec.states) == (Full(), tokens, entries)
+    assert specs["layers.1.state"].retention == State()
+    assert specs["layers.1.state"].field("indexer.overlap_gate").shape == (4, 8)
+    assert "layers.0.indexer" not in specs
+
+
+def test_a_layer_of_lightning_attention_keeps_a_state_and_nothing_else():
+    specs = cache_layers(tiny_model("minimax"))
+    assert [(spec.name, spec.retention) for spec in specs] == [
+        ("layers.0", Full()), ("layers.2", Full()),
+        ("layers.1.state", State()), ("layers.3.state", State()),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("computes_all", [False, True])
@@ -172,8 +197,23 @@ def test_a_cache_refuses_another_element_type():
             cache.update(keys, keys, 0)
 
 
-def test_a_reset_cache_begins_anew():
-    model = tiny_model("falcon_h1")
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+def test_layers_know_whether_they_have_a_state_as_their_own_ones_do(family):
+    model = tiny_model(family)
+    theirs = DynamicCache(config=model.config)
+    with ModelMemory.of(model, budget=1 << 20) as memory, KvstowCache(memory) as ours:
+        for _ in range(2):
+            for i, layer in enumerate(theirs.layers):
+                if isinstance(layer, LinearAttentionCacheLayerMixin):
+                    assert ours.has_previous_state(i) == theirs.has_previous_state(i)
+            assert ours.has_previous_state() == theirs.has_previous_state()
+            for cache in (ours, theirs):
+                forward(model, torch.arange(5).unsqueeze(0), cache)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "deepseek_v4", "minimax"])
+def test_a_reset_cache_begins_anew(family):
+    model = tiny_model(family)
     ids = torch.arange(10).unsqueeze(0)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
         with KvstowCache(memory) as cache:

@@ -7,6 +7,7 @@ with KvstowCache(memory) as cache:
 
 from kvstow.adapters.transformers.cache import KvstowCache
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.specs import Shard, cache_layers, cache_name
+from kvstow.adapters.transformers.shard import Shard
+from kvstow.adapters.transformers.specs import cache_layers, cache_name
 
 __all__ = ["KvstowCache", "ModelMemory", "Shard", "cache_layers", "cache_name"]

@@ -240,7 +240,7 @@ class Batch:
 
     def _write(self, layer: str, field: str, states: Tensor) -> tuple[Tensor, Table]:
         pages = self._pages(layer, field)
-        if states.dtype != pages.dtype:
+        if states.dtype != pages.dtype and states.shape[2]:
             raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
         group, spec, _ = self.memory.layout.layers[layer]
         table = self._tables[group]

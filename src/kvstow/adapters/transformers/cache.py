@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvstow.adapters.transformers.batch import Batch
+from kvstow.adapters.transformers.compressed import CompressedLayer
 from kvstow.adapters.transformers.layers import (
     EmptyLayer,
     IndexedRowsLayer,
@@ -34,7 +35,15 @@ class KvstowCache(Cache):
     Rows go back when the cache is closed.
     """
 
-    def __init__(
+    def __new__(cls, memory: ModelMemory, **_: Any) -> "KvstowCache":
+        """Of the model's own class as well, where it takes no other."""
+        if memory.own_cache == "MiniMaxCache":
+            from kvstow.adapters.transformers.lightning import LightningCache
+
+            return object.__new__(LightningCache)
+        return object.__new__(cls)
+
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self,
         memory: ModelMemory,
         *,
@@ -46,7 +55,7 @@ class KvstowCache(Cache):
         self.batch = Batch(memory, requests=requests, num_tokens=num_tokens)
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)
-        super().__init__(layers=[_layer(self.batch, i) for i in range(memory.num_layers)])
+        Cache.__init__(self, layers=[_layer(self.batch, i) for i in range(memory.num_layers)])
 
     @property
     def memory(self) -> ModelMemory:
@@ -122,7 +131,11 @@ def _layer(batch: Batch, index: int) -> Any:
     layers = batch.memory.layout.layers
     attention = layers[name][1] if name in layers else None
     state = layers[f"{name}.state"][1] if f"{name}.state" in layers else None
+    entries = layers[f"{name}.compressor"][1] if f"{name}.compressor" in layers else None
     match attention, state:
+        case LayerSpec(), LayerSpec() if entries is not None:
+            rate = entries.tokens_per_state
+            return CompressedLayer(batch, name, _window(attention), rate)
         case None, None:
             return EmptyLayer()
         case None, LayerSpec():
@@ -137,7 +150,8 @@ def _layer(batch: Batch, index: int) -> Any:
 
 
 def _num_states(spec: LayerSpec) -> int:
-    return len({field.name.lstrip("convret") for field in spec.fields})
+    kinds = ("conv", "recurrent")
+    return max(sum(field.name.startswith(kind) for field in spec.fields) for kind in kinds)
 
 
 def _window(spec: LayerSpec) -> int | None:

@@ -7,10 +7,11 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvstow.adapters.transformers.paged import attend_in_place
-from kvstow.adapters.transformers.specs import ALL_HEADS, Shard, cache_layers, resumes
+from kvstow.adapters.transformers.shard import ALL_HEADS, Shard
+from kvstow.adapters.transformers.specs import kept_layers, resumes, trial
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
@@ -29,6 +30,8 @@ class ModelMemory:
     ledger: Ledger
     num_layers: int
     """Layers of the model, those that keep nothing included."""
+    own_cache: str = "DynamicCache"
+    """The class of the cache that the model makes for itself."""
     in_place: bool = False
     """Attention reads the rows; otherwise they are gathered for it."""
 
@@ -55,7 +58,8 @@ class ModelMemory:
         site = Site(
             model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)
         )
-        groups = grouped(cache_layers(model, block_tokens=block_tokens, shard=shard))
+        cache = trial(model)
+        groups = grouped(kept_layers(cache, block_tokens=block_tokens, shard=shard))
         layout = packed(groups, budget=budget, site=site)
         stateful = any(isinstance(group.retention, State) for group in groups)
         ledger = Ledger(Pool(layout), caching=not stateful or resumes(model))
@@ -64,7 +68,8 @@ class ModelMemory:
         return cls(
             arena=Arena(layout, device=model.device),
             ledger=ledger,
-            num_layers=len(DynamicCache(config=model.config).layers),
+            num_layers=len(cache),
+            own_cache=type(cache).__name__,
             in_place=in_place,
         )
 

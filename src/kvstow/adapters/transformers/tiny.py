@@ -97,6 +97,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
     "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 1024},
+    "deepseek_v4": _MOE
+    | {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "q_lora_rank": 12,
+        "n_routed_experts": 4,
+        "sliding_window": 24,
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "partial_rotary_factor": 0.5,
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+    },
     "qwen3_next": {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -153,6 +176,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "state_size": 8,
         "n_groups": 2,
         "chunk_size": 16,
+    },
+    "minimax": {
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+        "num_local_experts": 4,
+        "block_size": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
 }
