@@ -173,7 +173,7 @@ def test_a_window_hit_needs_only_the_last_window() -> None:
     ledger.release(request)
     held = ledger.prefixes.hit(Prompt.of([*ids, 1]))
     assert held.num_tokens == 20
-    assert held.blocks[0].index.tolist() == [8, 9]
+    assert held.blocks[0].logical.tolist() == [8, 9]
 
 
 def test_the_hit_is_the_longest_that_all_groups_serve() -> None:

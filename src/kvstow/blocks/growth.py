@@ -60,7 +60,7 @@ def stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     if not table.moves or not table.gaps:
         return [Want(g, count)]
     end = -(-num_tokens // table.block_tokens)
-    seen = int(first_seen(table.retention, np.array([num_tokens]), table.block_tokens)[0])
+    seen = first_seen(table.retention, num_tokens, table.block_tokens)
     brief = min(count, max(0, seen - max(end - count, table.fixed)))
     if brief == 0:
         return [Want(g, count, "moving")]

@@ -23,7 +23,7 @@ from kvstow.blocks.prefix import MISS, Hit, Prefixes
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.states import States
-from kvstow.blocks.table import Table, first_seen
+from kvstow.blocks.table import Table
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.blocklist import Blocks, Ints
 from kvstow.plan.spec import Encoder, State
@@ -159,22 +159,22 @@ class Ledger:
         if g in self._states:
             row = int(ids[0])
             self._states[g].open(slot, row)
-            if shared is None or not len(shared):
+            if shared is None or not len(shared.ids):
                 return ()
             source = int(shared.ids[0])
             self.pool.release(g, shared.ids)
             return (Copy(g, source, row),)
         table = self._tables[g]
-        start = hit.num_tokens // table.block_tokens if shared is not None else 0
-        end = start + len(ids)
-        first = 0
-        if start and table.moves:
-            at = np.array([hit.num_tokens])
-            first = int(first_seen(table.retention, at, table.block_tokens)[0])
-        table.open(slot, first, end)
-        if shared is not None and len(shared):
-            table.write(slot, shared.index, shared.ids)
-        table.write(slot, np.arange(start, end), ids)
+        if shared is None:
+            table.open(slot, 0, len(ids))
+            table.write(slot, 0, ids)
+            return ()
+        start = hit.num_tokens // table.block_tokens
+        table.open(slot, shared.first, start + len(ids))
+        if shared.num_sinks:
+            table.write(slot, 0, shared.ids[: shared.num_sinks])
+        table.write(slot, shared.first, shared.ids[shared.num_sinks :])
+        table.write(slot, start, ids)
         return ()
 
     def _reserve(self, num_slots: int) -> None:
@@ -290,30 +290,30 @@ class Ledger:
 
     def _seal_one(self, slot: int, num_tokens: int) -> None:
         prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
-        assert self.prefixes is not None
         assert prompt is not None
         assert number is not None
         sealed = int(self._requests.sealed[slot])
         self._requests.sealed[slot] = num_tokens
         for g, table in self._growing.items():
             first, end = sealed // table.block_tokens, num_tokens // table.block_tokens
+            if first < min(end, table.fixed):
+                self._store(slot, g, first, min(end, table.fixed), prompt, number)
+            first = max(first, table.fixed, int(table.first[slot]))
             if first < end:
-                self._store(slot, g, np.arange(first, end), prompt, number)
+                self._store(slot, g, first, end, prompt, number)
 
-    def _store(self, slot: int, g: int, logical: Ints, prompt: Prompt, number: int) -> None:
-        """Make some of a request's blocks in one group known, those that it still has."""
+    def _store(self, slot: int, g: int, first: int, end: int, prompt: Prompt, number: int) -> None:
+        """Make blocks `[first, end)` of a request in one group known; it holds all of them."""
         assert self.prefixes is not None
         table = self._growing[g]
         hashes = prompt.hashes(table.block_tokens)
-        parent = int(hashes[logical[0] - 1]) if logical[0] else 0
-        if table.moves:
-            logical = logical[(logical < table.fixed) | (logical >= table.first[slot])]
-        rows = table.ids(slot, logical)
+        parent = int(hashes[first - 1]) if first else 0
+        rows, hashes = table.ids(slot, first, end), hashes[first:end]
         if self.pool.num_quarantined(g):
             usable = ~self.pool.in_quarantine(g, rows)
-            rows, logical = rows[usable], logical[usable]
+            rows, hashes = rows[usable], hashes[usable]
         if len(rows):
-            stored = self.prefixes.store(g, rows, hashes[logical], number, parent=parent)
+            stored = self.prefixes.store(g, rows, hashes, number, parent=parent)
             self.pool.keep(g, stored)
 
     # ── fork, release ─────────────────────────────────────────────────────────────
@@ -333,11 +333,8 @@ class Ledger:
             parent = self.prefixes.witness(number)
             self._requests.witness[twin] = self.prefixes.testify(known, parent, len(known))
         for g, table in self._tables.items():
-            logical = table.held(slot)
-            ids = table.ids(slot, logical)
-            self.pool.share(g, ids)
-            table.open(twin, int(table.first[slot]), int(table.end[slot]))
-            table.write(twin, logical, ids)
+            self.pool.share(g, table.all_ids(slot))
+            table.copy(slot, twin)
         copies: list[Copy] = []
         for (g, states), row in zip(self._states.items(), rows, strict=True):
             self.pool.share(g, states.kept(slot).ids)

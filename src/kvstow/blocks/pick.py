@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.blocks.runs import fewest_runs, num_runs
+from kvstow.blocks.runs import Where, fewest_runs, ids_at, num_at, num_runs, span
 from kvstow.blocks.slabs import FREE, Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.plan.blocklist import Ints
@@ -48,30 +48,30 @@ def lru(candidates: Candidates, count: int) -> Ints:
     return np.arange(min(count, len(candidates.rows)))
 
 
-def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -> Ints:
+def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -> Where:
     """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
 
     May use up to one idle slab per row.
     """
-    parts: list[Ints] = []
+    parts: list[Where] = []
     if stock.rows_per_slab > 1:
-        rows = _in_own_slabs(slabs, stock, count, kind)
-        parts.append(rows)
-        count -= len(rows)
+        own = _in_own_slabs(slabs, stock, count, kind)
+        parts.append(own)
+        count -= len(own)
     if count and slabs.free.totals[FREE]:
-        rows = _in_free_slabs(slabs, stock, count, kind)
-        parts.append(rows)
-        count -= len(rows)
+        parts.append(_in_free_slabs(slabs, stock, count, kind))
+        count -= num_at(parts[-1])
     if count and stock.rows_per_slab > 1:
         every = _free_rows(stock, range(1, 2 * stock.top + 1), 1 << 62)
-        if len(parts[0]):
-            every = every[~np.isin(every, parts[0])]
+        taken = ids_at(parts[0])
+        if len(taken):
+            every = every[~np.isin(every, taken)]
         rows = fewest_runs(np.sort(every), count)
         parts.append(rows)
         count -= len(rows)
     if count:
         parts.append(_evicted(slabs, stock, count, policy))
-    return _ascending(parts)
+    return _together(parts)
 
 
 def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
@@ -101,18 +101,21 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
         count -= len(rows)
     if count:
         wanted = -(-count // stock.rows_per_slab)
-        chosen = slabs.free.side_by_side(FREE, min(wanted, slabs.free.totals[FREE]))
-        slabs.take_free(stock, chosen)
+        free = slabs.free.side_by_side(FREE, min(wanted, slabs.free.totals[FREE]))
+        slabs.take_free(stock, free)
+        chosen = ids_at(free)
         if len(chosen) < wanted:
             idle = _oldest_idle(slabs, slabs.stocks, wanted - len(chosen))
             chosen = np.sort(np.concatenate((chosen, _handed_over(slabs, stock, idle))))
         parts.append(stock.rows_of(chosen)[:count])
-    return _ascending(parts)
+    return np.sort(np.concatenate(parts))
 
 
-def _ascending(parts: list[Ints]) -> Ints:
-    parts = [part for part in parts if len(part)]
-    return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+def _together(parts: list[Where]) -> Where:
+    parts = [part for part in parts if num_at(part)]
+    if len(parts) == 1:
+        return parts[0] if isinstance(parts[0], slice) else span(parts[0])
+    return span(np.sort(np.concatenate([ids_at(part) for part in parts])))
 
 
 # ── without evicting ──────────────────────────────────────────────────────────────────
@@ -159,13 +162,18 @@ def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
     return np.concatenate(parts) if parts else _NONE
 
 
-def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
-    wanted = min(-(-count // stock.rows_per_slab), slabs.free.totals[FREE])
-    if kind != "single" or stock.rows_per_slab > 1:
+def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Where:
+    size = stock.rows_per_slab
+    wanted = min(-(-count // size), slabs.free.totals[FREE])
+    if kind != "single" or size > 1:
         chosen = slabs.free.side_by_side(FREE, wanted)
     else:
-        chosen = slabs.free.scattered(FREE, wanted)
-    return slabs.take_free(stock, chosen)[:count]
+        chosen = span(slabs.free.scattered(FREE, wanted))
+    slabs.take_free(stock, chosen)
+    if isinstance(chosen, slice):
+        start = chosen.start * size
+        return slice(start, min(start + count, chosen.stop * size))
+    return stock.rows_of(chosen)[:count]
 
 
 # ── evicting ──────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.check import broken_counts
 from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally, roomy
-from kvstow.blocks.runs import span_of_any
+from kvstow.blocks.runs import ids_at, span
 from kvstow.blocks.slabs import Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
@@ -135,14 +135,12 @@ class Pool:
     def refuse(self, needs: Mapping[int, int]) -> None:
         """Raises if so many rows of the groups cannot be held at once."""
         for slabs in self._slabs:
-            demands = [(stock, needs.get(stock.group, 0)) for stock in slabs.stocks]
-            missing = slabs.missing(demands)
+            missing = slabs.missing(needs)
             if missing > 0:
-                raise self._out_of_blocks(slabs, demands, missing)
+                raise self._out_of_blocks(slabs, needs, missing)
 
-    def _out_of_blocks(
-        self, slabs: Slabs, demands: list[tuple[Stock, int]], missing: int
-    ) -> OutOfBlocks:
+    def _out_of_blocks(self, slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:
+        demands = [(stock, needs.get(stock.group, 0)) for stock in slabs.stocks]
         wanted = [
             f"{stock.name!r}: {rows} needed, {slabs.num_available(stock)} free"
             for stock, rows in demands
@@ -190,10 +188,10 @@ class Pool:
         fits = _free_next(slabs, stock, rows)
         near = rows[fits]
         if len(near):
-            near = np.sort(near)
+            where = span(np.sort(near))
             if stock.rows_per_slab == 1:
-                slabs.take_free(stock, near)
-            slabs.occupy(stock, near)
+                slabs.take_free(stock, where)
+            slabs.occupy(stock, where)
         rest = len(rows) - len(near)
         if rest:
             left = needs | {group: needs[group] - len(near)}
@@ -205,27 +203,37 @@ class Pool:
         if count == 0:
             return np.zeros(0, np.int64)
         slabs, stock = self._of[group]
-        left_over = -slabs.missing([(other, needs.get(other.group, 0)) for other in slabs.stocks])
-        most = most_idle_slabs(slabs, stock, count, kind)
-        if stock.rows_per_slab == 1 or most - slabs.needed(stock, count) <= left_over:
-            rows = picked(slabs, stock, count, self._policy, kind)
+        if stock.rows_per_slab == 1 or (
+            most_idle_slabs(slabs, stock, count, kind) - slabs.needed(stock, count)
+            <= -slabs.missing(needs)
+        ):
+            where = picked(slabs, stock, count, self._policy, kind)
         else:
-            rows = picked_frugally(slabs, stock, count, kind)
-        slabs.occupy(stock, rows, briefly=kind == "brief")
-        return rows
+            where = span(picked_frugally(slabs, stock, count, kind))
+        slabs.occupy(stock, where, briefly=kind == "brief")
+        return ids_at(where)
 
     def share(self, group: int, ids: npt.ArrayLike) -> None:
         """Add one hold to each row that is held or cached; what is in it stays."""
         slabs, stock = self._of[group]
-        rows = stock.known(ids)
-        cached = stock.refs[rows] == 0
-        if np.count_nonzero(cached):
-            stock.refuse(rows, cached & (stock.queue.place[rows] < 0), "is neither held nor cached")
-        np.add.at(stock.refs, rows, 1)
-        if np.count_nonzero(cached):
-            revived = rows[cached]
-            once = not np.count_nonzero(stock.refs[revived] != 1)
-            slabs.revive(stock, revived if once else _unique(revived))
+        rows, where = stock.located(ids)
+        refs = stock.refs[where]
+        cached = refs == 0
+        num_cached = np.count_nonzero(cached)
+        if num_cached:
+            stock.refuse(
+                rows, cached & (stock.queue.place[where] < 0), "is neither held nor cached"
+            )
+        if isinstance(where, slice):
+            stock.refs[where] = refs + 1
+        else:
+            np.add.at(stock.refs, rows, 1)
+        if num_cached:
+            if num_cached < len(rows):
+                rows = where = rows[cached]
+            if not isinstance(where, slice) and np.count_nonzero(stock.refs[rows] != 1):
+                rows = where = np.unique(rows)
+            slabs.revive(stock, rows, where)
 
     def release(self, group: int, ids: npt.ArrayLike) -> None:
         """Give back one hold on each row; one named twice gives back two.
@@ -233,24 +241,25 @@ class Pool:
         Raises before changing anything if some row has fewer holds than that.
         """
         slabs, stock = self._of[group]
-        rows = stock.known(ids)
-        where = span_of_any(rows)
+        rows, where = stock.located(ids)
+        if not len(rows):
+            return
+        before = stock.refs[where]
         if isinstance(where, slice):
-            left = stock.refs[where] - 1
-            stock.refuse(rows, left < 0, "is released more often than it is held")
+            left = before - 1
+            if left[left.argmin()] < 0:
+                stock.refuse(rows, left < 0, "is released more often than it is held")
             stock.refs[where] = left
             once = True
         else:
-            before = stock.refs[rows]
             np.subtract.at(stock.refs, rows, 1)
             left = stock.refs[rows]
-            if np.count_nonzero(left < 0):
+            if left[left.argmin()] < 0:
                 np.add.at(stock.refs, rows, 1)
                 stock.refuse(rows, left < 0, "is released more often than it is held")
             once = not np.count_nonzero(before - left != 1)
         if np.count_nonzero(left):
-            rows = rows[left == 0]
-            where = rows
+            rows = where = rows[left == 0]
         if not once:
             rows = where = _unique(rows)
         if len(rows):
@@ -275,9 +284,10 @@ class Pool:
     def keep(self, group: int, ids: npt.ArrayLike) -> None:
         """Cache the content of held rows when their last hold ends."""
         stock = self._of[group][1]
-        rows = stock.known(ids)
-        where = span_of_any(rows)
-        stock.refuse(rows, stock.refs[where] == 0, "is not held")
+        rows, where = stock.located(ids)
+        refs = stock.refs[where]
+        if len(refs) and refs[refs.argmin()] == 0:
+            stock.refuse(rows, refs == 0, "is not held")
         stock.kept[where] = True
 
     def forget(self, group: int, ids: npt.ArrayLike) -> None:

@@ -12,6 +12,7 @@ A hit of `n` tokens needs, of every group, what a token at `n` will see:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,25 @@ from kvstow.blocks.index import Index
 from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.table import first_seen, sink_blocks
 from kvstow.blocks.witness import Witness
-from kvstow.plan.blocklist import Blocks, Ints
+from kvstow.plan.blocklist import Ints
 from kvstow.plan.group import Group
 from kvstow.plan.spec import Encoder, Full, State
 
 Bools = npt.NDArray[np.bool_]
+
+
+class Shared(NamedTuple):
+    """Rows of blocks `[0, num_sinks)` and of those from `first` on."""
+
+    ids: Ints
+    num_sinks: int
+    first: int
+
+    @property
+    def logical(self) -> Ints:
+        """Which blocks they are."""
+        tail = np.arange(self.first, self.first + len(self.ids) - self.num_sinks)
+        return np.concatenate((np.arange(self.num_sinks), tail)) if self.num_sinks else tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +48,31 @@ class Hit:
     """The first `num_tokens` tokens of a prompt are in these blocks, by group."""
 
     num_tokens: int
-    blocks: Mapping[int, Blocks]
+    blocks: Mapping[int, Shared]
     witness: Witness | None
 
 
 MISS = Hit(0, {}, None)
 
-FEW = 8
-"""Blocks that are looked for before the others, since most prompts differ early or late."""
+MANY = 1 << 10
+"""Blocks of full attention that are looked for at once, since prompts differ somewhere."""
+
+
+def seen_from(group: Group, num_tokens: int) -> tuple[int, int]:
+    """Of the blocks before `num_tokens`, a whole number of them, a token there sees the
+    first so many, and those from there on; of a recurrent group the checkpoint."""
+    end = num_tokens // group.block_tokens
+    if isinstance(group.retention, State):
+        return 0, max(0, end - 1)
+    first = first_seen(group.retention, num_tokens, group.block_tokens)
+    return min(sink_blocks(group.retention, group.block_tokens), first), first
 
 
 def blocks_seen(group: Group, num_tokens: int) -> Ints:
-    """The logical blocks before `num_tokens`, a whole number of them, that a token there
-    sees; of a recurrent group the checkpoint."""
-    end = num_tokens // group.block_tokens
-    if isinstance(group.retention, State):
-        return np.arange(max(0, end - 1), end)
-    at = np.array([num_tokens])
-    first = int(first_seen(group.retention, at, group.block_tokens)[0])
-    sinks = min(sink_blocks(group.retention, group.block_tokens), first)
-    return np.concatenate((np.arange(sinks), np.arange(first, end))) if sinks else np.arange(
-        first, end
-    )  # fmt: skip
+    """The logical blocks of `seen_from`."""
+    sinks, first = seen_from(group, num_tokens)
+    tail = np.arange(first, num_tokens // group.block_tokens)
+    return np.concatenate((np.arange(sinks), tail)) if sinks else tail
 
 
 def served(group: Group, present: Bools, lengths: Ints) -> Bools:
@@ -80,7 +98,9 @@ class Prefixes:
         tokenwise = [
             g for g, group in enumerate(groups) if not isinstance(group.retention, Encoder)
         ]
-        self._order = sorted(tokenwise, key=lambda g: not isinstance(groups[g].retention, Full))
+        self._full = [g for g in tokenwise if isinstance(groups[g].retention, Full)]
+        self._others = [g for g in tokenwise if g not in self._full]
+        self._step = [group.block_tokens for group in groups]
         self._index = {g: Index(num_rows[g]) for g in tokenwise}
         self._unit = lcm(*(groups[g].block_tokens for g in tokenwise))
         self._witnesses: dict[int, Witness] = {}
@@ -93,19 +113,66 @@ class Prefixes:
         """The longest beginning of the prompt, short of all of it, that every group can
         serve; confirmed token by token."""
         limit = (len(prompt) - 1) // self._unit * self._unit
-        if limit <= 0 or not self._order:
-            return MISS
         found: dict[int, Ints] = {}
+        for g in self._full:
+            if limit > 0:
+                found[g] = self._leading(g, prompt, limit)
+                limit = min(limit, len(found[g]) * self._step[g] // self._unit * self._unit)
+        if limit <= 0 or not self._index:
+            return MISS
+        blocks = {g: Shared(rows[: limit // self._step[g]], 0, 0) for g, rows in found.items()}
+        for g in self._others:
+            shared = self._seen(g, prompt, limit)
+            if shared is None:
+                return self._shorter(prompt, found, limit)
+            blocks[g] = shared
+        if self._liars(prompt, blocks):
+            return self._shorter(prompt, found, limit)
+        return Hit(limit, blocks, self._deepest(blocks))
+
+    def _leading(self, g: int, prompt: Prompt, limit: int) -> Ints:
+        """The rows of the prompt's blocks before `limit`, up to the first that is not there."""
+        hashes = prompt.hashes(self._step[g])[: limit // self._step[g]]
+        parts: list[Ints] = []
+        for start in range(0, len(hashes), MANY):
+            rows = self._index[g].find(hashes[start : start + MANY])
+            least = rows.argmin()
+            absent = rows[least] < 0
+            parts.append(rows[:least] if absent else rows)
+            if absent:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _seen(self, g: int, prompt: Prompt, num_tokens: int) -> Shared | None:
+        """The rows of all that a token at `num_tokens` sees, if all of them are there."""
+        sinks, first = seen_from(self._groups[g], num_tokens)
+        hashes = prompt.hashes(self._step[g])
+        tail = hashes[first : num_tokens // self._step[g]]
+        rows = self._index[g].find(np.concatenate((hashes[:sinks], tail)) if sinks else tail)
+        return Shared(rows, sinks, first) if len(rows) == 0 or rows[rows.argmin()] >= 0 else None
+
+    def _shorter(self, prompt: Prompt, found: dict[int, Ints], limit: int) -> Hit:
+        """The longest beginning up to `limit` tokens, where that one itself does not serve
+        in all groups, or has somebody else's rows.
+
+        Rows of a witness that says otherwise are none of ours, and the rest is tried.
+        """
+        for g in self._others:
+            hashes = prompt.hashes(self._step[g])[: limit // self._step[g]]
+            found[g] = self._index[g].find(hashes)
         lengths = np.arange(0, limit + 1, self._unit)
-        for g in self._order:
-            group = self._groups[g]
-            hashes = prompt.hashes(group.block_tokens)[: limit // group.block_tokens]
-            found[g] = self._found(g, hashes)
-            lengths = self._served(g, found[g], lengths)
-            limit = int(lengths[-1])
-            if limit == 0:
+        while True:
+            for g, rows in found.items():
+                lengths = self._served(g, rows, lengths)
+            num_tokens = int(lengths[-1])
+            if num_tokens == 0:
                 return MISS
-        return self._confirmed(prompt, found, lengths)
+            blocks = {g: self._shared(g, rows, num_tokens) for g, rows in found.items()}
+            liars = self._liars(prompt, blocks)
+            if not liars:
+                return Hit(num_tokens, blocks, self._deepest(blocks))
+            for g, rows in found.items():
+                rows[np.isin(self._index[g].witness[rows], list(liars))] = -1
 
     def _served(self, g: int, rows: Ints, lengths: Ints) -> Ints:
         """Those of the ascending lengths, 0 among them, that a group can serve."""
@@ -113,56 +180,36 @@ class Prefixes:
         if not isinstance(group.retention, Full):
             return lengths[served(group, rows >= 0, lengths)]
         absent = (rows < 0).nonzero()[0]
-        if not len(absent):
-            return lengths
-        limit = int(absent[0]) * group.block_tokens
+        limit = (int(absent[0]) if len(absent) else len(rows)) * group.block_tokens
         return lengths[: int(np.searchsorted(lengths, limit, side="right"))]
 
-    def _found(self, g: int, hashes: Hashes) -> Ints:
-        """The row of each block; of full attention up to the first that is not there, and
-        perhaps some further."""
-        index = self._index[g]
-        if len(hashes) <= FEW or not isinstance(self._groups[g].retention, Full):
-            return index.find(hashes)
-        rows = np.full(len(hashes), -1, np.int64)
-        rows[:FEW] = index.find(hashes[:FEW])
-        if rows[:FEW].min() >= 0:
-            rows[FEW:] = index.find(hashes[FEW:])
-        return rows
+    def _shared(self, g: int, rows: Ints, num_tokens: int) -> Shared:
+        sinks, first = seen_from(self._groups[g], num_tokens)
+        tail = rows[first : num_tokens // self._step[g]]
+        return Shared(np.concatenate((rows[:sinks], tail)) if sinks else tail, sinks, first)
 
-    def _confirmed(self, prompt: Prompt, found: dict[int, Ints], lengths: Ints) -> Hit:
-        """The longest of the lengths whose rows hold what the prompt says.
-
-        Rows of a witness that says otherwise are none of ours, and the rest is tried.
-        """
-        while (num_tokens := int(lengths[-1])) > 0:
-            blocks = {g: self._blocks(g, rows, num_tokens) for g, rows in found.items()}
-            liars = self._liars(prompt, blocks)
-            if not liars:
-                return Hit(num_tokens, blocks, self._deepest(blocks))
-            for g, rows in found.items():
-                rows[np.isin(self._index[g].witness[rows], list(liars))] = -1
-                lengths = self._served(g, rows, lengths)
-        return MISS
-
-    def _blocks(self, g: int, rows: Ints, num_tokens: int) -> Blocks:
-        logical = blocks_seen(self._groups[g], num_tokens)
-        return Blocks(rows[logical], logical)
-
-    def _liars(self, prompt: Prompt, blocks: Mapping[int, Blocks]) -> set[int]:
+    def _liars(self, prompt: Prompt, blocks: Mapping[int, Shared]) -> set[int]:
+        """Witnesses of the rows that do not say what the prompt says."""
         upto: dict[int, int] = {}
         for g, part in blocks.items():
-            step = self._groups[g].block_tokens
+            if not len(part.ids):
+                continue
             numbers = self._index[g].witness[part.ids]
-            last = np.nonzero(numbers[1:] != numbers[:-1])[0].tolist()
-            for i in (*last, len(numbers) - 1) if len(numbers) else ():
-                number, end = int(numbers[i]), (int(part.index[i]) + 1) * step
-                upto[number] = max(upto.get(number, 0), end)
+            step, start = self._step[g], part.first - part.num_sinks
+            last = len(numbers) - 1
+            if np.count_nonzero(numbers != numbers[last]):
+                for i in (numbers[1:] != numbers[:-1]).nonzero()[0].tolist():
+                    block = i if i < part.num_sinks else i + start
+                    number = int(numbers[i])
+                    upto[number] = max(upto.get(number, 0), (block + 1) * step)
+            number = int(numbers[last])
+            block = last if last < part.num_sinks else last + start
+            upto[number] = max(upto.get(number, 0), (block + 1) * step)
         return {n for n, end in upto.items() if not self._witnesses[n].confirms(prompt, end)}
 
-    def _deepest(self, blocks: Mapping[int, Blocks]) -> Witness | None:
+    def _deepest(self, blocks: Mapping[int, Shared]) -> Witness | None:
         for g, part in blocks.items():
-            if len(part):
+            if len(part.ids):
                 return self._witnesses[int(self._index[g].witness[part.ids[-1]])]
         return None
 
@@ -188,15 +235,11 @@ class Prefixes:
 
     def store(self, g: int, rows: Ints, hashes: Hashes, number: int, *, parent: int) -> Ints:
         """Make rows known by hashes; those that are, by now, are known by this call."""
-        index = self._index[g]
-        new = (index.find(hashes) < 0) & ~index.has(rows)
-        if np.count_nonzero(new) < len(rows):
-            rows, hashes = rows[new], hashes[new]
-        if not len(rows):
-            return rows
-        added = index.add(rows, hashes, number)
+        added = self._index[g].add(rows, hashes, number)
         if np.count_nonzero(added) < len(rows):
             rows, hashes = rows[added], hashes[added]
+        if not len(rows):
+            return rows
         self._num_rows[number] += len(rows)
         self.events.stored(g, self._groups[g].block_tokens, hashes, rows, parent=parent)
         return rows

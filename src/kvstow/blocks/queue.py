@@ -11,6 +11,7 @@ items.
 
 import numpy as np
 
+from kvstow.blocks.runs import Where, num_at
 from kvstow.plan.blocklist import Ints
 
 _NONE = np.zeros(0, np.int64)
@@ -42,10 +43,10 @@ class Queue:
         self._tail = end
         self._num += len(items)
 
-    def drop(self, items: Ints) -> None:
+    def drop(self, items: Where) -> None:
         """Take out items that are in the queue, each named once."""
         self.place[items] = -1
-        self._num -= len(items)
+        self._num -= num_at(items)
 
     def oldest(self, count: int) -> tuple[Ints, Ints]:
         """The `count` items that have waited longest, or all, with their stamps."""

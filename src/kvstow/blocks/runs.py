@@ -1,8 +1,13 @@
 """Runs: ids that follow one another. A run of blocks is one descriptor in a transfer."""
 
+from typing import TypeAlias
+
 import numpy as np
 
 from kvstow.plan.blocklist import Ints
+
+Where: TypeAlias = "slice[int, int, None] | Ints"
+"""Ids to index an array with: a slice with both ends where they are one run, each once."""
 
 
 def run_lengths(ids: Ints) -> tuple[Ints, Ints]:
@@ -42,27 +47,26 @@ def fewest_runs(ids: Ints, count: int) -> Ints:
     return ids[edges[:-1].cumsum() > 0]
 
 
-def distinct(ascending: Ints) -> Ints:
-    """The values of an ascending array, each once."""
-    if len(ascending) < 2:
-        return ascending
-    keep = np.empty(len(ascending), np.bool_)
-    keep[0] = True
-    np.not_equal(ascending[1:], ascending[:-1], out=keep[1:])
-    return ascending[keep]
-
-
-def span(ascending: Ints) -> slice | Ints:
+def span(ascending: Ints) -> Where:
     """Ascending ids, each once, as a slice where they are one run: cheaper to index with."""
-    if len(ascending) and ascending[-1] - ascending[0] == len(ascending) - 1:
-        return slice(int(ascending[0]), int(ascending[-1]) + 1)
+    if len(ascending) and ascending.item(-1) - ascending.item(0) == len(ascending) - 1:
+        return slice(ascending.item(0), ascending.item(-1) + 1)
     return ascending
 
 
-def span_of_any(ids: Ints) -> slice | Ints:
+def span_of_any(ids: Ints) -> Where:
     """The same for ids in any order, which may be named twice."""
-    if len(ids) == 0 or ids[-1] - ids[0] != len(ids) - 1:
+    where = span(ids)
+    if isinstance(where, slice) and ids.tobytes() != np.arange(where.start, where.stop).tobytes():
         return ids
-    if np.count_nonzero(ids[1:] - ids[:-1] != 1):
-        return ids
-    return slice(int(ids[0]), int(ids[-1]) + 1)
+    return where
+
+
+def ids_at(where: Where) -> Ints:
+    """The ids that a slice stands for."""
+    return np.arange(where.start, where.stop) if isinstance(where, slice) else where
+
+
+def num_at(where: Where) -> int:
+    """How many ids there are."""
+    return where.stop - where.start if isinstance(where, slice) else len(where)

@@ -9,7 +9,7 @@ thousandth of it.
 
 import numpy as np
 
-from kvstow.blocks.runs import fewest_runs, span
+from kvstow.blocks.runs import Where, fewest_runs, span
 from kvstow.plan.blocklist import Ints
 
 SEGMENT_BITS = 10
@@ -28,38 +28,38 @@ class Shelves:
         self._flat = self._counts.reshape(-1)
         self._open = 0
 
-    def put(self, items: slice | Ints, shelf: int) -> None:
+    def put(self, items: Where, shelf: int) -> None:
         """Lay items that lie on the floor onto one shelf."""
         self.shelf[items] = shelf
         self._count(items, shelf, 1)
 
-    def drop(self, items: Ints, shelf: int) -> None:
-        """Lay items of one shelf, ascending, onto the floor."""
-        where = span(items)
-        self.shelf[where] = 0
-        self._count(where, shelf, -1)
+    def drop(self, items: Where, shelf: int) -> None:
+        """Lay items of one shelf onto the floor."""
+        self.shelf[items] = 0
+        self._count(items, shelf, -1)
 
-    def _count(self, items: slice | Ints, shelf: int, sign: int) -> None:
+    def _count(self, items: Where, shelf: int, sign: int) -> None:
         counts = self._counts[shelf]
         if not isinstance(items, slice):
             np.add.at(counts, items >> SEGMENT_BITS, sign)
             self.totals[shelf] += sign * len(items)
             return
-        self.totals[shelf] += sign * (items.stop - items.start)
-        start = items.start
-        while start < items.stop:
+        start, stop = items.start, items.stop
+        self.totals[shelf] += sign * (stop - start)
+        while start < stop:
             segment = start >> SEGMENT_BITS
-            end = min(items.stop, (segment + 1) << SEGMENT_BITS)
+            end = min(stop, (segment + 1) << SEGMENT_BITS)
             counts[segment] += sign * (end - start)
             start = end
 
     def move(self, items: Ints, shelves: Ints) -> None:
         """Lay each item, named once, onto its shelf."""
         before = self.shelf[items].astype(np.int64)
-        moved = np.nonzero(before != shelves)[0]
+        moved = (before != shelves).nonzero()[0]
         if not len(moved):
             return
-        items, before, shelves = items[moved], before[moved], shelves[moved]
+        if len(moved) < len(items):
+            items, before, shelves = items[moved], before[moved], shelves[moved]
         self.shelf[items] = shelves
         segments = items >> SEGMENT_BITS
         width = self._counts.shape[1]
@@ -83,7 +83,7 @@ class Shelves:
         enough = int(np.searchsorted(counts[segments].cumsum(), count)) + 1
         return self._within(shelf, segments[:enough])[:count]
 
-    def side_by_side(self, shelf: int, count: int) -> Ints:
+    def side_by_side(self, shelf: int, count: int) -> Where:
         """`count` items of a shelf, or all, in few runs, ascending.
 
         Goes on in the segment it used last, and to the emptiest one when that has too few.
@@ -91,11 +91,15 @@ class Shelves:
         counts = self._counts[shelf]
         if counts[self._open] < count:
             self._open = int(counts.argmax())
-        if counts[self._open] >= count:
-            return fewest_runs(self._segment(shelf, self._open), count)
+        here = int(counts[self._open])
+        if here == SEGMENT >= count:
+            start = self._open << SEGMENT_BITS
+            return slice(start, start + count)
+        if here >= count:
+            return span(fewest_runs(self._segment(shelf, self._open), count))
         order = np.argsort(-counts, kind="stable")
         enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
-        return fewest_runs(self._within(shelf, np.sort(order[:enough])), count)
+        return span(fewest_runs(self._within(shelf, np.sort(order[:enough])), count))
 
     def scattered(self, shelf: int, count: int) -> Ints:
         """`count` items of a shelf, or all, where they leave the long runs alone: from the
@@ -113,7 +117,7 @@ class Shelves:
 
     def _segment(self, shelf: int, segment: int) -> Ints:
         start = segment << SEGMENT_BITS
-        return np.nonzero(self.shelf[start : start + SEGMENT] == shelf)[0] + start
+        return (self.shelf[start : start + SEGMENT] == shelf).nonzero()[0] + start
 
     def _within(self, shelf: int, segments: Ints) -> Ints:
         if len(segments) == 1:

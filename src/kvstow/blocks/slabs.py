@@ -12,13 +12,13 @@ idle ones (`missing`), and that is known before anything is changed.
 A group that shares slabs with nobody is kept here with one row per slab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count as counter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.runs import distinct, span
+from kvstow.blocks.runs import Where, ids_at, num_at, span
 from kvstow.blocks.shelves import Shelves
 from kvstow.blocks.stock import Stock
 from kvstow.plan.blocklist import Ints
@@ -57,9 +57,14 @@ class Slabs:
         """Idle slabs without which the group cannot hold so many more rows."""
         return max(0, -(-(rows - stock.spare) // stock.rows_per_slab))
 
-    def missing(self, demands: Sequence[tuple[Stock, int]]) -> int:
-        """Idle slabs that the demands need beyond those there are; negative: left over."""
-        return sum(self.needed(stock, rows) for stock, rows in demands) - self.num_idle
+    def missing(self, needs: Mapping[int, int]) -> int:
+        """Idle slabs that so many rows of the groups need beyond those there are; negative:
+        left over."""
+        missing = -self.num_idle
+        for stock in self.stocks:
+            if rows := needs.get(stock.group):
+                missing += self.needed(stock, rows)
+        return missing
 
     def num_available(self, stock: Stock) -> int:
         """Rows that the group could hold, if no other group wanted any."""
@@ -67,22 +72,22 @@ class Slabs:
 
     # ── slabs change hands ────────────────────────────────────────────────────────
 
-    def claim(self, stock: Stock, slabs: Ints) -> None:
+    def claim(self, stock: Stock, slabs: Where) -> None:
         """Make vacant slabs the group's own.
 
         What other groups' rows in them once held is about to be written over: their
         generations move on, too.
         """
-        where = span(slabs)
-        self.owner[where] = stock.group
+        self.owner[slabs] = stock.group
         if len(self.stocks) == 1:
             return
-        before = self.last_owner[where]
+        before = self.last_owner[slabs]
         if np.count_nonzero(before != stock.group):
+            each = ids_at(slabs)
             for other in self.stocks:
-                if other is not stock and len(mine := slabs[before == other.group]):
+                if other is not stock and len(mine := each[before == other.group]):
                     other.generations[other.rows_of(mine)] += 1
-            self.last_owner[where] = stock.group
+            self.last_owner[slabs] = stock.group
 
     def vacate(self, stock: Stock, slabs: Ints) -> None:
         """Evict what idle slabs of the group have cached; they are nobody's, and on no shelf."""
@@ -93,83 +98,77 @@ class Slabs:
             stock.idle.drop(slabs[stock.idle.place[slabs] >= 0])
         self.owner[slabs] = NOBODY
 
-    def take_free(self, stock: Stock, slabs: Ints) -> Ints:
-        """Make slabs from the free shelf the group's own: their rows."""
+    def take_free(self, stock: Stock, slabs: Where) -> None:
+        """Make slabs from the free shelf the group's own."""
         self.free.drop(slabs, FREE)
         self.claim(stock, slabs)
-        return stock.rows_of(slabs)
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
-    def occupy(self, stock: Stock, rows: Ints, *, briefly: bool = False) -> None:
+    def occupy(self, stock: Stock, rows: Where, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
-        where = span(rows)
-        stock.generations[where] += 1
-        stock.refs[where] = 1
-        stock.free[where] = False
-        stock.num_held += len(rows)
+        stock.generations[rows] += 1
+        stock.refs[rows] = 1
+        stock.free[rows] = False
+        count = num_at(rows)
+        stock.num_held += count
         if stock.rows_per_slab == 1:
-            self.held[where] = 1
-            self.num_idle -= len(rows)
+            self.held[rows] = 1
+            self.num_idle -= count
             return
-        slabs = stock.slabs_of(rows)
-        each = distinct(slabs)
+        each, counts = stock.by_slab(rows)
         before = self.held[each]
-        np.add.at(self.held, slabs, 1)
         if briefly:
             stock.passing[each[before == 0]] = 1
         else:
             stock.passing[each] = 0
-        self._settle(stock, each, before)
+        self._settle(stock, each, before, before + counts)
 
-    def revive(self, stock: Stock, rows: Ints) -> None:
-        """Take cached rows, each named once, that are held by now, out of the cache."""
-        stock.queue.drop(rows)
+    def revive(self, stock: Stock, rows: Ints, where: Where) -> None:
+        """Take cached rows, each named once, that are held by now, out of the cache.
+        `where` is the rows, perhaps as a slice."""
+        stock.queue.drop(where)
         stock.num_held += len(rows)
         if stock.rows_per_slab == 1:
-            self.held[rows] = 1
-            self.cached[rows] = 0
+            self.held[where] = 1
+            self.cached[where] = 0
             self.num_idle -= len(rows)
             return
-        slabs = np.sort(stock.slabs_of(rows))
-        each = distinct(slabs)
+        each, counts = stock.by_slab(_ascending(where))
         before = self.held[each]
-        np.add.at(self.held, slabs, 1)
-        np.subtract.at(self.cached, slabs, 1)
-        self._settle(stock, each, before)
+        self.cached[each] -= counts
+        self._settle(stock, each, before, before + counts)
 
-    def vacated(self, stock: Stock, rows: Ints, where: slice | Ints) -> None:
+    def vacated(self, stock: Stock, rows: Ints, where: Where) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
         them to be evicted first; others are free. `where` is the rows, perhaps as a slice."""
         stock.num_held -= len(rows)
         kept = stock.kept[where]
         stamp = next(self._clock)
         num_kept = int(np.count_nonzero(kept))
+        cached, freed = where, where
         if num_kept == len(rows):
-            cached, freed = rows[::-1], rows[:0]
+            stock.queue.put(rows[::-1], stamp)
         elif num_kept:
-            cached, freed = rows[kept][::-1], rows[~kept]
-        else:
-            cached, freed = rows[:0], rows
-        if num_kept:
-            stock.queue.put(cached, stamp)
-        gone = freed if num_kept else where
-        stock.free[gone] = True
+            cached, freed = rows[kept], rows[~kept]
+            stock.queue.put(cached[::-1], stamp)
+        if num_kept < len(rows):
+            stock.free[freed] = True
         if stock.rows_per_slab == 1:
             self.held[where] = 0
             self.num_idle += len(rows)
             if num_kept:
                 self.cached[cached] = 1
-            if len(freed):
-                self._give_up(gone)
+            if num_kept < len(rows):
+                self._give_up(freed)
             return
-        slabs = stock.slabs_of(rows) if isinstance(where, slice) else np.sort(stock.slabs_of(rows))
-        each = distinct(slabs)
+        each, counts = stock.by_slab(_ascending(where))
         before = self.held[each]
-        np.subtract.at(self.held, slabs, 1)
-        if num_kept:
-            np.add.at(self.cached, stock.slabs_of(cached), 1)
-        self._settle(stock, each, before, stamp)
+        if num_kept == len(rows):
+            self.cached[each] += counts
+        elif num_kept:
+            np.add.at(self.cached, stock.slabs_of(rows[kept]), 1)
+        self._settle(stock, each, before, before - counts, stamp)
 
     def evict(self, stock: Stock, rows: Ints) -> None:
         """Give up the content of cached rows. Their slabs stay the group's: the caller is
@@ -188,17 +187,18 @@ class Slabs:
         if stock.rows_per_slab == 1:
             self._give_up(rows)
             return
-        each = distinct(np.sort(stock.slabs_of(rows)))
-        self._settle(stock, each, self.held[each])
+        each, _ = stock.by_slab(np.sort(rows))
+        held = self.held[each]
+        self._settle(stock, each, held, held)
 
-    def _give_up(self, slabs: slice | Ints) -> None:
+    def _give_up(self, slabs: Where) -> None:
         self.owner[slabs] = NOBODY
         self.free.put(slabs, FREE)
 
-    def _settle(self, stock: Stock, slabs: Ints, before: Ints, stamp: int = 0) -> None:
-        """Bring counts, shelves and the queue of idle slabs up to date with `held`, which
-        was `before`, and `cached`."""
-        after = self.held[slabs]
+    def _settle(self, stock: Stock, slabs: Ints, before: Ints, after: Ints, stamp: int = 0) -> None:
+        """Write down how many rows of slabs are held, which were `before`; bring counts,
+        shelves and the queue of idle slabs up to date with it and with `cached`."""
+        self.held[slabs] = after
         busy, was_busy = int(np.count_nonzero(after)), int(np.count_nonzero(before))
         stock.num_busy += busy - was_busy
         self.num_idle -= busy - was_busy
@@ -206,10 +206,12 @@ class Slabs:
         shelves = stock.shelves_of(slabs, free)
         if busy < len(slabs) or was_busy < len(slabs):
             empty = free == stock.rows_per_slab
-            if np.count_nonzero(empty):
+            num_empty = np.count_nonzero(empty)
+            if num_empty:
                 shelves[empty] = 0
-                self._give_up(slabs[empty])
-            self._line_up(stock, slabs, (after == 0) & ~empty, stamp)
+                self._give_up(span(slabs if num_empty == len(slabs) else slabs[empty]))
+            if len(stock.idle) or busy + num_empty < len(slabs):
+                self._line_up(stock, slabs, (after == 0) & ~empty, stamp)
         stock.partial.move(slabs, shelves)
 
     def _line_up(self, stock: Stock, slabs: Ints, idle: Bools, stamp: int) -> None:
@@ -219,3 +221,7 @@ class Slabs:
             stock.idle.drop(slabs[leaves])
         if np.count_nonzero(comes := idle & ~queued):
             stock.idle.put(slabs[comes], stamp or next(self._clock))
+
+
+def _ascending(rows: Where) -> Where:
+    return rows if isinstance(rows, slice) else np.sort(rows)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.queue import Queue
+from kvstow.blocks.runs import Where, span_of_any
 from kvstow.blocks.shelves import Shelves
 from kvstow.errors import BlockError, PlanError
 from kvstow.plan.blocklist import Ints
@@ -67,6 +68,22 @@ class Stock:
     def slabs_of(self, rows: Ints) -> Ints:
         return rows if self.rows_per_slab == 1 else rows // self.rows_per_slab
 
+    def by_slab(self, rows: Where) -> tuple[Ints, Ints]:
+        """The slabs that ascending rows lie in, and how many of the rows lie in each."""
+        size = self.rows_per_slab
+        if isinstance(rows, slice):
+            slabs = np.arange(rows.start // size, -(-rows.stop // size))
+            counts = np.full(len(slabs), size)
+            counts[0] -= rows.start % size
+            counts[-1] -= -rows.stop % size
+            return slabs, counts
+        slabs = rows // size
+        edges = np.empty(len(slabs) + 1, np.bool_)
+        edges[0] = edges[-1] = True
+        np.not_equal(slabs[1:], slabs[:-1], out=edges[1:-1])
+        starts = edges.nonzero()[0]
+        return slabs[starts[:-1]], starts[1:] - starts[:-1]
+
     def rows_of(self, slabs: Ints) -> Ints:
         """All rows of the slabs, in their order."""
         if self.rows_per_slab == 1:
@@ -83,15 +100,25 @@ class Stock:
         rows = self.rows_of(slabs)
         return rows[self.queue.place[rows] >= 0]
 
-    def known(self, rows: npt.ArrayLike) -> Ints:
-        """The rows as an array, once it is certain that all of them exist."""
+    def located(self, rows: npt.ArrayLike) -> tuple[Ints, Where]:
+        """The rows as an array and, perhaps, as a slice, once it is certain that all exist."""
         array = np.asarray(rows, np.int64)
-        if len(array) and array.view(np.uint64).max() >= self.num_rows:
+        where = span_of_any(array)
+        if isinstance(where, slice):
+            good = where.start >= 0 and where.stop <= self.num_rows
+        else:
+            words = array.view(np.uint64)
+            good = not len(words) or words[words.argmax()] < self.num_rows
+        if not good:
             wrong = array[(array < 0) | (array >= self.num_rows)]
             raise BlockError(
                 f"group {self.name!r}: block {wrong[0]} is not among the {self.num_rows} there are"
             )
-        return array
+        return array, where
+
+    def known(self, rows: npt.ArrayLike) -> Ints:
+        """The rows as an array, once it is certain that all of them exist."""
+        return self.located(rows)[0]
 
     def refuse(self, rows: Ints, wrong: npt.NDArray[np.bool_], what: str) -> None:
         """Raises if any row is wrong, naming the first of them."""

@@ -8,6 +8,8 @@ Full attention has fixed columns only, a window ring columns only, a window with
 both. The ring is as wide as the longest stretch that was ever held, for any length.
 """
 
+from typing import overload
+
 import numpy as np
 
 from kvstow.plan.blocklist import Blocks, Ints
@@ -15,15 +17,20 @@ from kvstow.plan.group import Group
 from kvstow.plan.spec import Chunk, Encoder, Full, Retention, Sink, State, Window
 
 
-def first_seen(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints:
-    """Per request, the first block, sinks apart, that a token at `num_tokens` or later sees."""
+@overload
+def first_seen(retention: Retention, num_tokens: int, block_tokens: int) -> int: ...
+@overload
+def first_seen(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints: ...
+def first_seen(retention: Retention, num_tokens: int | Ints, block_tokens: int) -> int | Ints:
+    """The first block, sinks apart, that a token at `num_tokens` or later sees; of one
+    request or of each of several."""
     match retention:
         case Window(tokens) | Sink(_, tokens):
-            return np.maximum(num_tokens - tokens + 1, 0) // block_tokens
+            return (num_tokens - tokens + 1) * (num_tokens >= tokens) // block_tokens
         case Chunk(tokens):
             return (num_tokens - num_tokens % tokens) // block_tokens
         case Full() | Encoder() | State():
-            return np.zeros_like(num_tokens)
+            return 0 * num_tokens
 
 
 def sink_blocks(retention: Retention, block_tokens: int) -> int:
@@ -64,18 +71,22 @@ class Table:
             return np.arange(0 if self.fixed else first, end)
         return np.concatenate((np.arange(min(self.fixed, end)), np.arange(first, end)))
 
-    def ids(self, slot: int, logical: Ints) -> Ints:
-        return self._ids[slot, self._columns(logical)]
+    def ids(self, slot: int, first: int, end: int) -> Ints:
+        """Ids of blocks `[first, end)`, all of them held."""
+        row = self._ids[slot]
+        parts = [row[columns] for columns in self._stretches(first, end)]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
     def all_ids(self, slot: int) -> Ints:
         """Ids of everything that the request holds, by logical block."""
-        if not self.moves:
-            return self._ids[slot, : self.end[slot]].copy()
-        return self.ids(slot, self.held(slot))
+        first, end = int(self.first[slot]), int(self.end[slot])
+        if first <= self.fixed:
+            return self.ids(slot, 0, end)
+        ids = self.ids(slot, first, end)
+        return np.concatenate((self.ids(slot, 0, self.fixed), ids)) if self.fixed else ids
 
     def blocks(self, slot: int) -> Blocks:
-        logical = self.held(slot)
-        return Blocks(self.ids(slot, logical), logical)
+        return Blocks(self.all_ids(slot), self.held(slot))
 
     def last_ids(self, slots: Ints) -> Ints:
         """The id of each request's last block, 0 where there is none."""
@@ -96,18 +107,29 @@ class Table:
 
     def open(self, slot: int, first: int, end: int) -> None:
         """Begin a request that has blocks `[first, end)`, and sinks before them."""
+        self._widen(end, end - first)
         self.first[slot] = first
         self.end[slot] = end
-        self._widen(end, end - first)
 
-    def write(self, slot: int, logical: Ints, ids: Ints) -> None:
-        self._ids[slot, self._columns(logical)] = ids
+    def copy(self, slot: int, twin: int) -> None:
+        """Begin a request with all that another one has."""
+        self._ids[twin] = self._ids[slot]
+        self.first[twin] = self.first[slot]
+        self.end[twin] = self.end[slot]
+
+    def write(self, slot: int, first: int, ids: Ints) -> None:
+        """Enter the ids of blocks from `first` on, for which there is room."""
+        row, done = self._ids[slot], 0
+        for columns in self._stretches(first, first + len(ids)):
+            more = columns.stop - columns.start
+            row[columns] = ids[done : done + more]
+            done += more
 
     def append(self, slot: int, ids: Ints) -> None:
         """Add blocks behind the last one."""
         end = int(self.end[slot])
         self._widen(end + len(ids), end + len(ids) - int(self.first[slot]))
-        self.write(slot, np.arange(end, end + len(ids)), ids)
+        self.write(slot, end, ids)
         self.end[slot] = end + len(ids)
 
     def append_one_each(self, slots: Ints, ids: Ints) -> None:
@@ -118,7 +140,7 @@ class Table:
         self.end[slots] = end + 1
 
     def replace_last(self, slot: int, row: int) -> None:
-        self.write(slot, self.end[slot : slot + 1] - 1, np.array([row]))
+        self.write(slot, int(self.end[slot]) - 1, np.array([row]))
 
     def slide(self, slots: Ints, num_tokens: Ints, more: Ints) -> tuple[Ints, Ints]:
         """Give up what no token at `num_tokens` or later sees: positions among the requests,
@@ -149,17 +171,33 @@ class Table:
             return logical % ring
         return np.where(logical < self.fixed, logical, self.fixed + (logical - self.fixed) % ring)
 
+    def _stretches(self, first: int, end: int) -> list[slice]:
+        """The columns of blocks `[first, end)`, in their order."""
+        if not self.moves:
+            return [slice(first, end)]
+        fixed = min(end, self.fixed)
+        if first < fixed:
+            return [slice(first, fixed), *(self._stretches(fixed, end) if fixed < end else ())]
+        ring = self._ids.shape[1] - self.fixed
+        start = self.fixed + (first - self.fixed) % ring
+        over = start + end - first - self._ids.shape[1]
+        if over <= 0:
+            return [slice(start, start + end - first)]
+        return [slice(start, self._ids.shape[1]), slice(self.fixed, self.fixed + over)]
+
     def _widen(self, end: int, stretch: int) -> None:
         """Make room for a request that holds so many blocks, or a stretch of them."""
         needed = self.fixed + stretch if self.moves else end
         width = self._ids.shape[1]
         if needed <= width:
             return
-        before, slots = self._ids, np.nonzero(self.end > 0)[0]
-        columns = [self._columns(self.held(int(slot))) for slot in slots]
+        slots: list[int] = np.nonzero(self.end > 0)[0].tolist() if self.moves else []
+        before, held = self._ids, [self.all_ids(slot) for slot in slots]
         self._ids = np.zeros((len(before), max(needed, 2 * width)), np.int64)
         if not self.moves:
             self._ids[:, :width] = before
-            return
-        for slot, column in zip(slots.tolist(), columns, strict=True):
-            self.write(slot, self.held(slot), before[slot, column])
+        for slot, ids in zip(slots, held, strict=True):
+            first = int(self.first[slot])
+            sinks = self.fixed if self.fixed < first else 0
+            self.write(slot, 0, ids[:sinks])
+            self.write(slot, first if self.fixed < first else 0, ids[sinks:])

@@ -51,7 +51,7 @@ class Witness:
         while True:
             lo = witness.start
             if lo < upto:
-                if not np.array_equal(witness.tokens[: upto - lo], prompt.tokens[lo:upto]):
+                if np.count_nonzero(witness.tokens[: upto - lo] != prompt.tokens[lo:upto]):
                     return False
                 upto = lo
             if witness.parent is None:
