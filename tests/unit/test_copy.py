@@ -273,10 +273,15 @@ def test_parts_for_several_streams_are_all_of_the_moves_in_order(data):
     moves = data.draw(scattered(512))
     if not len(moves.source):
         return
-    parts = shares(moves, data.draw(st.integers(1, 5)))
+    weights = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    parts = list(shares(moves, weights))
     joined = [np.concatenate(columns).tolist() for columns in zip(*parts, strict=True)]
     assert joined == [column.tolist() for column in moves]
     assert all(len(part.source) for part in parts)
+    assert len(parts) <= len(weights)
+    longest, total = int(moves.nbytes.max()), int(moves.nbytes.sum())
+    most = max(int(part.nbytes.sum()) for part in parts)
+    assert most <= total * max(weights) / sum(weights) + longest + 1
 
 
 def byte_pairs(moves: Spans) -> list[tuple[int, int]]:

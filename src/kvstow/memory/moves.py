@@ -53,27 +53,24 @@ def spans(moves: Moves | Spans) -> Spans:
                 f"{[(a.shape, str(a.dtype)) for a in arrays]}"
             )
     source, destination, nbytes = (array.astype(np.int64, copy=False) for array in arrays)
-    if (nbytes < 0).any():
-        raise CopyError(f"move {int(np.argmax(nbytes < 0))} has {int(nbytes.min())} bytes")
-    some = nbytes > 0
+    least = int(nbytes.min(initial=1))
+    if least < 0:
+        raise CopyError(f"move {int(np.argmax(nbytes < 0))} has {least} bytes")
+    some = slice(None) if least else nbytes > 0
     return Spans(source[some], destination[some], nbytes[some])
 
 
 def merged(moves: Spans) -> Spans:
     """The same moves in ascending order of source, neighbours on both sides joined."""
-    if not len(moves.source):
-        return moves
-    order = np.argsort(moves.source, kind="stable")
-    source, destination, nbytes = (array[order] for array in moves)
-    starts = np.flatnonzero(
-        np.concatenate(
-            [
-                [True],
-                (source[1:] != source[:-1] + nbytes[:-1])
-                | (destination[1:] != destination[:-1] + nbytes[:-1]),
-            ]
-        )
-    )
+    source, destination, nbytes = moves
+    if (source[1:] < source[:-1]).any():
+        order = np.argsort(source, kind="stable")
+        source, destination, nbytes = (array[order] for array in moves)
+    apart = source[1:] != source[:-1] + nbytes[:-1]
+    apart |= destination[1:] != destination[:-1] + nbytes[:-1]
+    if apart.all():
+        return Spans(source, destination, nbytes)
+    starts = np.concatenate([[0], np.flatnonzero(apart) + 1])
     return Spans(source[starts], destination[starts], np.add.reduceat(nbytes, starts))
 
 
@@ -82,8 +79,8 @@ def check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: st
     ordered = sorted(regions)
     starts = np.array([run.offset for run in ordered], np.int64)
     ends = np.array([run.end for run in ordered], np.int64)
-    at = np.searchsorted(starts, offsets, side="right") - 1
-    bad = (at < 0) | (nbytes > ends[at] - offsets)
+    at = np.searchsorted(starts, offsets, side="right") - 1 if len(ordered) > 1 else 0
+    bad = (offsets < starts[at]) | (nbytes > ends[at] - offsets)
     if bad.any():
         i = int(np.argmax(bad))
         raise CopyError(
