@@ -1,5 +1,7 @@
 """Stores of one layout, arenas of another: tp, pp, order, tokens per block, whole requests."""
 
+import uuid
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,10 @@ from kvstow.offload.convert import convert
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.host import HostTier
 from kvstow.offload.keys import block_keys, hit, links, wanted
+from kvstow.offload.mover import Mover
+from kvstow.offload.neighbours import neighbours
 from kvstow.offload.request import load_request
+from kvstow.offload.shared import remove
 from kvstow.offload.store import Store
 from kvstow.plan.align import Site
 from kvstow.plan.blocklist import Blocks
@@ -139,6 +144,35 @@ def test_two_ranks_stores_fill_one_arena_and_one_store_fills_two(tmp_path):
         loaded([whole], layout_of(tp=(r, 2)))
     for tier in (*halves, whole):
         tier.close()
+
+
+def shelved(name, layout):
+    """A shared host tier with every block of the prompt, which its process has left."""
+    arena = Arena(layout)
+    host = HostTier(layout, capacity=MIB, shared=name)
+    with closing(host), closing(Mover(arena, host)) as mover:
+        for g, rows in enumerate(layout.groups):
+            keys = block_keys(PROMPT, rows.group.block_tokens)
+            ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
+            fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
+            assert mover.store(g, ids, keys).result(20).all()
+
+
+def test_shared_host_tiers_of_two_ranks_fill_one_arena_and_one_fills_two():
+    for sources, targets in (([(0, 2), (1, 2)], [(0, 1)]), ([(0, 1)], [(0, 2), (1, 2)])):
+        name = f"kvstow-test-{uuid.uuid4().hex[:12]}"
+        try:
+            for tp in sources:
+                shelved(name, layout_of(tp=tp))
+            parts = neighbours(name)
+            assert sorted(part.layout.tp for part in parts) == sources
+            for tp in targets:
+                loaded(parts, layout_of(tp=tp))
+                loaded(parts, layout_of(tp=tp, order="LBHNC"))
+            for part in parts:
+                part.close()
+        finally:
+            assert remove(name) == len(sources)
 
 
 def test_one_ranks_store_alone_is_refused_for_the_whole(tmp_path):

@@ -1,7 +1,8 @@
 """The host tier: an arena of the same rows in host memory, pinned when CUDA is there.
 
 A row is *reserved* while it is filled, then *kept*; one that is *held* is being read. Reserved
-and held rows are never given up.
+and held rows are never given up. With `shared=NAME` the arena lies in shared memory: its rows are
+there for the process that comes next, and other processes of the machine read them (`neighbours`).
 """
 
 from collections.abc import Generator, Sequence
@@ -18,9 +19,10 @@ from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload import policies
 from kvstow.offload.image import pooled
-from kvstow.offload.numa import on_node
+from kvstow.offload.numa import bind, on_node
 from kvstow.offload.policies import Policy, PolicyName, mark
 from kvstow.offload.queue import Ints
+from kvstow.offload.shared import opened
 from kvstow.offload.slots import Slots
 from kvstow.offload.tier import (
     Bools,
@@ -55,10 +57,18 @@ class HostTier:
         capacity: int,
         policy: PolicyName = "lru",
         numa_node: int | None = None,
+        shared: str | None = None,
     ) -> None:
         self.layout = pooled(layout, capacity)
+        pinned = torch.cuda.is_available()
         with on_node(numa_node):
-            self.arena = Arena(self.layout, pinned=torch.cuda.is_available(), huge_pages=True)
+            self._part = None if shared is None else opened(shared, self.layout)
+            self.arena = (
+                Arena(self.layout, pinned=pinned, huge_pages=True)
+                if self._part is None
+                else self._part.arena(pinned=pinned)
+            )
+        bind(self.arena.address, self.arena.nbytes, numa_node)
         self._slots = Slots(self.layout)
         groups = range(len(self.layout.groups))
         self._policies: tuple[Policy, ...] = tuple(
@@ -68,11 +78,23 @@ class HostTier:
         self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)
         self._lock = RLock()
         self._counter = Counter()
+        if self._part is not None:
+            for group, (keys, rows) in enumerate(self._part.board.take_over()):
+                self._slots.occupy(group, rows)
+                self._enter(group, keys, rows)
 
     def close(self) -> None:
+        """Let go of the memory. What is shared stays, for whoever opens it next."""
         self.arena.close()
+        if self._part is not None:
+            self._part.close()
 
     # ── questions ─────────────────────────────────────────────────────────────────
+
+    @property
+    def part(self) -> str | None:
+        """The part of the shared tier that this process writes, as in NAME.0."""
+        return None if self._part is None else self._part.name
 
     @property
     def counts(self) -> Counts:
@@ -123,6 +145,8 @@ class HostTier:
                 good = self._still_wanted(reservation, filled)
                 keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
                 rows, nobodys = rows[good], rows[~good]
+            if self._part is not None:
+                self._part.board.publish(group, rows, keys)
             self._enter(group, keys, rows)
             self._slots.give_back(group, nobodys)
         nbytes = len(keys) * self.layout.row_bytes(group)
@@ -230,6 +254,8 @@ class HostTier:
         return True
 
     def _forget(self, group: int, rows: Ints) -> None:
+        if self._part is not None:
+            self._part.board.withdraw(group, rows)
         ids, keys = self._ids[group], self._keys[group]
         for row in rows.tolist():
             del ids[keys.pop(row)]

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
+from kvstow.offload.image import image
 from kvstow.offload.keys import Keyed
 from kvstow.offload.staging import views
 from kvstow.offload.tier import Tier
@@ -51,8 +52,8 @@ def load_request(
 
 def _stage(layout: Layout, rows: int) -> Layout:
     """The layout of images with room for so many rows, whichever group they are of."""
-    slabs = rows + NULL_SLABS
-    return replace(layout, num_slabs=slabs, nbytes=slabs * layout.slab_bytes)
+    whole, slabs = image(layout), rows + NULL_SLABS
+    return replace(whole, num_slabs=slabs, nbytes=slabs * whole.slab_bytes)
 
 
 def _filled(tier: Tier, stage: Arena, wanted: Mapping[int, Keyed]) -> dict[int, Blocks] | None:

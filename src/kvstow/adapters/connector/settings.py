@@ -15,8 +15,9 @@ class Settings:
     """What an operator may say.
 
     `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` above zero turns
-    offloading on; the disk tier lies below the host tier. `manifest_file` is where a rank
-    writes its layout.
+    offloading on; the disk tier lies below the host tier. With `host_shared`, a name, the host
+    tier lies in shared memory: it outlives the process, and ranks of the machine that hold the same
+    rows read each other's. `manifest_file` is where a rank writes its layout.
     """
 
     model: str = ""
@@ -28,6 +29,7 @@ class Settings:
     digest: DigestPolicy = "sample"
     consumer_ranks: int = 1
     host_bytes: int = 0
+    host_shared: str = ""
     disk_path: str = ""
     disk_bytes: int = 0
     manifest_file: str = ""

@@ -13,6 +13,9 @@ from kvstow.offload.disk import DiskTier
 from kvstow.offload.host import HostTier
 from kvstow.offload.jobs import Job
 from kvstow.offload.mover import Mover
+from kvstow.offload.neighbours import Neighbours
+from kvstow.offload.numa import node_of
+from kvstow.offload.tier import Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +44,16 @@ class Shelf:
                 Path(settings.disk_path) / ranks, layout, capacity=settings.disk_bytes
             )
         kept = self._disk.layout if self._disk else layout
-        self._host = HostTier(kept, capacity=settings.host_bytes)
+        self._host = HostTier(
+            kept, capacity=settings.host_bytes, numa_node=node_of(arena.device),
+            shared=settings.host_shared or None,
+        )  # fmt: skip
+        self._near = Neighbours(self._host, self._disk) if settings.host_shared else None
+        self._below: Tier | None = self._near or self._disk
         self._groups = [
             matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
         ]
-        self._mover = Mover(arena, self._host, self._disk)
+        self._mover = Mover(arena, self._host, self._below)
         self._stores: list[Errand] = []
         self._restores: list[Errand] = []
 
@@ -58,8 +66,8 @@ class Shelf:
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
             here = self._host.contains(g, keys)
-            if self._disk is not None and not here.all():
-                here = here | self._disk.contains(g, keys)
+            if self._below is not None and not here.all():
+                here = here | self._below.contains(g, keys)
             present.append(tuple(bool(found) for found in here))
         return Found(request=lookup.request, present=tuple(present))
 
@@ -110,9 +118,11 @@ class Shelf:
         return ended
 
     def close(self) -> None:
-        """Finish what has begun; what is on disk stays there."""
+        """Finish what has begun; what is on disk, or shared, stays there."""
         self._mover.drain(10.0)
         self._mover.close()
+        if self._near is not None:
+            self._near.close()
         self._host.close()
         if self._disk is not None:
             self._disk.close()

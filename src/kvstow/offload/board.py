@@ -1,0 +1,193 @@
+"""What a shared host arena holds, for other processes and for the one that comes after a crash.
+
+    NAME.0.rows    the arena
+    NAME.0.board   header · manifest · one record per row · log
+
+    header, little endian                       record, 64 bytes
+      0  magic           8   "kvstowB1"           0  seq        8   even: the row is as stated
+      8  num_records     8                        8  stamp      8   grows with every row kept
+     16  log_size        8                       16  key_bytes  8   0: no row
+     24  manifest_bytes  8                       24  key       32   zeros after key_bytes
+     32  records_at      8                       56  zeros      8
+     40  log_at          8
+     64  head            8   records changed so far; the last `log_size` of them are in the log
+     72  clock           8   stamps given so far
+   4096  manifest            of the arena's layout
+
+One process writes a board, many read it without a lock. A record whose seq is odd is being
+changed, or names no row: the writer makes it odd before the row's bytes may change, and even after
+they have. A reader compares seq and key before it uses the bytes, and seq again after. This leans
+on stores becoming visible in their order, which x86-64 promises.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import StoreError
+from kvstow.offload.queue import Ints
+from kvstow.offload.tier import MAX_KEY_BYTES
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode, encode
+from kvstow.plan.view import align_up
+
+MAGIC = b"kvstowB1"
+HEADER_BYTES = 4096
+_FIELDS = struct.Struct("<8sQQQQQ")
+_HEAD, _CLOCK = 64, 72
+
+RECORD = np.dtype({
+    "names": ["seq", "stamp", "key_bytes", "key"],
+    "formats": ["<u8", "<u8", "<u8", ("u1", MAX_KEY_BYTES)],
+    "offsets": [0, 8, 16, 24],
+    "itemsize": 64,
+})  # fmt: skip
+
+Records = npt.NDArray[np.void]
+
+
+class Board:
+    """The records and the log of one shared arena, mapped into this process."""
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        """Map a board; ValueError where the file is none, or not finished."""
+        size = os.fstat(fd).st_size
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        if size < HEADER_BYTES:
+            raise ValueError(f"{size} bytes are no board")
+        memory = mmap.mmap(fd, size, access=access)
+        magic, count, log_size, manifest_bytes, records_at, log_at = _FIELDS.unpack_from(memory)
+        if magic != MAGIC or log_at + 4 * log_size > size:
+            raise ValueError(f"a file that begins with {magic!r} is no board")
+        self.manifest = memory[HEADER_BYTES : HEADER_BYTES + manifest_bytes]
+        self.layout: Layout = decode(self.manifest)
+        self._starts = starts(self.layout)
+        self.records: Records = np.frombuffer(memory, RECORD, count, records_at)
+        self.seq: npt.NDArray[np.uint64] = self.records["seq"]
+        self._counts = np.frombuffer(memory, "<u8", 2, _HEAD)
+        self._log = np.frombuffer(memory, "<u4", log_size, log_at)
+
+    @staticmethod
+    def write_new(fd: int, layout: Layout) -> None:
+        """Turn an empty file into a board on which nothing stands."""
+        manifest = encode(layout)
+        count = starts(layout)[-1]
+        log_size = max(1024, 4 * count)
+        records_at = align_up(HEADER_BYTES + len(manifest), HEADER_BYTES)
+        log_at = records_at + count * RECORD.itemsize
+        os.posix_fallocate(fd, 0, log_at + 4 * log_size)
+        os.pwrite(fd, manifest, HEADER_BYTES)
+        os.pwrite(
+            fd, _FIELDS.pack(MAGIC, count, log_size, len(manifest), records_at, log_at), 0
+        )  # last: before it, the file is no board
+
+    @property
+    def head(self) -> int:
+        return int(self._counts[0])
+
+    def numbers(self, group: int, rows: Ints) -> Ints:
+        """The records of rows of a group."""
+        return self._starts[group] + rows
+
+    def located(self, number: int) -> tuple[int, int]:
+        """Group and row of a record."""
+        group = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return group, number - int(self._starts[group])
+
+    # ── reading ───────────────────────────────────────────────────────────────────
+
+    def changes(self, seen: int) -> Ints | None:
+        """Records changed since the head was `seen`; None where nobody knows any more."""
+        head, size = self.head, len(self._log)
+        if head - seen > size:
+            return None
+        found = self._log[np.arange(seen, head) % size].astype(np.int64)
+        return None if self.head - seen > size else np.unique(found)  # overwritten meanwhile
+
+    def stated(self, numbers: Ints) -> tuple[list[bytes], Ints]:
+        """The keys of those records that name a row now, and which they are."""
+        seq = self.seq[numbers]  # before anything else of a record is looked at
+        found = self.records[numbers]
+        steady = (seq == self.seq[numbers]) & (seq % 2 == 0)
+        named = steady & (found["key_bytes"] > 0) & (found["key_bytes"] <= MAX_KEY_BYTES)
+        return keys_in(found[named]), numbers[named]
+
+    # ── writing ───────────────────────────────────────────────────────────────────
+
+    def publish(self, group: int, rows: Ints, keys: Sequence[bytes]) -> None:
+        """Rows hold, from now on, what these keys name."""
+        if not len(rows):
+            return
+        numbers = self.numbers(group, rows)
+        self.seq[numbers] |= np.uint64(1)
+        first = int(self._counts[1]) + 1
+        self._counts[1] += len(rows)
+        self.records["stamp"][numbers] = np.arange(first, first + len(rows))
+        self.records["key"][numbers] = key_table(keys)
+        self.records["key_bytes"][numbers] = [len(key) for key in keys]
+        self.seq[numbers] += np.uint64(1)
+        self._note(numbers)
+
+    def withdraw(self, group: int, rows: Ints) -> None:
+        """Rows hold nothing, from now on; their bytes may change when this returns."""
+        if not len(rows):
+            return
+        numbers = self.numbers(group, rows)
+        self.seq[numbers] |= np.uint64(1)
+        self.records["key_bytes"][numbers] = 0
+        self._note(numbers)
+
+    def take_over(self) -> list[tuple[list[bytes], Ints]]:
+        """Per group, the keys and rows that a writer before us left, the oldest first.
+
+        Records that it left half-way name no row, and readers look at all records again.
+        """
+        every = np.arange(len(self.records))
+        half_way = (self.seq % 2 == 1) & (self.records["key_bytes"] > 0)
+        self.records["key_bytes"][half_way] = 0
+        keys, numbers = self.stated(every)
+        order = np.argsort(self.records["stamp"][numbers], kind="stable")
+        group = np.searchsorted(self._starts, numbers, side="right") - 1
+        self._counts[0] += len(self._log) + 1
+        found: list[tuple[list[bytes], Ints]] = []
+        for g in range(len(self.layout.groups)):
+            mine = order[group[order] == g]
+            found.append(([keys[i] for i in mine.tolist()], numbers[mine] - self._starts[g]))
+        return found
+
+    def _note(self, numbers: Ints) -> None:
+        head = self.head
+        self._log[np.arange(head, head + len(numbers)) % len(self._log)] = numbers
+        self._counts[0] = head + len(numbers)
+
+
+def starts(layout: Layout) -> Ints:
+    """The first record of every group, and how many there are in all."""
+    sizes = [layout.num_blocks(g) for g in range(len(layout.groups))]
+    return np.cumsum([0, *sizes])
+
+
+def key_table(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    """Keys as records have them, one per line."""
+    padded = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys)
+    return np.frombuffer(padded, np.uint8).reshape(-1, MAX_KEY_BYTES)
+
+
+def keys_in(found: Records) -> list[bytes]:
+    """The keys of a copy of records."""
+    raw, lengths = found["key"].tobytes(), found["key_bytes"].tolist()
+    return [raw[at : at + n] for at, n in zip(range(0, len(raw), MAX_KEY_BYTES), lengths,
+                                              strict=True)]  # fmt: skip
+
+
+def check_order(machine: str) -> None:
+    """Refuses machines that may show stores in another order than they were made in."""
+    if machine not in ("x86_64", "AMD64"):
+        raise StoreError(
+            f"a shared host tier needs the memory order of x86-64, this is {machine}\n\n"
+            "hint: leave it unshared, or share a disk tier in /dev/shm"
+        )
