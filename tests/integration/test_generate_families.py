@@ -14,7 +14,9 @@ from transformers.utils import logging
 from kvstow.adapters import weights
 from kvstow.adapters.transformers import KvstowCache, ModelMemory, cache_name
 from kvstow.adapters.transformers.tiny import FAMILIES, tiny_model
+from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
+from kvstow.plan.route import route
 
 BLOCK_TOKENS = 4
 NEW_TOKENS = 12
@@ -195,6 +197,54 @@ def test_a_shared_beginning_is_not_computed_again(family):
     assert hit == (0 if family in BEGIN_ANEW else 24)
     cache = computed(model, second[:, :hit], own_cache(model), 8)
     assert_same_bits(ours, generated(model, unseen(model, second, hit), cache))
+
+
+@families
+def test_rows_that_came_from_elsewhere_go_on_with_the_same_logits(family):
+    model = model_of(family)
+    ids = prompt(1, PROMPT_TOKENS + 1)
+    there = ModelMemory.of(model, budget=2 << 20, block_tokens=2 * BLOCK_TOKENS, order="BHLNC")
+    with memory_for(model) as here, there:
+        with KvstowCache(here) as cache:
+            computed(model, ids[:, :-1], cache, PROMPT_TOKENS)
+            request = there.ledger.admit(PROMPT_TOKENS).request
+            moves = route(here.layout, there.layout).moves(
+                cache.blocks(0), there.ledger.blocks(request), PROMPT_TOKENS
+            )
+            copy(here.arena, there.arena, moves).wait()
+        with KvstowCache(there, requests=[request], num_tokens=PROMPT_TOKENS) as cache:
+            ours = generated(model, unseen(model, ids, PROMPT_TOKENS), cache)
+    cache = computed(model, ids[:, :-1], own_cache(model), PROMPT_TOKENS)
+    assert_same_bits(ours, generated(model, unseen(model, ids, PROMPT_TOKENS), cache))
+
+
+CROPPED = ["llama", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("candidates", ["copied", "guessed"])
+@pytest.mark.parametrize("family", CROPPED)
+def test_candidates_that_are_taken_back_leave_no_trace(family, candidates):
+    model = model_of(family)
+    ids = prompt(1, 10).repeat(1, 3)
+    wishes = {"prompt_lookup_num_tokens": 5}
+    if candidates == "guessed":
+        wishes = {"assistant_model": nearly(family), "num_assistant_tokens": 5}
+    with memory_for(model, rollback_tokens=20) as memory, KvstowCache(memory) as cache:
+        ours = generated(model, ids, cache, **wishes)
+        assert cache.is_croppable
+        memory.ledger.check()
+    assert_same_bits(ours, generated(model, ids, **wishes))
+    assert torch.equal(ours.sequences, generated(model, ids).sequences)
+
+
+def nearly(family):
+    """A model that guesses right now and then."""
+    model = tiny_model(family)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * weight.std() * torch.randn(weight.shape, generator=noise)
+    return model
 
 
 @pytest.mark.parametrize("block_tokens", [1, 6, 16])

@@ -7,7 +7,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory, Shard, cache_layers
+from kvstow.adapters.transformers import (
+    KvstowCache,
+    ModelMemory,
+    Shard,
+    cache_layers,
+    cache_name,
+)
 from kvstow.adapters.transformers.batch import prompts_of
 from kvstow.adapters.transformers.pages import Table, gathered, one_stride, write
 from kvstow.adapters.transformers.specs import trial
@@ -283,6 +289,69 @@ def test_kept_sequences_go_on_as_if_the_others_had_never_been():
                 forward(model, ids[origin : origin + 1, :10], alone)
                 expected = forward(model, ids[origin : origin + 1, 10:], alone)
             torch.testing.assert_close(found[row], expected[0], rtol=1e-5, atol=1e-4)
+
+
+# ── tokens taken back ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v32"])
+@pytest.mark.parametrize("block_tokens", [1, 4])
+@pytest.mark.parametrize("taken", [1, 6])
+def test_tokens_written_over_tokens_are_as_if_they_had_come_first(family, block_tokens, taken):
+    model = tiny_model(family)
+    ids, other = torch.arange(60).unsqueeze(0), torch.arange(100, 160).unsqueeze(0)
+    memory = ModelMemory.of(model, budget=1 << 20, block_tokens=block_tokens, rollback_tokens=6)
+    with memory, KvstowCache(memory) as cache, KvstowCache(memory) as plain:
+        forward(model, ids[:, :35], cache)
+        forward(model, ids[:, :35], plain)
+        for start in range(35, 50, 3):
+            forward(model, other[:, start : start + taken], cache)
+            cache.crop(-taken)
+            assert cache.num_tokens == cache.get_seq_length() == start
+            step = ids[:, start : start + 3]
+            assert torch.equal(forward(model, step, cache), forward(model, step, plain))
+        memory.ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("family", "rollback_tokens", "reason"),
+    [
+        ("mistral", 0, r"taking back 0, not 3.*rollback_tokens=3"),
+        ("mistral", 2, r"taking back 2, not 3.*rollback_tokens=3"),
+        ("falcon_h1", 9, "a recurrent state does not go back"),
+        ("lfm2", 9, "a recurrent state does not go back"),
+        ("mamba2", 9, "a recurrent state does not go back"),
+        ("deepseek_v4", 9, "a recurrent state does not go back"),
+    ],
+)
+def test_what_cannot_go_back_is_refused_and_unchanged(family, rollback_tokens, reason):
+    model = tiny_model(family)
+    ids = torch.arange(32).unsqueeze(0)
+    memory = ModelMemory.of(model, budget=1 << 20, rollback_tokens=rollback_tokens)
+    with memory, KvstowCache(memory) as cache:
+        with torch.no_grad():
+            model(ids, use_cache=True, **{cache_name(model): cache})
+        cache.crop(0)
+        with pytest.raises(BlockError, match=f"(?s)32 tokens cannot become 29: .*{reason}"):
+            cache.crop(-3)
+        assert cache.get_seq_length() == 32
+        assert cache.is_croppable == (rollback_tokens == 2)
+
+
+def test_known_tokens_and_those_of_beams_that_have_split_are_not_taken_back():
+    model = tiny_model("llama")
+    ids = torch.arange(9).unsqueeze(0)
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        with KvstowCache(memory, tokens=ids) as cache:
+            forward(model, torch.arange(12).unsqueeze(0), cache)
+            cache.crop(-3)
+            with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
+                cache.crop(-1)
+        with KvstowCache(memory) as cache:
+            forward(model, ids, cache)
+            cache.batch_repeat_interleave(2)
+            with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
+                cache.crop(-1)
 
 
 # ── known tokens ──────────────────────────────────────────────────────────────────────

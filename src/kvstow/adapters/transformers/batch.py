@@ -28,7 +28,7 @@ from kvstow.adapters.transformers.pages import Table, gathered, one_stride, writ
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
-from kvstow.plan.spec import State
+from kvstow.plan.spec import State, Window
 
 Tensor = torch.Tensor
 
@@ -44,6 +44,7 @@ class Batch:
         self.num_tokens = num_tokens
         self.hit_tokens = num_tokens
         self._known = 0
+        self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
         self._tables: dict[int, Table] = {}
         self._running: dict[int, Tensor] = {}
@@ -68,7 +69,8 @@ class Batch:
         if len(hits) == 1:
             self._admit(prompts)
             self._known = tokens.shape[1]
-            self.num_tokens = self.hit_tokens = hits.pop()
+            self.num_tokens = self.hit_tokens = self._grown_tokens = hits.pop()
+            self._fixed_tokens = self._known
         else:
             self.begin(len(prompts))
 
@@ -104,6 +106,7 @@ class Batch:
             self.memory.ledger.release(request)
         self.requests = []
         self.num_tokens = self.hit_tokens = self._known = 0
+        self._grown_tokens = self._fixed_tokens = 0
         self._seen.clear()
         self._lent.clear()
         self._uncounted = False
@@ -130,6 +133,7 @@ class Batch:
         for origin in left:
             ledger.release(self.requests[origin])
         self.requests = forked
+        self._fixed_tokens = self._grown_tokens
         self._before_tokens = -1
         self._refresh()
 
@@ -153,6 +157,32 @@ class Batch:
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
         self._known = max(self._known, self.num_tokens)
+        self._fixed_tokens = max(self._fixed_tokens, self._known)
+
+    def crop(self, num_tokens: int) -> None:
+        """Take tokens back, down to `num_tokens`: those that follow are written over them.
+
+        Rows that others share or may find, windows that have moved on for good, and states
+        cannot go back; then nothing is changed.
+        """
+        taken = self._grown_tokens - num_tokens
+        groups = self.memory.ledger.groups
+        lost = ""
+        if any(isinstance(group.retention, State) for group in groups):
+            lost = "a recurrent state does not go back"
+        elif num_tokens < self._fixed_tokens:
+            lost = f"the first {self._fixed_tokens} are shared, known as a prefix, or came along"
+        elif taken > self.memory.rollback_tokens and any(
+            isinstance(group.retention, Window) for group in groups
+        ):
+            lost = (
+                f"windows keep rows for taking back {self.memory.rollback_tokens}, not {taken}"
+                f"\n\nhint: ModelMemory.of(model, rollback_tokens={taken})"
+            )
+        if lost and num_tokens < self.num_tokens:
+            raise BlockError(f"{self.num_tokens} tokens cannot become {num_tokens}: {lost}")
+        self.num_tokens = num_tokens
+        self._seen = dict.fromkeys(self._seen, num_tokens)
 
     # ── tokens ────────────────────────────────────────────────────────────────────
 
@@ -194,10 +224,11 @@ class Batch:
 
     def _grow(self, wanted: int) -> None:
         copies: tuple[Copy, ...] = ()
-        if wanted > 1 or self.num_tokens:
+        if wanted > max(1, self._grown_tokens):
             self.settle()
             copies = self.memory.ledger.grow(self.requests, wanted)
             self._copy(copies)
+        self._grown_tokens = max(wanted, self._grown_tokens)
         same_blocks = all(table.has_room(wanted) for table in self._tables.values())
         self.num_tokens = wanted
         if copies or not same_blocks:

@@ -21,7 +21,7 @@ from kvstow.adapters.transformers.layers import (
 )
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.plan.blocklist import Blocks
-from kvstow.plan.spec import LayerSpec, Window
+from kvstow.plan.spec import LayerSpec, State, Window
 
 
 class KvstowCache(Cache):
@@ -102,6 +102,22 @@ class KvstowCache(Cache):
         """Every sequence `repeats` times, neighbours alike."""
         self.batch.rearrange([i for i in range(len(self.batch.requests)) for _ in range(repeats)])
 
+    # ── tokens taken back ─────────────────────────────────────────────────────────
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens of every sequence.
+
+        `rollback_tokens` of the memory says how many that may be where layers have windows;
+        recurrent layers, prefixes and beams that have split do not go back at all.
+        """
+        self.batch.crop(self.num_tokens - abs(tokens_to_remove))
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens of such a model can be taken back at all."""
+        kinds = {type(group.retention) for group in self.memory.ledger.groups}
+        return State not in kinds and (Window not in kinds or self.memory.rollback_tokens > 0)
+
     def reset(self) -> None:
         """Forget all sequences; the next keys begin new ones."""
         for layer in self.layers:
@@ -135,18 +151,18 @@ def _layer(batch: Batch, index: int) -> Any:
     match attention, state:
         case LayerSpec(), LayerSpec() if entries is not None:
             rate = entries.tokens_per_state
-            return CompressedLayer(batch, name, _window(attention), rate)
+            return CompressedLayer(batch, name, _window(batch, attention), rate)
         case None, None:
             return EmptyLayer()
         case None, LayerSpec():
             return StateLayer(batch, name, _num_states(state))
         case LayerSpec(), LayerSpec():
-            return StateAndRowsLayer(batch, name, _window(attention), _num_states(state))
+            return StateAndRowsLayer(batch, name, _window(batch, attention), _num_states(state))
         case LayerSpec(), None if f"{name}.indexer" in layers:
             return IndexedRowsLayer(batch, name, None)
         case _:
             assert attention is not None
-            return RowsLayer(batch, name, _window(attention))
+            return RowsLayer(batch, name, _window(batch, attention))
 
 
 def _num_states(spec: LayerSpec) -> int:
@@ -154,5 +170,8 @@ def _num_states(spec: LayerSpec) -> int:
     return max(sum(field.name.startswith(kind) for field in spec.fields) for kind in kinds)
 
 
-def _window(spec: LayerSpec) -> int | None:
-    return spec.retention.tokens if isinstance(spec.retention, Window) else None
+def _window(batch: Batch, spec: LayerSpec) -> int | None:
+    """How far back a token of the layer sees: less than is kept where tokens may be taken back."""
+    if not isinstance(spec.retention, Window):
+        return None
+    return spec.retention.tokens - batch.memory.rollback_tokens

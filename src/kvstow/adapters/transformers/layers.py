@@ -29,7 +29,6 @@ class RowsLayer(CacheLayerMixin):
     """Keys and values of one layer; `window` is None where every token is kept."""
 
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, batch: Batch, name: str, window: int | None) -> None:

@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """The memory of one model in one process: a layout, its arena, its ledger."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +19,7 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.spec import State
+from kvstow.plan.spec import LayerSpec, State, Window
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -32,6 +32,8 @@ class ModelMemory:
     """Layers of the model, those that keep nothing included."""
     own_cache: str = "DynamicCache"
     """The class of the cache that the model makes for itself."""
+    rollback_tokens: int = 0
+    """Windows keep so many tokens longer than they are seen: see `KvstowCache.crop`."""
     in_place: bool = False
     """Attention reads the rows; otherwise they are gathered for it."""
 
@@ -45,12 +47,16 @@ class ModelMemory:
         order: Order = "BLHNC",
         shard: Shard = ALL_HEADS,
         name: str | None = None,
+        rollback_tokens: int = 0,
         in_place: bool = False,
     ) -> Self:
         """`budget` bytes on the model's device, in rows of what the model keeps.
 
         Runs the model on a few tokens to see what that is. Prefixes are found again later,
         unless the model cannot go on from a state (see `resumes`).
+
+        `rollback_tokens` is how many tokens a cache may take back at a time where layers have
+        windows: the candidates of assisted generation, say.
 
         With `in_place` (CUDA) the model's attention becomes one that reads rows where they
         lie, and the model needs a `KvstowCache` from then on.
@@ -59,7 +65,8 @@ class ModelMemory:
             model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)
         )
         cache = trial(model)
-        groups = grouped(kept_layers(cache, block_tokens=block_tokens, shard=shard))
+        specs = kept_layers(cache, block_tokens=block_tokens, shard=shard)
+        groups = grouped(_with_rollback(spec, rollback_tokens) for spec in specs)
         layout = packed(groups, budget=budget, site=site)
         stateful = any(isinstance(group.retention, State) for group in groups)
         ledger = Ledger(Pool(layout), caching=not stateful or resumes(model))
@@ -70,6 +77,7 @@ class ModelMemory:
             ledger=ledger,
             num_layers=len(cache),
             own_cache=type(cache).__name__,
+            rollback_tokens=rollback_tokens,
             in_place=in_place,
         )
 
@@ -108,3 +116,9 @@ class ModelMemory:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _with_rollback(spec: LayerSpec, tokens: int) -> LayerSpec:
+    if not isinstance(spec.retention, Window):
+        return spec
+    return replace(spec, retention=Window(spec.retention.tokens + tokens))
