@@ -53,16 +53,8 @@ class Seat:
 
     def fill(self) -> None:
         self.process = self._zygote.process(self._env)
-        for attempt in range(50):
-            try:
-                self.node = self.process.node(
-                    MANIFEST, self.name, options=OPTIONS, listen=f"tcp://127.0.0.1:{self._port}"
-                )
-                return
-            except RuntimeError:
-                if attempt == 49:
-                    raise
-                time.sleep(0.1)  # the port of a killed process is not free at once
+        listen = f"tcp://127.0.0.1:{self._port}"
+        self.node = self.process.node(MANIFEST, self.name, options=OPTIONS, listen=listen)
 
     def kill(self) -> None:
         with self.lock:
