@@ -50,7 +50,14 @@ def seed(*names: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
-def spelled_out(layout: Layout, memory: np.ndarray, blocks: dict[int, Blocks], last: int) -> int:
+def spelled_out(
+    layout: Layout,
+    memory: np.ndarray,
+    blocks: dict[int, Blocks],
+    last: int,
+    every: int = 1,
+    phase: int = 0,
+) -> int:
     """Byte by byte: value · 256^(place in its word) · T · P."""
     total = 0
     step = 0x9E3779B97F4A7C15
@@ -62,6 +69,8 @@ def spelled_out(layout: Layout, memory: np.ndarray, blocks: dict[int, Blocks], l
                 for n in range(spec.states):
                     state = logical * spec.states + n
                     if not (low <= state < high or low2 <= state < high2):
+                        continue
+                    if state % every != phase:
                         continue
                     t = mixed((seed("layer", spec.name) + (state + 1) * step) & MASK)
                     for h, head in enumerate(x for lo, hi in spec.heads.pieces
@@ -119,7 +128,9 @@ def test_the_digest_is_its_definition_spelled_out(kind, order):
         assert kernel_digest(arena, blocks, layout.groups[0].group.block_tokens) == wanted
 
 
-def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int) -> int:
+def kernel_digest(
+    arena: Arena, blocks: dict[int, Blocks], num_tokens: int, every: int = 1, phase: int = 0
+) -> int:
     """What the Triton kernel makes of host memory, in its interpreter."""
     from kvstow.memory import digest as module
 
@@ -127,12 +138,18 @@ def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int) -> i
     for group, held in blocks.items():
         rows = arena.layout.groups[group]
         layers = [
-            module._Layer(spec, place, module.cell_keys(spec, None))
+            module._Layer(
+                spec, place, module.cell_keys(spec, None), spec.states, place.block_stride
+            )
             for spec, place in zip(rows.group.layers, rows.placements, strict=True)
         ]
         for kind in module._alike(layers):
             states = counted_states(rows.group, kind[0].spec, num_tokens, 0)
-            total += module._on_device(arena, kind, held.ids, held.index, states)
+            pages = kind, held.ids, held.index
+            if every > 1:
+                pages = module._picked(*pages, states, every, phase)
+            if len(pages[1]):
+                total += module._on_device(arena, *pages, states)
     return total & MASK
 
 
@@ -147,6 +164,25 @@ def test_the_kernel_and_the_host_find_the_same_number(data):
     with Arena(layout) as arena:
         arena.bytes.random_(0, 256)
         assert kernel_digest(arena, blocks, num_tokens) == digest(arena, blocks, num_tokens)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_a_pick_of_states_is_its_definition_on_host_and_kernel_and_all_picks_add_up(data):
+    model = data.draw(models(most_layers=2))
+    num_tokens = data.draw(st.integers(1, 9))
+    side = data.draw(served(model, tps=st.just(1), most_tokens=4))
+    layout = side.layout(model, 0, 0, num_tokens)
+    blocks = data.draw(listed(layout, num_tokens))
+    every = data.draw(st.integers(1, 5))
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        memory = arena.bytes.numpy()
+        parts = [digest(arena, blocks, num_tokens, every=every, phase=p) for p in range(every)]
+        for phase, part in enumerate(parts):
+            assert part == spelled_out(layout, memory, blocks, num_tokens, every, phase)
+            assert part == kernel_digest(arena, blocks, num_tokens, every, phase)
+        assert sum(parts) & MASK == digest(arena, blocks, num_tokens)
 
 
 # ── the same content is the same number ───────────────────────────────────────────────

@@ -5,7 +5,9 @@ the same content; `docs/concepts/digest.md` says what it detects, and how surely
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ CHUNK_BYTES = 512 << 10
 
 MODULUS = 1 << 64
 
+Ints = npt.NDArray[np.int64]
 Intervals = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -40,20 +43,24 @@ def digest(
     layers: Collection[str] | None = None,
     start_token: int = 0,
     claims: Claims | None = None,
+    every: int = 1,
+    phase: int = 0,
 ) -> int:
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
     Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
     to parts of fields, `layers` to some layers; `shares` makes claims by which several ranks
     count what they hold alike only once. Blocks of a window group count as far as the window of
-    the next token reaches. On CUDA it runs in the current stream, and waits for the result.
+    the next token reaches. Of the states that count, those count whose number, divided by
+    `every`, leaves `phase`; no other is read. On CUDA it runs in the current stream, and waits
+    for the result.
     """
     total = 0
     for group, held in blocks.items():
         ids = arena.checked(group, held.ids)
         rows = arena.layout.groups[group]
         wanted = [
-            _Layer(spec, place, cell_keys(spec, claims))
+            _Layer(spec, place, cell_keys(spec, claims), spec.states, place.block_stride)
             for spec, place in zip(rows.group.layers, rows.placements, strict=True)
             if layers is None or spec.name in layers
         ]
@@ -62,10 +69,15 @@ def digest(
         for kind in _alike(wanted):
             intervals = counted_states(rows.group, kind[0].spec, num_tokens, start_token)
             _check_listed(rows.group, kind[0].spec, held, intervals)
+            pages = kind, ids, held.index
+            if every > 1:
+                pages = _picked(*pages, intervals, every, phase)
+            if not len(pages[1]):
+                continue
             if arena.device.type == "cuda":
-                total += _on_device(arena, kind, ids, held.index, intervals)
+                total += _on_device(arena, *pages, intervals)
             else:
-                total += sum(_on_host(arena, one, ids, held.index, intervals) for one in kind)
+                total += sum(_on_host(arena, one, *pages[1:], intervals) for one in pages[0])
     return total % MODULUS
 
 
@@ -98,14 +110,18 @@ def _check_listed(group: Group, spec: LayerSpec, held: Blocks, intervals: Interv
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
+    """A layer whose block `b` starts at `offset + b · block_stride` and holds `states` states."""
+
     spec: LayerSpec
     place: Placement
     keys: CellKeys
+    states: int
+    block_stride: int
 
     @property
     def geometry(self) -> tuple[int, ...]:
         p = self.place
-        return (id(self.keys), p.block_stride, p.head_stride, p.token_stride, self.spec.states)
+        return (id(self.keys), self.block_stride, p.head_stride, p.token_stride, self.states)
 
     @property
     def heads_outside(self) -> bool:
@@ -120,26 +136,45 @@ def _alike(layers: list[_Layer]) -> list[list[_Layer]]:
     return list(kinds.values())
 
 
-def _word_keys(layer: _Layer) -> tuple[Words, int]:
-    """Keys and word length; single bytes where pages do not start at words' multiples."""
+def _picked(
+    layers: list[_Layer], ids: Ints, index: Ints, intervals: Intervals, every: int, phase: int
+) -> tuple[list[_Layer], Ints, Ints]:
+    """The states that leave `phase`, each as a block of its own that holds one state."""
+    one = layers[0]
+    found = [np.arange(low + (phase - low) % every, high, every) for low, high in intervals]
+    states = np.union1d(*found)
+    rows, slots = ids[np.searchsorted(index, states // one.states)], states % one.states
+    unit = gcd(one.block_stride, one.place.token_stride)
+    blocks = (rows * one.block_stride + slots * one.place.token_stride) // unit
+    return [replace(layer, states=1, block_stride=unit) for layer in layers], blocks, states
+
+
+def _unit(layer: _Layer) -> int:
+    """The length of words; single bytes where pages do not start at words' multiples."""
     keys, place = layer.keys, layer.place
-    numbers = (place.offset, place.block_stride, place.head_stride, place.token_stride)
-    if keys.unit == 1 or not any(number % keys.unit for number in numbers):
-        return keys.table, keys.unit
+    numbers = (place.offset, layer.block_stride, place.head_stride, place.token_stride)
+    return 1 if any(number % keys.unit for number in numbers) else keys.unit
+
+
+def _keys_in(keys: CellKeys, unit: int) -> Words:
+    """The keys for words of this length."""
+    if unit == keys.unit:
+        return keys.table
     shifts = np.arange(keys.unit, dtype=np.uint64) * np.uint64(8)
-    return (keys.table[..., None] << shifts).reshape(keys.table.shape[0], -1), 1
+    return (keys.table[..., None] << shifts).reshape(keys.table.shape[0], -1)
 
 
 def _on_host(
     arena: Arena,
     layer: _Layer,
-    ids: npt.NDArray[np.int64],
-    index: npt.NDArray[np.int64],
+    ids: Ints,
+    index: Ints,
     intervals: Intervals,
 ) -> int:
-    table, unit = _word_keys(layer)
-    cells = _cells(arena, layer, table.shape, unit)
-    states = layer.spec.states
+    unit = _unit(layer)
+    table = _keys_in(layer.keys, unit)
+    cells = _cells(arena, layer, table.shape, unit, int(ids.max(initial=0)) + 1)
+    states = layer.states
     states_at = index[:, None] * states + np.arange(states)
     factors = state_keys(layer.spec.name, states_at) * _inside(states_at, intervals)
     step = max(1, CHUNK_BYTES // (states * table.size * unit))
@@ -155,57 +190,57 @@ def _on_host(
 
 
 def _cells(
-    arena: Arena, layer: _Layer, table_shape: tuple[int, ...], unit: int
+    arena: Arena, layer: _Layer, table_shape: tuple[int, ...], unit: int, num_blocks: int
 ) -> npt.NDArray[np.uint32]:
-    """All cells of a layer in words: block, then head and token as they lie, then word."""
+    """Cells of a layer in words: block, then head and token as they lie, then word."""
     place = layer.place
     heads, words = table_shape
     flat = arena.bytes.numpy()[place.offset :]
-    axes = [(heads, place.head_stride), (layer.spec.states, place.token_stride)]
+    axes = [(heads, place.head_stride), (layer.states, place.token_stride)]
     outer, inner = axes if layer.heads_outside else reversed(axes)
-    num_blocks = arena.layout.num_blocks(arena.layout.layers[layer.spec.name][0])
     return np.lib.stride_tricks.as_strided(
         flat[: flat.size // unit * unit].view(f"<u{unit}"),
         (num_blocks, outer[0], inner[0], words),
-        (place.block_stride, outer[1], inner[1], unit),
+        (layer.block_stride, outer[1], inner[1], unit),
     )
 
 
-def _inside(states: npt.NDArray[np.int64], intervals: Intervals) -> Words:
+def _inside(states: Ints, intervals: Intervals) -> Words:
     (low, high), (low2, high2) = intervals
     counted = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
     return counted.astype(np.uint64)
 
 
 def _on_device(
-    arena: Arena,
-    layers: list[_Layer],
-    ids: npt.NDArray[np.int64],
-    index: npt.NDArray[np.int64],
-    intervals: Intervals,
+    arena: Arena, layers: list[_Layer], ids: Ints, index: Ints, intervals: Intervals
 ) -> int:
     from kvstow.memory.kernels import digest_cells
 
-    table, unit = _word_keys(layers[0])
-    if any(_word_keys(layer)[1] != unit for layer in layers):
+    one = layers[0]
+    unit = _unit(one)
+    if any(_unit(layer) != unit for layer in layers):
         return sum(_on_device(arena, [layer], ids, index, intervals) for layer in layers)
-    place = layers[0].place
-    block, head, token = place.block_stride, place.head_stride, place.token_stride
-    strides = (block // unit, head // unit, token // unit)
+    place = one.place
+    strides = (one.block_stride // unit, place.head_stride // unit, place.token_stride // unit)
     offsets = np.array([layer.place.offset // unit for layer in layers])
     seeds = np.array([seed("layer", layer.spec.name) for layer in layers], np.uint64)
-
-    def there(array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.as_tensor(array, device=arena.device)
-
+    numbers = np.concatenate((ids, index, offsets, seeds.view(np.int64)))  # one copy for all
+    there = torch.as_tensor(numbers, device=arena.device)
+    n, m = len(ids), len(layers)
     return digest_cells(
         arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
-        there(table.view(np.int64)),
-        (there(ids), there(index)),
-        (there(offsets), there(seeds.view(np.int64))),
+        _device_keys(one.keys, unit, arena.device),
+        (there[:n], there[n : 2 * n]),
+        (there[2 * n : 2 * n + m], there[2 * n + m :]),
         strides,
-        layers[0].spec.states,
+        one.states,
         (*intervals[0], *intervals[1]),
         aligned=unit == 4 and arena.address % 16 == 0 and not any(
             number % 4 for number in (*strides, *offsets.tolist())),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _device_keys(keys: CellKeys, unit: int, device: torch.device) -> torch.Tensor:
+    """Keys on a device, copied there once."""
+    return torch.as_tensor(_keys_in(keys, unit).view(np.int64), device=device)

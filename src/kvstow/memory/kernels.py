@@ -85,6 +85,10 @@ def _words(memory: torch.Tensor, unit: int) -> torch.Tensor:
 # ── digest ────────────────────────────────────────────────────────────────────────────────
 
 
+PROGRAMS = 1024
+"""As many as keep a device busy: fewer would each have a longer way to go."""
+
+
 @triton.jit
 def _state_keys(index, seeds, keys, num_states, states, low, high, low2, high2, SIZE: tl.constexpr):
     """T of every state of every listed block, 0 where it does not count."""
@@ -161,7 +165,8 @@ def digest_cells(
     tokens = min(16, triton.next_power_of_2(states))
     words = min(triton.next_power_of_2(cell_words), 2048 // tokens)
     tiles_per_head = triton.cdiv(cell_words, words)
-    chunk = max(1, (64 << 10) // (words * states * memory.element_size()))
+    share = heads * tiles_per_head * len(offsets) * len(ids) // PROGRAMS
+    chunk = max(1, min(share, (64 << 10) // (words * states * memory.element_size())))
     grid = (heads * tiles_per_head, triton.cdiv(len(ids), chunk), len(offsets))
     sums = torch.empty(grid, dtype=torch.int64, device=memory.device)
     _digest_cells[grid](
