@@ -32,8 +32,10 @@ def main() -> None:
         one = run(*repeats, *more)
         found[name] = one
         print(f"{name}: {one['ratio_to_raw']:.2f} of raw NIXL, {one['ratio_to_per_layer']:.2f} "
-              f"times per-layer pieces, {one['overhead_us_per_pull']:.0f} µs of our own, sample "
-              f"costs {100 * one['digest_sample_cost']:.1f} %, {one['direction']}")  # fmt: skip
+              f"times per-layer pieces, {one['ratio_to_per_layer_built']:.2f} if listed per "
+              f"request, {one['overhead_us_per_pull']:.0f} µs of our own, sample costs "
+              f"{100 * one['digest_sample_cost']:.1f} %, contact "
+              f"{one['contact_million_rows_ms']:.0f} ms, {one['direction']}")  # fmt: skip
     write(options.json, found)
 
 

@@ -178,7 +178,7 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
 
 MESSAGES = [
     wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), 0, ()),
-    wire.Begin(1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), 0, 9),)),
+    wire.Begin(1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), 0, 9, 4, 1),)),
     wire.End(1, 2, "accepted"),
     wire.Stop(7),
     wire.Renew((1, 2, 3)),

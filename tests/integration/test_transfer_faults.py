@@ -338,6 +338,29 @@ def test_an_aborted_pull_releases_the_producer_promptly(nodes, fabric):
     wait_for(lambda: producer.held() == 0)
 
 
+def test_pulls_that_fail_or_succeed_leave_every_slot_for_counters_free(nodes, fabric):
+    producer, consumer = nodes
+    home = consumer.agent.service.home
+    names = [node.agent.service.home.transport.name for node in nodes]
+    for trouble in ("withdrawn", "aborted", "late", "none"):
+        assert_works(producer, consumer)
+        ticket = producer.offer(SOURCE, TOKENS)
+        fabric.cut(*names)
+        deadline = 0.3 if trouble == "late" else 60
+        number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=deadline)
+        time.sleep(0.1)
+        if trouble == "withdrawn":
+            producer.withdraw(ticket)
+        elif trouble == "aborted":
+            consumer.abort(number)
+        elif trouble == "none":
+            fabric.heal(*names)
+        assert ("error" in consumer.end_pull(number)) == (trouble != "none")
+        fabric.heal(*names)
+        assert consumer.wait_quiet(number, 15)
+        assert home.num_free_slots == len(home.slots)
+
+
 def test_a_dropped_ticket_releases_the_producer_promptly(nodes):
     producer, consumer = nodes
     ticket = producer.offer(SOURCE, TOKENS, lease_seconds=600)

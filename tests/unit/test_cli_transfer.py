@@ -58,7 +58,10 @@ def test_bench_transfer_prints_its_stable_keys():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"ratio_to_raw", "ratio_to_per_layer", "overhead_us_per_pull", "machine"} <= set(found)
-    assert found["descriptors"]["per_layer"] == 8 * 2 * 2
+    assert found["descriptors"]["prepared"] == found["descriptors"]["built"] == 8 * 2 * 2
     assert found["descriptors"]["contiguous"] == 1
     assert 1 < found["descriptors"]["rows"] <= 8
     assert found["row_bytes"] == 2 * 2 * 16384
+    times = ("ratio_to_per_layer", "ratio_to_per_layer_built", "producer_us_per_pull",
+             "contact_million_rows_ms", "contact_million_rows_nixl_ms")  # fmt: skip
+    assert all(found[name] > 0 for name in times)

@@ -42,6 +42,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
 
 def finished(post: Any, there: Side) -> None:
     limit = time.monotonic() + 20
+    post.start()
     while not post.poll():
         there.transport.progress()
         assert time.monotonic() < limit
@@ -57,7 +58,7 @@ def test_a_read_brings_exactly_the_bytes_that_were_asked_for(sides):
     there.memory[:] = np.arange(BYTES) % 251
     here.memory[:] = 255
     wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
-    finished(here.transport.post("read", there.transport.name, KINDS, wanted), there)
+    finished(here.transport.prepare("read", there.transport.name, KINDS, wanted), there)
     expected = np.full(BYTES, 255, np.uint8)
     expected[10:15] = there.memory[300:305]
     expected[1000] = there.memory[7]
@@ -69,7 +70,7 @@ def test_a_write_changes_exactly_the_bytes_that_were_meant(sides):
     here.memory[:] = np.arange(BYTES) % 251
     there.memory[:] = 255
     wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
-    finished(here.transport.post("write", there.transport.name, KINDS, wanted), there)
+    finished(here.transport.prepare("write", there.transport.name, KINDS, wanted), there)
     expected = np.full(BYTES, 255, np.uint8)
     expected[300:305] = here.memory[10:15]
     expected[7] = here.memory[1000]
@@ -80,7 +81,7 @@ def test_memory_that_was_not_registered_is_refused(sides):
     here, there = sides
     outside = spans(here.at(0), there.at(BYTES - 4), 8)
     with pytest.raises(TransferError) as caught:
-        finished(here.transport.post("read", there.transport.name, KINDS, outside), there)
+        finished(here.transport.prepare("read", there.transport.name, KINDS, outside), there)
     assert caught.value.peer == there.transport.name
     assert (here.memory == 0).all()
 
@@ -93,14 +94,14 @@ def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
         there.transport.register(Region(memory.ctypes.data, nbytes))
     here.transport.connect(there.transport.metadata())
     whole = spans(here.at(0), memory.ctypes.data + np.zeros(1, np.int64), 64)
-    finished(here.transport.post("read", there.transport.name, KINDS, whole), there)
+    finished(here.transport.prepare("read", there.transport.name, KINDS, whole), there)
     assert (here.memory[:64] == memory).all()
 
 
 def test_an_unknown_peer_is_refused(sides):
     here, there = sides
     with pytest.raises(TransferError):
-        here.transport.post("read", "nobody", KINDS, spans(here.at(0), there.at(0), 8))
+        here.transport.prepare("read", "nobody", KINDS, spans(here.at(0), there.at(0), 8))
 
 
 def test_a_peer_that_was_disconnected_can_be_connected_again(sides):
@@ -111,10 +112,29 @@ def test_a_peer_that_was_disconnected_can_be_connected_again(sides):
         there.memory[:8] += 1
         here.transport.disconnect(name)
         with pytest.raises(TransferError):
-            here.transport.post("read", name, KINDS, one)
+            here.transport.prepare("read", name, KINDS, one)
         assert here.transport.connect(there.transport.metadata()) == name
-        finished(here.transport.post("read", name, KINDS, one), there)
+        finished(here.transport.prepare("read", name, KINDS, one), there)
         assert (here.memory[:8] == there.memory[:8]).all()
+
+
+def test_nothing_moves_before_a_post_is_started_nor_after_its_peer_was_disconnected(sides):
+    here, there = sides
+    there.memory[:] = 9
+    one = spans(here.at(0), there.at(0), 8)
+    first, second, third = (
+        here.transport.prepare("read", there.transport.name, KINDS, one) for _ in range(3)
+    )
+    for _ in range(20):
+        here.transport.progress()
+        there.transport.progress()
+    assert (here.memory == 0).all()
+    second.release()
+    here.transport.disconnect(there.transport.name)
+    with pytest.raises(TransferError):
+        first.start()
+    third.release()
+    assert (here.memory == 0).all()
 
 
 def test_disconnecting_a_stranger_is_no_error(sides):
@@ -156,8 +176,9 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
     fabric, here, there = pair
     there.memory[:] = 9
     names = here.transport.name, there.transport.name
-    post = here.transport.post("read", names[1], KINDS,
-                               spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post = here.transport.prepare("read", names[1], KINDS,
+                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post.start()
     assert not post.poll()
     fabric.cut(*names)
     assert not any(post.poll() for _ in range(5))
@@ -169,8 +190,9 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
 
 def test_a_killed_peer_fails_what_is_under_way(pair):
     fabric, here, there = pair
-    post = here.transport.post("read", there.transport.name, KINDS,
-                               spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post = here.transport.prepare("read", there.transport.name, KINDS,
+                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post.start()
     post.poll()
     fabric.kill(there.transport.name)
     with pytest.raises(TransferError) as caught:
@@ -183,8 +205,9 @@ def test_a_released_post_still_lands_and_a_disconnected_one_does_not(pair):
     there.memory[:] = 9
     for late, expected in ((True, 9), (False, 0)):
         here.memory[:] = 0
-        post = here.transport.post("read", there.transport.name, KINDS,
-                                   spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+        post = here.transport.prepare("read", there.transport.name, KINDS,
+                                      spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+        post.start()
         post.release()
         if not late:
             here.transport.disconnect(there.transport.name)

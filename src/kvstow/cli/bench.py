@@ -45,14 +45,14 @@ def transfer(
     """Pull scattered rows between two processes over NIXL.
 
     Against one contiguous buffer (the limit), and against per-layer pieces, through NIXL
-    alone, in the same run.
+    alone, in the same run; and first contact for a layout of a million rows.
     """
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     from kvstow.transfer.bench import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
-    note(f"moving {human(setting.nbytes)} {5 * (1 + repeats)} times between two processes")
+    note(f"moving {human(setting.nbytes)} {6 * (1 + repeats)} times between two processes")
     found = measured(setting, direction)
     if output is not None:
         import json as json_
@@ -71,7 +71,8 @@ def _shown(found: dict[str, Any]) -> list[str]:
         "contiguous": "rows in order, pulled",
         "rows": "rows scattered, pulled",
         "sampled": "rows scattered, pulled, digest sampled",
-        "per_layer": "pieces of 16 KiB, NIXL alone",
+        "prepared": "pieces of 16 KiB picked from lists, NIXL alone",
+        "built": "pieces of 16 KiB listed per request, NIXL alone",
     }
     rates, descriptors = found["gigabytes_per_second"], found["descriptors"]
     lines = [(text, str(descriptors[name]), f"{rates[name]:.2f}") for name, text in names.items()]
@@ -79,6 +80,9 @@ def _shown(found: dict[str, Any]) -> list[str]:
         found["machine"],
         table(("moved by " + found["direction"], "descriptors", "GB/s"), lines),
         f"{found['ratio_to_raw']:.2f} of the limit, {found['ratio_to_per_layer']:.2f} times the "
-        f"pieces' rate\n{found['overhead_us_per_pull']:.0f} µs of our own per pull, "
-        f"{found['contact_ms']:.1f} ms at first contact",
+        f"pieces' rate, {found['ratio_to_per_layer_built']:.2f} times where they are listed per "
+        f"request\n{found['overhead_us_per_pull']:.0f} µs of our own per pull, "
+        f"{100 * found['digest_sample_cost']:.1f} % for the digest's sample\n"
+        f"{found['contact_ms']:.1f} ms at first contact, {found['contact_million_rows_ms']:.1f} ms "
+        f"with a million rows, beyond NIXL's own",
     ]

@@ -6,6 +6,7 @@ whose public key is on the list are heard. Keys are never logged, not even in pa
 
 import ipaddress
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Channel:
         self._guests: dict[bytes, Line] = {}
         self._lines: dict[zmq.Socket[bytes], Line] = {}
         self._poller = zmq.Poller()
+        self._wake = -1
         self._gate = self._made_gate() if keys else None
         self._router = self._made(zmq.ROUTER)
         self._router.router_mandatory = True
@@ -177,7 +179,8 @@ class Channel:
     # ── listening ─────────────────────────────────────────────────────────────────
 
     def watch(self, fd: int) -> None:
-        """Let `heard` also wake up when this descriptor becomes readable."""
+        """Let `heard` also wake up when this event descriptor is written to."""
+        self._wake = fd
         self._poller.register(fd, zmq.POLLIN)
 
     def heard(self, timeout_ms: int) -> Iterator[tuple[Line, AnyMessage]]:
@@ -189,6 +192,8 @@ class Channel:
                 self._note_failed_handshakes()
             elif socket is self._gate:
                 self._keep_gate()
+            elif socket == self._wake:
+                os.eventfd_read(self._wake)
             elif isinstance(socket, zmq.Socket) and socket in self._lines:
                 yield from self._from_line(self._lines[socket])
 

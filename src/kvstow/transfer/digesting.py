@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, digest
+from kvstow.memory.digest import MODULUS, Intervals, counted_states, digest
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
 from kvstow.plan.route import Claims
-from kvstow.plan.spec import Full
 from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.wire import Claim, Sample
 
-SAMPLE_TOKENS = 64
+LEAST_SHARE = 128
+"""A sample is at most one cell in so many: digests are slower than transfers."""
+
+_random = random.SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,40 @@ class Mismatch:
 
 
 def samples(
-    layout: Layout, start_token: int, num_tokens: int, policy: DigestPolicy
+    layouts: Sequence[Layout], start_token: int, num_tokens: int, policy: DigestPolicy
 ) -> tuple[Sample, ...]:
     """What to compare: everything, a little of every group chosen at random, or nothing.
 
-    A little is one layer and up to 64 tokens; the last ones where older ones may be gone.
+    `layouts` are the consumer's, whose groups they are, and those of the sources. A little is
+    one layer and one state of every row, on whichever side rows are shorter; of fewer rows
+    where that would be more than a `LEAST_SHARE` of the group's bytes.
     """
     if policy == "off":
         return ()
     found: list[Sample] = []
-    for rows in layout.groups:
+    for rows in layouts[0].groups:
         names = tuple(layer.name for layer in rows.group.layers)
-        start, stop = start_token, num_tokens
+        every, phase = 1, 0
         if policy == "sample":
-            names = (random.choice(names),)
-            start = max(start_token, num_tokens - SAMPLE_TOKENS)
-            if isinstance(rows.group.retention, Full):
-                start = random.randint(start_token, start)
-                stop = min(num_tokens, start + SAMPLE_TOKENS)
-        found.append(Sample(names, start, stop))
+            name = _random.choice(names)
+            every = max(_states(layouts, name), -(-LEAST_SHARE // len(names)))
+            spec = layouts[0].layers[name][1]
+            counted = counted_states(rows.group, spec, num_tokens, start_token)
+            names, phase = (name,), _state_among(counted) % every
+        found.append(Sample(names, start_token, num_tokens, every, phase))
     return tuple(found)
+
+
+def _states(layouts: Sequence[Layout], layer: str) -> int:
+    """States of a layer in a row, where rows are shortest."""
+    return min(each.layers[layer][1].states for each in layouts if layer in each.layers)
+
+
+def _state_among(intervals: Intervals) -> int:
+    """Any of the states in the intervals: a sample that begins there is not empty."""
+    lengths = [high - low for low, high in intervals]
+    at = _random.randrange(max(1, sum(lengths)))
+    return intervals[0][0] + at if at < lengths[0] else intervals[1][0] + at - lengths[0]
 
 
 def digests(
@@ -63,7 +79,7 @@ def digests(
         listed = {g: blocks[g] for g in groups if g in blocks}
         found.append(
             digest(arena, listed, sample.stop_token, layers=held, start_token=sample.start_token,
-                   claims=claims)
+                   claims=claims, every=sample.every, phase=sample.phase)
         )  # fmt: skip
     return tuple(found)
 

@@ -39,6 +39,8 @@ class Round:
     def changed(self, slot: Ints) -> dict[int, tuple[int, ...]]:
         """Per group, the blocks whose counters are not what the ticket says."""
         wrong = slot[self.where] != self.expected
+        if not wrong.any():
+            return {}
         return {
             int(g): tuple(self.ids[wrong & (self.groups == g)].tolist())
             for g in np.unique(self.groups[wrong])
@@ -71,16 +73,18 @@ def _fitting(table: int, group: int, wanted: Ints, counters: Ints) -> list[Round
 
 
 def _round(table: int, group: int, wanted: Ints, counters: Ints) -> Round:
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(wanted) > _GAP) + 1)).astype(np.int64)
-    ends = np.concatenate((starts[1:], [len(wanted)])) - 1
-    first, lengths = wanted[starts], wanted[ends] - wanted[starts] + 1
-    offsets = np.cumsum(lengths) - lengths
-    piece = np.searchsorted(starts, np.arange(len(wanted)), side="right") - 1
+    opens = np.empty(len(wanted), np.bool_)  # where a piece starts
+    opens[0], opens[1:] = True, wanted[1:] - wanted[:-1] > _GAP
+    starts = opens.nonzero()[0]
+    first = wanted[starts]
+    lengths = np.append(wanted[starts[1:] - 1], wanted[-1]) - first + 1
+    offsets = lengths.cumsum() - lengths
+    piece = opens.cumsum() - 1
     return Round(
         remote=table + first * ENTRY,
         local=offsets * ENTRY,
         nbytes=lengths * ENTRY,
-        where=offsets[piece] + wanted - first[piece],
+        where=wanted + (offsets - first)[piece],
         expected=counters,
         groups=np.full(len(wanted), group, np.int64),
         ids=wanted,

@@ -1,6 +1,7 @@
 """A fence at work: counters read one-sidedly into a slot, and compared."""
 
 from collections import deque
+from contextlib import suppress
 
 from kvstow.errors import TransferError
 from kvstow.transfer.fence import Round, fence_rounds
@@ -34,10 +35,26 @@ class Fence:
     def quiet(self) -> bool:
         return self._mover is None or self._mover.quiet
 
+    def prepare(self) -> None:
+        """Make the first read ready to be started, if a slot is free; `stop` undoes it."""
+        if self._rounds and self._aimed():
+            assert self._mover is not None
+            with suppress(TransferError):  # `advance` will meet it again
+                self._mover.prepare()
+
+    def stop(self) -> None:
+        """Give back what was only prepared; a read that is under way goes on."""
+        if self._mover is None or self._mover.quiet:
+            self._rounds.clear()
+            if self._mover is not None:
+                self._mover.stop()
+                self._mover = None
+            self._give_back()
+
     def advance(self) -> bool:
         """Post, poll and compare; whether all rounds are over."""
         while self._rounds and self.error is None:
-            if self._mover is None and not self._posted():
+            if self._mover is None and not self._aimed():
                 return False
             assert self._mover is not None
             if not self._mover.advance():
@@ -48,7 +65,8 @@ class Fence:
             self._compare()
         return self.done
 
-    def _posted(self) -> bool:
+    def _aimed(self) -> bool:
+        """Whether there is a slot for the next round's counters, and a mover to bring them."""
         if self._slot is None:
             self._slot = self._home.take_slot()
             if self._slot is None:

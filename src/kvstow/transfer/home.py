@@ -21,7 +21,7 @@ from kvstow.transfer.transport import Ints, Kinds, MemoryKind, Region, Transport
 from kvstow.transfer.wire import Card, RegionCard
 
 PROBE_BYTES = 4 << 20
-_SLOTS = 64
+_SLOTS = 128
 
 
 class Home:
@@ -128,6 +128,10 @@ class Home:
 
     # ── counters ──────────────────────────────────────────────────────────────────
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
     def take_slot(self) -> int | None:
         """A slot for counters, or None while all are in use."""
         return self._free_slots.popleft() if self._free_slots else None
@@ -163,12 +167,14 @@ def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) ->
                                 kind="ticket")  # fmt: skip
         name = layout.groups[g].group.name
         least, count = layout.groups[g].rows_per_slab, layout.num_blocks(g)
-        wrong = listed.ids[(listed.ids < least) | (listed.ids >= count)]
-        if len(wrong):
+        if not len(listed):
+            continue
+        ordered = np.sort(listed.ids)
+        if ordered[0] < least or ordered[-1] >= count:
+            wrong = listed.ids[(listed.ids < least) | (listed.ids >= count)]
             raise TransferError(f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
                                 f"[{least}, {count})", kind="ticket",
                                 blocks={name: tuple(wrong.tolist())})  # fmt: skip
-        ordered = np.sort(listed.ids)
         if (ordered[1:] == ordered[:-1]).any():
             raise TransferError(f"{whose}: group {name!r}: some block is listed twice",
                                 kind="ticket")  # fmt: skip

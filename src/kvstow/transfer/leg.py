@@ -171,6 +171,8 @@ class Leg:
             self.fail(error, now)
             return
         self.state = "moving"
+        self._fence = Fence(self._home, contact.card, ticket)
+        self._fence.prepare()
         if plan.route is None:
             samples, self.told = (), tuple(0 for _ in samples)
         contact.send(Begin(self.id, ticket.lease, ticket.digest, plan.claims, self._write_order(),
@@ -234,8 +236,7 @@ class Leg:
                 return
         elif not self._writer_quiet:
             self._watch_writer(now)
-        if self._arrived and self._begun and self._card is not None:
-            self._fence = Fence(self._home, self._card, self.ticket)
+        if self._arrived and self._begun:
             self.state = "fencing"
             self._check_fence(now)
 
@@ -320,7 +321,7 @@ class Leg:
             return
         self.state, self.error = "failed", error
         self._drain_until = now
-        for part in (self._mover, self._fetching):
+        for part in (self._mover, self._fetching, self._fence):
             if part is not None:
                 part.stop()
         if not self._writer_quiet or self._slot_bytes:

@@ -102,12 +102,16 @@ class LocalTransport:
             if post.peer == peer:
                 post.fail(lost(peer, "disconnected here"))
 
-    def post(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
         if peer not in self._peers:
             raise lost(peer, "not connected")
-        started = _LocalPost(self, direction, peer, spans)
-        self._posts.append(started)
-        return started
+        return _LocalPost(self, direction, peer, spans)
+
+    def begin(self, post: "_LocalPost") -> None:
+        """Let a post copy from now on."""
+        if post.peer not in self._peers:
+            raise lost(post.peer, "not connected")
+        self._posts.append(post)
 
     def progress(self) -> None:
         for post in self._posts:
@@ -165,6 +169,9 @@ class _LocalPost:
         ctypes.memmove(target, source, nbytes)
         self.done += 1
         return nbytes
+
+    def start(self) -> None:
+        self._owner.begin(self)
 
     def poll(self) -> bool:
         if not self.ended:

@@ -1,4 +1,4 @@
-"""Copies on their way: pieces posted a few at a time, so that a stop is never far."""
+"""Copies on their way: pieces started a few at a time, so that a stop is never far."""
 
 from collections import deque
 
@@ -8,9 +8,9 @@ from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
 
 IN_FLIGHT = 3
 LEAST_CHUNK = 16 << 20
-USUAL_CHUNK = 64 << 20
+USUAL_CHUNK = 128 << 20
 MOST_CHUNK = 1 << 30
-CHUNK_SECONDS = 0.02
+CHUNK_SECONDS = 0.05
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
 
@@ -24,8 +24,8 @@ def chunk_bytes(bytes_per_second: float, kinds: Kinds) -> int:
 class Mover:
     """Posts copies to one peer and watches them. `advance` does all the work.
 
-    After an error or `stop`, nothing new is posted; `quiet` says when nothing that was
-    posted can move a byte any more.
+    After an error or `stop`, nothing new is started; `quiet` says when nothing that was
+    started can move a byte any more.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Mover:
         self._peer = peer
         self._kinds = kinds
         self._waiting = deque(chunks(spans, size))
+        self._ready: deque[Post] = deque()
         self._posted: list[Post] = []
         self.error: TransferError | None = None
 
@@ -47,11 +48,13 @@ class Mover:
 
     @property
     def done(self) -> bool:
-        return not self._posted and not self._waiting and self.error is None
+        return not (self._posted or self._ready or self._waiting) and self.error is None
 
     def stop(self) -> None:
-        """Post nothing more."""
+        """Start nothing more."""
         self._waiting.clear()
+        while self._ready:
+            self._ready.popleft().release()
 
     def advance(self) -> bool:
         """Post and poll; whether everything has arrived. Keeps the first error in `error`.
@@ -60,10 +63,8 @@ class Mover:
         may still be under way: only then are they certainly over.
         """
         try:
-            while self._waiting and len(self._posted) < IN_FLIGHT:
-                spans = self._waiting.popleft()
-                transport = self._home.transport
-                self._posted.append(transport.post(self.direction, self._peer, self._kinds, spans))
+            self.prepare()
+            self._start()
             for post in tuple(self._posted):
                 if post.poll():
                     post.release()
@@ -73,8 +74,28 @@ class Mover:
             self.sever()
         return self.done
 
+    def prepare(self) -> None:
+        """Make all posts before the first starts: afterwards caches are full of their bytes.
+        Raises TransferError."""
+        prepare = self._home.transport.prepare
+        while self._waiting:
+            post = prepare(self.direction, self._peer, self._kinds, self._waiting[0])
+            self._waiting.popleft()
+            self._ready.append(post)
+
+    def _start(self) -> None:
+        """Start posts until enough are under way, or one has copied within the call: then
+        others of this thread have their turn."""
+        while self._ready and len(self._posted) < IN_FLIGHT:
+            post = self._ready.popleft()
+            self._posted.append(post)
+            post.start()
+            if post.poll():
+                return
+
     def sever(self) -> None:
         """Disconnect the peer: quiet from now on."""
         self._waiting.clear()
+        self._ready.clear()
         self._home.sever(self._peer)
         self._posted.clear()

@@ -103,18 +103,14 @@ class NixlTransport:
             if "NotFound" not in type(error).__name__:
                 raise _foreign("disconnect", error, peer) from error
 
-    def post(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
         try:
             local = self._listed(spans.local, spans.nbytes, kinds.local, kinds.local_device)
             remote = self._listed(spans.remote, spans.nbytes, kinds.remote, kinds.remote_device)
             handle = self._agent.initialize_xfer(OPERATIONS[direction], local, remote, peer)
-            state = self._agent.transfer(handle)
         except Exception as error:
             raise _foreign(f"{direction} {len(spans)} pieces", error, peer) from error
-        live = self._posts.setdefault(peer, set())
-        started = _NixlPost(self._agent, handle, peer, live)
-        started.note(state)
-        return started
+        return _NixlPost(self._agent, handle, peer, self._posts.setdefault(peer, set()))
 
     def _listed(self, addresses: Any, nbytes: Any, kind: MemoryKind, device: int) -> Any:
         rows: npt.NDArray[np.uint64] = np.empty((len(nbytes), 3), np.uint64)
@@ -153,6 +149,15 @@ class _NixlPost:
         self._error: TransferError | None = None
         live.add(self)
 
+    def start(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._note(self._agent.transfer(self._handle))
+        except Exception as error:
+            self._error = _foreign("start", error, self._peer)
+            raise self._error from error
+
     def poll(self) -> bool:
         if self._error is not None:
             raise self._error
@@ -163,10 +168,10 @@ class _NixlPost:
         except Exception as error:
             self._error = _foreign("poll", error, self._peer)
             raise self._error from error
-        self.note(state)
+        self._note(state)
         return self._done
 
-    def note(self, state: str | None) -> None:
+    def _note(self, state: str | None) -> None:
         """Take in a state that NIXL has reported."""
         if state == "DONE":
             self._done = True
@@ -191,6 +196,7 @@ class _NixlPost:
                                         kind="peer", peer=self._peer)  # fmt: skip
         try:
             self._handle.release()
+            self._handle = None
         except Exception as error:
             logging.getLogger(__name__).warning("nixl: release: %s", error)
 

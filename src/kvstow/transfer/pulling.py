@@ -132,9 +132,10 @@ class Transfer:
             self.fail(TransferError(f"sources do not make a whole:\n{error}", kind="refused"), now)
             return
         goal = self.goal
+        layouts = [leg.contact.layout for leg in self.legs if leg.contact.layout is not None]
         self._samples = samples(
-            self._home.layout, goal.start_token, goal.num_tokens, goal.digest
-        )  # fmt: skip
+            (self._home.layout, *layouts), goal.start_token, goal.num_tokens, goal.digest
+        )
         for leg, plan in zip(self.legs, plans, strict=True):
             leg.begin(plan, self._samples, now)
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.transfer.channel import Channel, Line
@@ -115,8 +114,6 @@ class Service:
         )
 
     def _obey(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
         while self._commands:
             self._commands.popleft()()
 

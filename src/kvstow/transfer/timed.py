@@ -1,68 +1,67 @@
-"""A transport that knows how much processor time its engine took: for measurements."""
+"""NIXL that knows how much time it took: for measurements."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
-from kvstow.transfer.transport import Direction, Kinds, Post, Region, Spans, Transport
+from kvstow.transfer.nixl import NixlTransport
+
+ENGINE = ("transfer", "check_xfer_state", "get_new_notifs", "add_remote_agent")
+"""Calls in which NIXL moves bytes, makes progress or connects. Lists of descriptors and
+handles are made for one pull, and count as its own time."""
 
 
-class TimedTransport:
-    """Passes everything on to `inner`; `seconds` is this thread's processor time there."""
+class TimedNixl(NixlTransport):
+    """`seconds` is the processor time inside the engine, `starts` how many transfers it was
+    given. `connecting` is the wall time in which it loaded peers, and in which the first
+    transfer ran: NIXL connects only then."""
 
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare: Any = self._agent
         self.seconds = 0.0
-        self.posts = 0
+        self.connecting = 0.0
+        self.starts = 0
+        self._first_started: float | None = None
+        self._is_connected = False
+        self._agent = _TimedAgent(self.bare, self._took)
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def register(self, region: Region) -> None:
-        self.inner.register(region)
-
-    def metadata(self) -> bytes:
-        return self.inner.metadata()
-
-    def connect(self, metadata: bytes) -> str:
-        started = time.thread_time()
-        try:
-            return self.inner.connect(metadata)
-        finally:
-            self.seconds += time.thread_time() - started
-
-    def disconnect(self, peer: str) -> None:
-        self.inner.disconnect(peer)
-
-    def post(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
-        started = time.thread_time()
-        try:
-            return TimedPost(self, self.inner.post(direction, peer, kinds, spans))
-        finally:
-            self.posts += 1
-            self.seconds += time.thread_time() - started
-
-    def progress(self) -> None:
-        started = time.thread_time()
-        self.inner.progress()
-        self.seconds += time.thread_time() - started
-
-    def close(self) -> None:
-        self.inner.close()
+    def _took(self, call: str, busy: float, started: float, result: Any) -> None:
+        self.seconds += busy
+        now = time.perf_counter()
+        if call == "add_remote_agent":
+            self.connecting += now - started
+        elif call == "transfer":
+            self.starts += 1
+            self._first_started = self._first_started or started
+        if result == "DONE" and not self._is_connected and self._first_started is not None:
+            self._is_connected = True
+            self.connecting += now - self._first_started
 
 
-class TimedPost:
-    """A post whose engine's time counts."""
+Took = Callable[[str, float, float, Any], None]
 
-    def __init__(self, owner: TimedTransport, inner: Post) -> None:
-        self._owner = owner
+
+class _TimedAgent:
+    """Passes everything on to `inner`, and times the engine's calls."""
+
+    def __init__(self, inner: Any, took: Took) -> None:
         self._inner = inner
+        for name in ENGINE:
+            setattr(self, name, _timed(name, getattr(inner, name), took))
 
-    def poll(self) -> bool:
-        started = time.thread_time()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _timed(name: str, call: Callable[..., Any], took: Took) -> Callable[..., Any]:
+    def timed(*args: Any) -> Any:
+        started, busy = time.perf_counter(), time.thread_time()
+        result = None
         try:
-            return self._inner.poll()
+            result = call(*args)
+            return result
         finally:
-            self._owner.seconds += time.thread_time() - started
+            took(name, time.thread_time() - busy, started, result)
 
-    def release(self) -> None:
-        self._inner.release()
+    return timed

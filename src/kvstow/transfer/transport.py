@@ -1,4 +1,4 @@
-"""What an engine must do to move bytes for us: register, connect, post, poll.
+"""What an engine must do to move bytes for us: register, connect, prepare, start, poll.
 
 A transport knows memory and addresses; it knows nothing of blocks, tickets or layouts.
 All calls come from one thread.
@@ -80,7 +80,11 @@ def chunks(spans: Spans, nbytes: int) -> list[Spans]:
 
 
 class Post(Protocol):
-    """Copies that were handed to the engine."""
+    """Copies that the engine knows of: prepared, then started, then over."""
+
+    def start(self) -> None:
+        """Begin to copy, once. Raises TransferError if the engine refuses."""
+        ...
 
     def poll(self) -> bool:
         """Whether all bytes have arrived. Raises TransferError if they never will."""
@@ -118,8 +122,8 @@ class Transport(Protocol):
         """Forget a peer: no post of ours reads or writes any more, ended or not."""
         ...
 
-    def post(self, direction: Direction, peer: str, kinds: "Kinds", spans: Spans) -> Post:
-        """Start copies: `read` from there to here, `write` from here to there."""
+    def prepare(self, direction: Direction, peer: str, kinds: "Kinds", spans: Spans) -> Post:
+        """Copies to be started: `read` from there to here, `write` from here to there."""
         ...
 
     def progress(self) -> None:

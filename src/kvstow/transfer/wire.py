@@ -13,7 +13,7 @@ A header reads the same in every version, so that two versions can tell each oth
 
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -104,11 +104,14 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `[start_token, stop_token)` of some layers, whose digest is compared."""
+    """Tokens `[start_token, stop_token)` of some layers, whose digest is compared: of their
+    states those whose number, divided by `every`, leaves `phase`."""
 
     layers: tuple[str, ...]
     start_token: int
     stop_token: int
+    every: Annotated[int, msgspec.Meta(ge=1)]
+    phase: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True):

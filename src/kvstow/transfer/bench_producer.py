@@ -1,0 +1,113 @@
+"""The producer of a measurement: a process that only serves."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from kvstow.errors import TransferError
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.bench_setting import BLOCK_TOKENS, Setting
+from kvstow.transfer.generations import Generations
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.timed import TimedNixl
+
+
+class Meter:
+    """Processor time of some calls, the engine's share left out."""
+
+    def __init__(self, transport: TimedNixl) -> None:
+        self.seconds = 0.0
+        self._transport = transport
+
+    def on(self, owner: object, name: str, *, idle_counts: bool = True) -> None:
+        """Meter a method; only calls that start a transfer, if idle ones do not count."""
+        call: Callable[..., Any] = getattr(owner, name)
+        transport = self._transport
+
+        @wraps(call)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            inside, starts, busy = transport.seconds, transport.starts, time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if idle_counts or transport.starts != starts:
+                    own = time.thread_time() - busy
+                    self.seconds += own - (transport.seconds - inside)
+
+        setattr(owner, name, metered)
+
+
+def serve(setting: Setting) -> None:
+    """Offer rows once per line on stdin; answer with the ticket, and with our own processor
+    time until then."""
+    arena = setting.arena()
+    arena.bytes.fill_(7)
+    transport = TimedNixl()
+    with Agent(arena, Generations(arena.layout), transport=transport, name="producer") as agent:
+        serving, meter = agent.service.serving, Meter(transport)
+        meter.on(serving, "hear")
+        meter.on(serving, "advance", idle_counts=False)
+        meter.on(agent, "offer_blocks")
+        print(agent.address, flush=True)
+        for line in sys.stdin:
+            order, awake_seconds = line.split()
+            serving.stay_awake(float(awake_seconds))
+            before = meter.seconds
+            blocks = setting.in_order() if order == "in-order" else setting.scattered(seed=1)
+            ticket = agent.offer_blocks({0: blocks}, setting.rows * BLOCK_TOKENS)
+            print(ticket, before, flush=True)
+
+
+class Producer:
+    """The child, from here."""
+
+    def __init__(self, setting: Setting) -> None:
+        numbers = [str(number) for number in (setting.rows, setting.layers, setting.piece)]
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "kvstow.transfer.bench_producer", *numbers, setting.device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._line()
+        self.busy_seconds = 0.0
+
+    def _line(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline().strip()
+        if not line:
+            raise TransferError(f"the producer ended with {self._child.wait()}", kind="peer")
+        return line
+
+    def offer(self, order: str, awake_seconds: float = 0.0) -> Ticket:
+        """A ticket; `busy_seconds` is the producer's own time before it made this one."""
+        assert self._child.stdin is not None
+        print(order, awake_seconds, file=self._child.stdin, flush=True)
+        ticket, busy = self._line().split()
+        self.busy_seconds = float(busy)
+        return Ticket.parse(ticket)
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait(30)
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+
+@contextmanager
+def producing(setting: Setting) -> Generator[Producer]:
+    producer = Producer(setting)
+    try:
+        yield producer
+    finally:
+        producer.close()
+
+
+if __name__ == "__main__":
+    rows, layers, piece = (int(number) for number in sys.argv[1:4])
+    serve(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
