@@ -137,7 +137,9 @@ class StoreError(KvstowError):
 
 
 class BackendMissing(KvstowError):
-    """An optional part that is not installed; names the extra."""
+    """An optional part that is not installed; says what installs it: an extra, unless it is
+    something else that pip is to be given."""
 
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed\n\nhint: pip install 'kvstow[{extra}]'")
+    def __init__(self, module: str, extra: str = "", *, install: str = "") -> None:
+        wanted = install or f"'kvstow[{extra}]'"
+        super().__init__(f"{module} is not installed\n\nhint: pip install {wanted}")

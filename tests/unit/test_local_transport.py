@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstow.errors import TransferError
+from kvstow.errors import BackendMissing, TransferError
+from kvstow.transfer import nixl
 from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.nixl import NixlTransport, framed, unframed
 from kvstow.transfer.transport import Kinds, Region, Spans
@@ -135,6 +137,17 @@ def test_nothing_moves_before_a_post_is_started_nor_after_its_peer_was_disconnec
         first.start()
     third.release()
     assert (here.memory == 0).all()
+
+
+def test_without_nixl_the_hint_is_what_is_known_to_install_it(monkeypatch):
+    monkeypatch.setattr(nixl, "BINDINGS", ("no_such_nixl._api",))
+    with pytest.raises(BackendMissing, match=f"pip install {nixl.INSTALL}$"):
+        NixlTransport()
+    pinned = (Path(__file__).parents[2] / "requirements" / "no-deps.txt").read_text()
+    flag, *packages = nixl.INSTALL.split()
+    assert flag == "--no-deps"
+    assert packages
+    assert all(f"\n{package};" in pinned for package in packages)
 
 
 def test_disconnecting_a_stranger_is_no_error(sides):

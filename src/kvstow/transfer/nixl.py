@@ -24,6 +24,9 @@ UCX_DEFAULTS = {"UCX_TCP_RX_SEG_SIZE": "1m", "UCX_TCP_TX_SEG_SIZE": "1m"}
 """Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate."""
 
 BINDINGS = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+INSTALL = "--no-deps nixl-cu13==1.5.1 nixl==1.5.1"
+"""What runs with and without CUDA; with its dependencies it would bring a CUDA torch along."""
+
 OPERATIONS: dict[Direction, str] = {"read": "READ", "write": "WRITE"}
 GONE = ("nixlRemoteDisconnectError", "nixlConnectionError")
 
@@ -218,7 +221,7 @@ def _api() -> Any:
             if getattr(own, "stream", None) in (sys.stdout, sys.__stdout__):
                 own.setStream(sys.stderr)  # stdout is for data
         return api
-    raise BackendMissing("nixl", "nixl")
+    raise BackendMissing("nixl", install=INSTALL)
 
 
 def _foreign(what: str, error: Exception, peer: str = "") -> TransferError:
