@@ -291,6 +291,20 @@ def test_kept_sequences_go_on_as_if_the_others_had_never_been():
             torch.testing.assert_close(found[row], expected[0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1", "deepseek_v4"])
+def test_layers_show_the_same_keys_and_values_as_their_own_ones(family):
+    model = tiny_model(family)
+    theirs = DynamicCache(config=model.config)
+    memory = ModelMemory.of(model, budget=1 << 20, block_tokens=4)
+    with memory, KvstowCache(memory) as ours:
+        assert all(layer.keys is layer.values is None for layer in ours.layers)
+        for cache in (ours, theirs):
+            forward(model, torch.arange(66).view(2, 33), cache)
+        for mine, other in zip(ours.layers, theirs.layers, strict=True):
+            assert torch.equal(mine.keys, other.keys)
+            assert torch.equal(mine.values, other.values)
+
+
 # ── tokens taken back ─────────────────────────────────────────────────────────────────
 
 

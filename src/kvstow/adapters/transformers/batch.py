@@ -15,7 +15,7 @@ counts them: a pass of several tokens says how many, and one that has only read 
 the time the next one begins was of a single token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from kvstow.adapters.transformers.pages import Table, gathered, one_stride, writ
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
-from kvstow.plan.spec import State, Window
+from kvstow.plan.spec import Encoder, State, Window
 
 Tensor = torch.Tensor
 
@@ -37,12 +37,18 @@ class Batch:
     """Sequences of one length; `num_tokens` of each have their rows."""
 
     def __init__(
-        self, memory: ModelMemory, *, requests: Sequence[int] = (), num_tokens: int = 0
+        self,
+        memory: ModelMemory,
+        *,
+        requests: Sequence[int] = (),
+        num_tokens: int = 0,
+        encoder_tokens: int = 0,
     ) -> None:
         self.memory = memory
         self.requests: list[int] = list(requests)
         self.num_tokens = num_tokens
         self.hit_tokens = num_tokens
+        self.encoder_tokens = encoder_tokens
         self._known = 0
         self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
@@ -51,6 +57,11 @@ class Batch:
         self._lent: dict[tuple[str, str], Tensor] = {}
         self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
+        self._growing = [
+            g
+            for g, group in enumerate(memory.ledger.groups)
+            if not isinstance(group.retention, State | Encoder)
+        ]
         self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
         self._clock = ""
         self._uncounted = False
@@ -106,7 +117,7 @@ class Batch:
             self.memory.ledger.release(request)
         self.requests = []
         self.num_tokens = self.hit_tokens = self._known = 0
-        self._grown_tokens = self._fixed_tokens = 0
+        self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
         self._lent.clear()
         self._uncounted = False
@@ -229,7 +240,7 @@ class Batch:
             copies = self.memory.ledger.grow(self.requests, wanted)
             self._copy(copies)
         self._grown_tokens = max(wanted, self._grown_tokens)
-        same_blocks = all(table.has_room(wanted) for table in self._tables.values())
+        same_blocks = all(self._tables[g].has_room(wanted) for g in self._growing)
         self.num_tokens = wanted
         if copies or not same_blocks:
             self._refresh()
@@ -277,8 +288,9 @@ class Batch:
         table = self._tables[group]
         if spec.states != table.block_tokens:
             table = replace(table, block_tokens=spec.states)
+        start = 0 if isinstance(spec.retention, Encoder) else self.seen(layer)
         if states.shape[2]:
-            write(pages, table, states, self.seen(layer) // spec.tokens_per_state)
+            write(pages, table, states, start // spec.tokens_per_state)
         return pages, table
 
     def _pages(self, layer: str, field: str) -> Tensor:
@@ -294,6 +306,29 @@ class Batch:
             return states
         low, high = heads.pieces[0]
         return states[:, low:high]
+
+    def encode(self, layer: str, fields: Mapping[str, Tensor]) -> None:
+        """Write all positions of the encoder."""
+        _, spec, _ = self.memory.layout.layers[layer]
+        assert isinstance(spec.retention, Encoder)
+        self.encoder_tokens = min(states.shape[2] for states in fields.values())
+        if self.encoder_tokens > spec.retention.tokens:
+            raise BlockError(
+                f"layer {layer!r}: rows for {spec.retention.tokens} encoder positions, not "
+                f"{self.encoder_tokens}\n\n"
+                f"hint: ModelMemory.of(model, encoder_tokens={self.encoder_tokens})"
+            )
+        for field, states in fields.items():
+            self._write(layer, field, states)
+
+    def held(self, layer: str, field: str, start: int) -> Tensor | None:
+        """All entries from `start` on, of the encoder's positions where these are the layer's."""
+        group, spec, _ = self.memory.layout.layers[layer]
+        encoded = isinstance(spec.retention, Encoder)
+        end = self.encoder_tokens if encoded else self.seen(layer)
+        if start >= end:
+            return None
+        return gathered(self._pages(layer, field), self._tables[group], start, end)
 
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""

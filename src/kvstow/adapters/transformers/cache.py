@@ -30,7 +30,8 @@ class KvstowCache(Cache):
     `KvstowCache(memory)` admits its sequences when the first keys arrive. Give `tokens`
     (`input_ids`, and `attention_mask` where there is padding) to admit them at once: then
     what the memory still knows of a common prefix is not computed again. Or give the
-    `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones.
+    `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones, and
+    `encoder_tokens` positions of an encoder, where there is one.
 
     Rows go back when the cache is closed.
     """
@@ -41,6 +42,10 @@ class KvstowCache(Cache):
             from kvstow.adapters.transformers.lightning import LightningCache
 
             return object.__new__(LightningCache)
+        if memory.own_cache == "EncoderDecoderCache":
+            from kvstow.adapters.transformers.crossed import CrossCache
+
+            return object.__new__(CrossCache)
         return object.__new__(cls)
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
@@ -51,8 +56,11 @@ class KvstowCache(Cache):
         attention_mask: torch.Tensor | None = None,
         requests: Sequence[int] = (),
         num_tokens: int = 0,
+        encoder_tokens: int = 0,
     ) -> None:
-        self.batch = Batch(memory, requests=requests, num_tokens=num_tokens)
+        self.batch = Batch(
+            memory, requests=requests, num_tokens=num_tokens, encoder_tokens=encoder_tokens
+        )
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)
         Cache.__init__(self, layers=[_layer(self.batch, i) for i in range(memory.num_layers)])
@@ -75,7 +83,7 @@ class KvstowCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen; all layers where none of them counts tokens."""
         if any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
-            return super().get_seq_length(layer_idx)
+            return Cache.get_seq_length(self, layer_idx)
         return self.num_tokens
 
     def blocks(self, sequence: int) -> dict[int, Blocks]:

@@ -34,6 +34,11 @@ class CompressedLayer(RowsLayer):
         self.compress_rate = rate
         self._arriving: dict[str, int] = {}
 
+    @property
+    def values(self) -> Tensor | None:
+        """The keys."""
+        return self.keys
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

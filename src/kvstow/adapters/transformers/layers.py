@@ -32,11 +32,21 @@ class RowsLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, batch: Batch, name: str, window: int | None) -> None:
-        super().__init__()
         self.batch, self.name, self.window = batch, name, window
+        self.is_initialized = False
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
+
+    @property
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The keys that the next token will see, gathered; None where there are none."""
+        return self.batch.held(self.name, "k", self.first_seen())
+
+    @property
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values that the next token will see, gathered; None where there are none."""
+        return self.batch.held(self.name, "v", self.first_seen())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Admits the sequences, unless they have been admitted already."""

@@ -7,11 +7,17 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvstow.adapters.transformers.paged import attend_in_place
 from kvstow.adapters.transformers.shard import ALL_HEADS, Shard
-from kvstow.adapters.transformers.specs import kept_layers, resumes, trial
+from kvstow.adapters.transformers.specs import (
+    crossed_layers,
+    encoder_positions,
+    kept_layers,
+    resumes,
+    trial,
+)
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
@@ -19,7 +25,7 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.spec import LayerSpec, State, Window
+from kvstow.plan.spec import Encoder, LayerSpec, State, Window
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -48,15 +54,19 @@ class ModelMemory:
         shard: Shard = ALL_HEADS,
         name: str | None = None,
         rollback_tokens: int = 0,
+        encoder_tokens: int | None = None,
         in_place: bool = False,
     ) -> Self:
         """`budget` bytes on the model's device, in rows of what the model keeps.
 
         Runs the model on a few tokens to see what that is. Prefixes are found again later,
-        unless the model cannot go on from a state (see `resumes`).
+        unless the model cannot go on from a state (see `resumes`) or attends to an encoder.
 
         `rollback_tokens` is how many tokens a cache may take back at a time where layers have
         windows: the candidates of assisted generation, say.
+
+        `encoder_tokens` is how many positions of an encoder a sequence may have, where the
+        configuration does not say.
 
         With `in_place` (CUDA) the model's attention becomes one that reads rows where they
         lie, and the model needs a `KvstowCache` from then on.
@@ -66,10 +76,15 @@ class ModelMemory:
         )
         cache = trial(model)
         specs = kept_layers(cache, block_tokens=block_tokens, shard=shard)
+        if isinstance(cache, EncoderDecoderCache):
+            most = encoder_tokens or encoder_positions(model)
+            specs += crossed_layers(cache, most, block_tokens=block_tokens, shard=shard)
         groups = grouped(_with_rollback(spec, rollback_tokens) for spec in specs)
         layout = packed(groups, budget=budget, site=site)
         stateful = any(isinstance(group.retention, State) for group in groups)
-        ledger = Ledger(Pool(layout), caching=not stateful or resumes(model))
+        encoded = any(isinstance(group.retention, Encoder) for group in groups)
+        caching = not encoded and (not stateful or resumes(model))
+        ledger = Ledger(Pool(layout), caching=caching)
         if in_place:
             attend_in_place(model)
         return cls(

@@ -7,17 +7,21 @@ element types are those of the tensors that the model hands to its own default c
 model that stores decompressed keys is described as such, whatever its paper says.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvstow.adapters.transformers.kept import kept_specs, state_spec
 from kvstow.adapters.transformers.shard import ALL_HEADS, Shard
 from kvstow.errors import ModelError
-from kvstow.plan.spec import LayerSpec
+from kvstow.plan.spec import Encoder, LayerSpec
 
 TRIAL_TOKENS = 8
 
-OWN_CACHES = ("DynamicCache", "MiniMaxCache")
+OWN_CACHES = ("DynamicCache", "EncoderDecoderCache", "MiniMaxCache")
 """Caches whose content is described by `kept_layers`, and replaced by a `KvstowCache`."""
 
 
@@ -35,7 +39,13 @@ def trial(model: PreTrainedModel) -> Cache:
     layers = DynamicCache(config=model.config).layers
     num_tokens = max(getattr(layer, "compress_rate", 1) for layer in layers)
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
-    cache = model(input_ids=tokens, use_cache=True)[cache_name(model)]
+    given: dict[str, Any] = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        width = model.config.hidden_size
+        position: Any = torch.zeros((1, 1, width), device=model.device, dtype=model.dtype)
+        encoder = BaseModelOutput(last_hidden_state=position)
+        given = {"decoder_input_ids": tokens, "encoder_outputs": encoder}
+    cache = model(use_cache=True, **given)[cache_name(model)]
     if type(cache).__name__ not in OWN_CACHES:
         raise ModelError(
             f"{type(model).__name__} keeps its tokens in a {type(cache).__name__}\n\n"
@@ -73,7 +83,8 @@ def cache_layers(
 def kept_layers(cache: Cache, *, block_tokens: int, shard: Shard) -> tuple[LayerSpec, ...]:
     """What a cache that has been used keeps, as layer specs."""
     specs: list[LayerSpec] = []
-    for i, layer in enumerate(cache.layers):
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    for i, layer in enumerate(own.layers):
         specs += kept_specs(f"layers.{i}", layer, block_tokens, shard)
     states: list[torch.Tensor] = getattr(cache, "linear_cache", [])
     for i, state in enumerate(states):
@@ -82,3 +93,25 @@ def kept_layers(cache: Cache, *, block_tokens: int, shard: Shard) -> tuple[Layer
     if not specs:
         raise ModelError(f"a model kept nothing in its {type(cache).__name__}")
     return tuple(specs)
+
+
+def crossed_layers(
+    cache: EncoderDecoderCache, encoder_tokens: int, *, block_tokens: int, shard: Shard
+) -> tuple[LayerSpec, ...]:
+    """What such a cache keeps of an encoder of at most so many positions: `layers.3.cross`."""
+    return tuple(
+        replace(spec, retention=Encoder(encoder_tokens))
+        for i, layer in enumerate(cache.cross_attention_cache.layers)
+        for spec in kept_specs(f"layers.{i}.cross", layer, block_tokens, shard)
+    )
+
+
+def encoder_positions(model: PreTrainedModel) -> int:
+    """The most positions of the model's encoder, as its configuration says."""
+    most = getattr(model.config, "max_source_positions", None)
+    if most is None:
+        raise ModelError(
+            f"{type(model).__name__} does not say how long its encoder's input may be\n\n"
+            "hint: ModelMemory.of(model, encoder_tokens=...)"
+        )
+    return int(most)
