@@ -24,7 +24,8 @@ import torch
 
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.paged import Pages
-from kvstow.adapters.transformers.pages import Table, gathered, one_stride, write
+from kvstow.adapters.transformers.pages import Table, gathered, write
+from kvstow.adapters.transformers.running import Running
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
@@ -53,8 +54,7 @@ class Batch:
         self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
         self._tables: dict[int, Table] = {}
-        self._running: dict[int, Tensor] = {}
-        self._lent: dict[tuple[str, str], Tensor] = {}
+        self.running = Running(memory)
         self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
         self._growing = [
@@ -65,8 +65,6 @@ class Batch:
         self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
         self._clock = ""
         self._uncounted = False
-        self._before: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._before_tokens = -1
         if self.requests:
             self._refresh()
 
@@ -119,10 +117,8 @@ class Batch:
         self.num_tokens = self.hit_tokens = self._known = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
-        self._lent.clear()
         self._uncounted = False
-        self._before.clear()
-        self._before_tokens = -1
+        self.running.forget()
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
@@ -145,7 +141,7 @@ class Batch:
             ledger.release(self.requests[origin])
         self.requests = forked
         self._fixed_tokens = self._grown_tokens
-        self._before_tokens = -1
+        self.running.forget_before()
         self._refresh()
 
     def _fork(self, request: int) -> int:
@@ -238,25 +234,12 @@ class Batch:
         if wanted > max(1, self._grown_tokens):
             self.settle()
             copies = self.memory.ledger.grow(self.requests, wanted)
-            self._copy(copies)
+            self.running.copy(copies, self.num_tokens)
         self._grown_tokens = max(wanted, self._grown_tokens)
         same_blocks = all(self._tables[g].has_room(wanted) for g in self._growing)
         self.num_tokens = wanted
         if copies or not same_blocks:
             self._refresh()
-
-    def _copy(self, copies: tuple[Copy, ...]) -> None:
-        """Copy rows as they were when this pass began."""
-        rest: list[Copy] = []
-        for copy in copies:
-            before = self._before.get((copy.group, copy.source))
-            if before is None or self._before_tokens != self.num_tokens:
-                rest.append(copy)
-                continue
-            now = self.memory.row(copy.group, copy.destination)
-            for source, destination in zip(before, now, strict=True):
-                destination.copy_(source)
-        self.memory.copy(tuple(rest))
 
     def store(self, layer: str, field: str, states: Tensor, start: int) -> Tensor:
         """Write new entries, one per token or per several, and return all from `start` on."""
@@ -336,65 +319,24 @@ class Batch:
 
     # ── states ────────────────────────────────────────────────────────────────────
 
-    def fields(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's fields by name."""
-        spec = self.memory.layout.layers[layer][1]
-        return {field.name: field.shape for field in spec.fields}
-
     def lend(self, layer: str, field: str) -> Tensor | None:
         """The states of all sequences; changes reach the rows, at once or by `settle`."""
-        if field not in self.fields(layer) or not self.requests:
+        if field not in self.running.fields(layer) or not self.requests:
             return None
         if not self._counts_passes:
             self._touch(layer)
-        if (layer, field) not in self._lent:
-            self._lent[layer, field] = self._states(layer, field)
-        return self._lent[layer, field]
-
-    def put(self, layer: str, field: str, states: Tensor) -> None:
-        """Overwrite the states of all sequences."""
-        lent = self.lend(layer, field)
-        if lent is None or lent.shape != states.shape or lent.dtype != states.dtype:
-            raise BlockError(
-                f"layer {layer!r}: {field!r} cannot hold {states.dtype} {tuple(states.shape)}"
-            )
-        lent.copy_(states)
-
-    def _states(self, layer: str, field: str) -> Tensor:
-        rows = self._rows(layer, field)
-        running = self._running[self.memory.layout.layers[layer][0]]
-        step = one_stride(running)
-        if step is None:
-            return rows.index_select(0, running)
-        first = int(running[0])
-        return rows[first : first + (len(running) - 1) * step + 1 : step]
-
-    def _rows(self, layer: str, field: str) -> Tensor:
-        """A state field of all blocks, without its axes of size one for head and token."""
-        return self._pages(layer, field)[:, 0, 0]
+        return self.running.lend(layer, field)
 
     def settle(self) -> None:
         """Bring lent copies back into their rows."""
         self.count()
-        for (layer, field), lent in self._lent.items():
-            rows = self._rows(layer, field)
-            if lent.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
-                running = self._running[self.memory.layout.layers[layer][0]]
-                rows.index_copy_(0, running, lent)
+        self.running.settle()
 
     def _touch(self, layer: str) -> None:
         """Keep the rows as they are before a pass, where a pass begins with this layer."""
         self._first_touched = self._first_touched or layer
-        if layer != self._first_touched or self._before_tokens == self.num_tokens:
-            return
-        self.settle()
-        self._before = {
-            (group, block): tuple(part.clone() for part in self.memory.row(group, block))
-            for group, running in self._running.items()
-            if self.num_tokens % self.memory.ledger.groups[group].block_tokens == 0
-            for block in running.tolist()
-        }
-        self._before_tokens = self.num_tokens
+        if layer == self._first_touched:
+            self.running.keep(self.num_tokens)
 
     # ── tables ────────────────────────────────────────────────────────────────────
 
@@ -406,19 +348,10 @@ class Batch:
             ids = np.stack([each[g].ids for each in blocks])
             placed = torch.from_numpy(ids).to(device)
             if isinstance(group.retention, State):
-                self._set_running(g, placed[:, 0])
+                self.running.set(g, placed[:, 0])
             else:
                 first = int(blocks[0][g].index[0]) if ids.shape[1] else 0
                 self._tables[g] = Table(placed, first, group.block_tokens)
-
-    def _set_running(self, group: int, running: Tensor) -> None:
-        before = self._running.get(group)
-        if before is not None and torch.equal(before, running):
-            return
-        self._running[group] = running
-        for layer, field in [*self._lent]:
-            if self.memory.layout.layers[layer][0] == group:
-                del self._lent[layer, field]
 
 
 def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[Prompt]:

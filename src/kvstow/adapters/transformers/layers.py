@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvstow.adapters.transformers.batch import Batch
 from kvstow.adapters.transformers.paged import noted
+from kvstow.adapters.transformers.running import put
 from kvstow.errors import ModelError
 
 Tensor = torch.Tensor
@@ -147,7 +148,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def __init__(self, batch: Batch, name: str, number_of_states: int) -> None:
         super().__init__(number_of_states=number_of_states)
         self.batch, self.state_name = batch, f"{name}.state"
-        fields = batch.fields(self.state_name)
+        fields = batch.running.fields(self.state_name)
         self.conv_states: Any = States(self, "conv", number_of_states)
         self.recurrent_states: Any = States(self, "recurrent", number_of_states)
         self.conv_kernel_size: dict[int, Any] = {}
@@ -178,7 +179,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def put(self, field: str, value: Tensor) -> None:
         """Overwrite the state of all sequences."""
-        self.batch.put(self.state_name, field, value)
+        put(self.lent(field), value, f"{self.state_name!r}: {field!r}")
 
     def update_conv_state(
         self,

@@ -1,0 +1,118 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""The running rows of a batch: the recurrent states of its sequences, and how they were.
+
+A state is lent as a view of the rows where these lie at one stride, and otherwise as a copy
+that goes back into the rows before anybody else looks.
+"""
+
+import torch
+
+from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.pages import one_stride
+from kvstow.blocks.copies import Copy
+from kvstow.errors import BlockError
+
+Tensor = torch.Tensor
+
+
+class Running:
+    """One row per sequence in every recurrent group."""
+
+    def __init__(self, memory: ModelMemory) -> None:
+        self.memory = memory
+        self._ids: dict[int, Tensor] = {}
+        self._lent: dict[tuple[str, str], Tensor] = {}
+        self._views: dict[tuple[str, str], Tensor] = {}
+        self._before: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._before_tokens = -1
+
+    def set(self, group: int, ids: Tensor) -> None:
+        """Say which rows they are; what was lent of others must have gone back."""
+        before = self._ids.get(group)
+        if before is not None and torch.equal(before, ids):
+            return
+        self._ids[group] = ids
+        for layer, field in [*self._lent]:
+            if self.memory.layout.layers[layer][0] == group:
+                del self._lent[layer, field]
+
+    def forget(self) -> None:
+        """Lend nothing any more, and remember nothing."""
+        self._lent.clear()
+        self.forget_before()
+
+    # ── states ────────────────────────────────────────────────────────────────────
+
+    def fields(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's fields by name."""
+        spec = self.memory.layout.layers[layer][1]
+        return {field.name: field.shape for field in spec.fields}
+
+    def lend(self, layer: str, field: str) -> Tensor:
+        """The states of all sequences; changes reach the rows, at once or by `settle`."""
+        if (layer, field) not in self._lent:
+            self._lent[layer, field] = self._states(layer, field)
+        return self._lent[layer, field]
+
+    def settle(self) -> None:
+        """Bring lent copies back into their rows."""
+        for (layer, field), lent in self._lent.items():
+            rows = self._rows(layer, field)
+            if lent.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+                rows.index_copy_(0, self._ids[self.memory.layout.layers[layer][0]], lent)
+
+    def _states(self, layer: str, field: str) -> Tensor:
+        rows = self._rows(layer, field)
+        ids = self._ids[self.memory.layout.layers[layer][0]]
+        step = one_stride(ids)
+        if step is None:
+            return rows.index_select(0, ids)
+        first = int(ids[0])
+        return rows[first : first + (len(ids) - 1) * step + 1 : step]
+
+    def _rows(self, layer: str, field: str) -> Tensor:
+        """A field of all blocks, without its axes of size one for head and token."""
+        if (layer, field) not in self._views:
+            self._views[layer, field] = self.memory.arena.field(layer, field)[:, 0, 0]
+        return self._views[layer, field]
+
+    # ── how they were ─────────────────────────────────────────────────────────────
+
+    def keep(self, num_tokens: int) -> None:
+        """Keep the rows as they are after `num_tokens` tokens, where that ends a block."""
+        if self._before_tokens == num_tokens:
+            return
+        self.settle()
+        self._before = {
+            (group, block): tuple(part.clone() for part in self.memory.row(group, block))
+            for group, ids in self._ids.items()
+            if num_tokens % self.memory.ledger.groups[group].block_tokens == 0
+            for block in ids.tolist()
+        }
+        self._before_tokens = num_tokens
+
+    def forget_before(self) -> None:
+        """What was kept is of other rows."""
+        self._before.clear()
+        self._before_tokens = -1
+
+    def copy(self, copies: tuple[Copy, ...], num_tokens: int) -> None:
+        """Copy rows as they were after `num_tokens` tokens: as kept, or as they still are."""
+        rest: list[Copy] = []
+        for copy in copies:
+            before = self._before.get((copy.group, copy.source))
+            if before is None or self._before_tokens != num_tokens:
+                rest.append(copy)
+                continue
+            now = self.memory.row(copy.group, copy.destination)
+            for source, destination in zip(before, now, strict=True):
+                destination.copy_(source)
+        self.memory.copy(tuple(rest))
+
+
+def put(lent: Tensor | None, states: Tensor, name: str) -> None:
+    """Overwrite a lent state."""
+    if lent is None or lent.shape != states.shape or lent.dtype != states.dtype:
+        raise BlockError(f"{name} cannot hold {states.dtype} {tuple(states.shape)}")
+    lent.copy_(states)
