@@ -3,8 +3,10 @@
 
     python bench/route.py [--json FILE]
 
-Every figure is the best of several rounds in one process. Expansion is given for block ids
-that are scattered and for ids in one run, where moves of neighbours are joined.
+Every figure is the best of many rounds in one process. Expansion is given for block ids that
+are scattered and for ids in one run, where moves of neighbours are joined: there blocks per
+second say more than moves per second. `latency` is a request of 512 rows, scattered over a
+large pool.
 """
 
 import os
@@ -13,39 +15,58 @@ import sys
 sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
 
 import argparse
-import json
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from bench.machine import machine, write
 
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.fleet import Fleet
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.route import route
+from kvstow.plan.route import Route, route
 
 ROUNDS = 7
+SECONDS = 1.0
 LARGEST = ("llama-3.1-405b", "deepseek-v4-pro", "kimi-k2", "qwen3-next-80b")
 
-EXPANSIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "equal rows": ({}, {}, 32768),
-    "BLHNC to BLNHC": ({}, {"order": "BLNHC"}, 512),
-    "LBHNC to BLHNC": ({"order": "LBHNC"}, {}, 8192),
-    "LBHNC to LBHNC": ({"order": "LBHNC"}, {"order": "LBHNC"}, 8192),
-    "LHBNC to LHBNC": ({"order": "LHBNC"}, {"order": "LHBNC"}, 4096),
-    "BLHNC, tp 2 to 1": ({"tp": 2}, {}, 8192),
-    "BLHNC, 16 to 64 tokens": ({}, {"block_tokens": 64}, 4096),
-    "BLHNC, 16 to 24 tokens": ({}, {"block_tokens": 24}, 2048),
-    "LBNHC, 16 to 24 tokens": ({"order": "LBNHC"}, {"order": "LBNHC", "block_tokens": 24}, 2048),
-}
+Options = dict[str, Any]
+SMALL: Options = {"model": "llama-3.1-8b"}
+LARGE: Options = {"model": "llama-3.1-70b", "tp": 4}
+ONE_LAYER: Options = LARGE | {"pp": 80, "order": "LBNHC"}
+
+EXPANSIONS: dict[str, tuple[Options, Options, int]] = {
+    "equal rows": (SMALL, {}, 32768),
+    "equal rows, llama-3.1-70b tp 4": (LARGE, {}, 100_000),
+    "BHLNC, tp 4 to 8, one move per block": (
+        LARGE | {"order": "BHLNC"}, {"tp": 8}, 100_000
+    ),
+    "BHLNC, tp 8 to 4, one move per block and peer": (
+        LARGE | {"tp": 8, "order": "BHLNC"}, {"tp": 4}, 100_000
+    ),
+    "BLHNC to BLNHC": (SMALL, {"order": "BLNHC"}, 512),
+    "LBHNC to BLHNC": (SMALL | {"order": "LBHNC"}, {"order": "BLHNC"}, 8192),
+    "LBHNC to LBHNC": (SMALL | {"order": "LBHNC"}, {}, 8192),
+    "LHBNC to LHBNC": (SMALL | {"order": "LHBNC"}, {}, 4096),
+    "BLHNC, tp 2 to 1": (SMALL | {"tp": 2}, {"tp": 1}, 8192),
+    "BLHNC, 16 to 64 tokens": (SMALL, {"block_tokens": 64}, 4096),
+    "BLHNC, 16 to 24 tokens": (SMALL, {"block_tokens": 24}, 2048),
+    "LBNHC, 16 to 64 tokens": (SMALL | {"order": "LBNHC"}, {"block_tokens": 64}, 8192),
+    "LBNHC, 16 to 24 tokens": (SMALL | {"order": "LBNHC"}, {"block_tokens": 24}, 2048),
+    "LBNHC, 16 to 64 tokens, one layer": (ONE_LAYER, {"block_tokens": 64}, 100_000),
+    "LBNHC, 16 to 24 tokens, one layer": (ONE_LAYER, {"block_tokens": 24}, 100_000),
+}  # fmt: skip
+"""The source, in what the destination differs, and how many source blocks."""
 
 
-def seconds(step: Callable[[], object]) -> float:
+def seconds(step: Callable[[], object], *, for_seconds: float = 0.0) -> float:
+    """The fastest of many rounds: as many as fit, and not fewer than `ROUNDS`."""
     times: list[float] = []
-    for _ in range(ROUNDS):
+    end = time.perf_counter() + for_seconds
+    while len(times) < ROUNDS or time.perf_counter() < end:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
@@ -66,55 +87,72 @@ def compile_times(model: str) -> dict[str, Any]:
     return {"milliseconds": found[slowest] * 1e3, "orders": slowest, "lanes": lanes[slowest]}
 
 
-def expansion(here: dict[str, Any], there: dict[str, Any], num_blocks: int) -> dict[str, Any]:
-    model = "llama-3.1-8b"
-    slabs = num_blocks + 2
-    a = Fleet(model=model, num_slabs=slabs, **here).layout(0)
-    b = Fleet(model=model, num_slabs=slabs, **there).layout(0)
-    spans = [layout.groups[0].group.block_tokens for layout in (a, b)]
-    tokens = num_blocks * spans[0]
-    counts = num_blocks, -(-tokens // spans[1])
+def expansion(here: Options, change: Options, num_blocks: int) -> dict[str, Any]:
+    """Both kinds of ids, the whole pool in use."""
+    a = Fleet(num_slabs=num_blocks + 2, **here).layout(0)
+    b = Fleet(num_slabs=num_blocks + 2, **here | change).layout(0)
+    tokens = num_blocks * a.groups[0].group.block_tokens
+    counts = num_blocks, -(-tokens // b.groups[0].group.block_tokens)
     way = route(a, b)
     random = np.random.default_rng(0)
     report: dict[str, Any] = {}
     for kind in ("scattered", "one run"):
         ids = [random.permutation(count) + 1 if kind == "scattered" else np.arange(count) + 1
                for count in counts]  # fmt: skip
-        lists = [{0: Blocks.first(numbers)} for numbers in ids]
-        moves = len(way.moves(*lists, tokens))
-        best = seconds(lambda lists=lists: way.moves(*lists, tokens))
-        report[kind] = {
-            "blocks": num_blocks,
-            "moves": moves,
-            "milliseconds": best * 1e3,
-            "million_moves_per_second": moves / best / 1e6,
-            "nanoseconds_per_block": best / num_blocks * 1e9,
-        }
+        report[kind] = measured(way, ids, tokens)
     return report
+
+
+def latency(num_rows: int = 512, pool: int = 100_000) -> dict[str, Any]:
+    """A request of equal layouts, its last block full or not."""
+    layout = Fleet(num_slabs=pool + 2, **LARGE).layout(0)
+    random = np.random.default_rng(0)
+    ids = [random.permutation(pool)[:num_rows] + 1 for _ in range(2)]
+    way, tokens = route(layout, layout), num_rows * layout.groups[0].group.block_tokens
+    return {
+        "full": measured(way, ids, tokens),
+        "last block half full": measured(way, ids, tokens - 8),
+    }
+
+
+def measured(way: Route, ids: Sequence[npt.NDArray[np.int64]], tokens: int) -> dict[str, Any]:
+    lists = [{0: Blocks.first(numbers)} for numbers in ids]
+    moves = len(way.moves(*lists, tokens))
+    best = seconds(lambda: way.moves(*lists, tokens), for_seconds=SECONDS)
+    return {
+        "blocks": len(ids[0]),
+        "moves": moves,
+        "milliseconds": best * 1e3,
+        "million_moves_per_second": moves / best / 1e6,
+        "million_blocks_per_second": len(ids[0]) / best / 1e6,
+    }
+
+
+def show(name: str, report: dict[str, Any]) -> None:
+    for kind, figures in report.items():
+        print(f"{figures['million_moves_per_second']:9.1f} M moves/s "
+              f"{figures['million_blocks_per_second']:7.2f} M blocks/s  {name}, {kind}: "
+              f"{figures['blocks']:,} blocks, {figures['moves']:,} moves, "
+              f"{figures['milliseconds']:.3f} ms")  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    facts = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in facts if line.startswith("model name")]
-    cpu = names[0] if names else platform.machine()
-    machine = f"{cpu}, Python {platform.python_version()}, numpy {np.__version__}"
-    print(f"{machine}\n", file=sys.stderr)
-    report: dict[str, Any] = {"machine": machine, "compile": {}, "expand": {}}
+    where = machine()
+    print("machine:", ", ".join(f"{k} {v}" for k, v in where.items()), file=sys.stderr)
+    report: dict[str, Any] = {"compile": {}, "expand": {}}
     for model in LARGEST:
         report["compile"][model] = figures = compile_times(model)
         print(f"{figures['milliseconds']:9.1f} ms  compile {model}, {figures['orders']}, "
               f"{figures['lanes']:,} lanes")  # fmt: skip
     for name, what in EXPANSIONS.items():
         report["expand"][name] = expansion(*what)
-        for kind, figures in report["expand"][name].items():
-            print(f"{figures['million_moves_per_second']:9.1f} M/s  {name}, {kind}: "
-                  f"{figures['moves']:,} moves, {figures['milliseconds']:.2f} ms, "
-                  f"{figures['nanoseconds_per_block']:.0f} ns per block")  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        show(name, report["expand"][name])
+    report["latency"] = latency()
+    show("512 rows", report["latency"])
+    write(options.json, report)
 
 
 if __name__ == "__main__":

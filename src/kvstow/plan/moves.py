@@ -1,15 +1,29 @@
-"""Lanes times block pairs: byte offsets, no Python object per move."""
+"""Lanes times block pairs: byte offsets, no Python object per move.
 
-from collections.abc import Callable, Iterator
+Pairs come by destination block, the moves of a pair together. Where a pair follows one of
+its own kind with the next block on both sides, its lanes that repeat are not moves of their
+own: those of the first such pair grow.
+
+    pairs     a       b       → b     → b    c           → continues the pair before
+    moves   │ · · · │ · ─── · │ · · │ · · │ · · · │      the second lane repeats
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstow.plan.blocklist import Ints
-from kvstow.plan.lanes import Flags, Lanes, Overlap, merged
+from kvstow.plan.joining import Links, joined, links
+from kvstow.plan.lanes import Flags, Lanes, Overlap
 from kvstow.plan.pairing import Pairs
+from kvstow.plan.period import Kinds
 from kvstow.plan.territory import Pieces
+
+FEW_STRETCHES = 8
+"""Up to so many stretches of pairs with as many moves each are written one by one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,22 +42,39 @@ class Moves:
         return int(self.nbytes.sum())
 
 
-class _Lot(NamedTuple):
-    """Pairs of one kind, cut into runs of neighbours, and where their moves go."""
+class _Form(NamedTuple):
+    """What is written for a pair: some of its lanes, and by how much each grows with every
+    pair that continues it."""
 
-    lanes: Lanes
-    pairs: Ints
-    first: Ints
-    last: Ints
+    source: Ints
+    source_stride: Ints
+    destination: Ints
+    destination_stride: Ints
+    nbytes: Ints
+    growth: Ints
 
 
-class _Open(NamedTuple):
-    """Moves that might be joined with a neighbour's: their places, by lane and pair, and
-    which lane each is."""
+class _Runs(NamedTuple):
+    """Which pairs continue the one before them, so that their lanes that repeat are moves of
+    that one; and which pairs are left with moves of their own."""
 
-    places: Ints
-    lane: Ints
-    lanes: Lanes
+    continues: Flags
+    kept: slice | Ints
+
+
+class _Rows(NamedTuple):
+    """Pairs that have moves: their blocks, the form of each, and how many pairs continue it;
+    the last is empty where none continues another."""
+
+    source: Ints
+    destination: Ints
+    form: Kinds
+    continued: Ints
+
+    def some(self, which: slice | Ints) -> "_Rows":
+        """Some of the pairs."""
+        continued = self.continued[which] if len(self.continued) else self.continued
+        return _Rows(self.source[which], self.destination[which], self.form[which], continued)
 
 
 def expanded(pairs: Pairs, lanes_of: Callable[[Overlap], Lanes]) -> Pieces:
@@ -51,148 +82,129 @@ def expanded(pairs: Pairs, lanes_of: Callable[[Overlap], Lanes]) -> Pieces:
     if not len(pairs):
         none = np.empty(0, np.int64)
         return Pieces(none, none, none)
-    lots = [_lot(lanes_of(overlap), which, pairs) for overlap, which in pairs.kinds()]
-    starts, total = _places(lots, len(pairs))
-    moves = Pieces(*(np.empty(total, np.int64) for _ in range(3)))
-    for lot in lots:
-        _fill(moves, lot, pairs, starts)
-    return _joined(moves, lots, pairs, starts)
-
-
-def _lot(lanes: Lanes, which: Ints, pairs: Pairs) -> _Lot:
-    """Runs of pairs whose blocks are neighbours on both sides."""
-    neighbours = (np.diff(pairs.source[which]) == 1) & (np.diff(pairs.destination[which]) == 1)
-    if not lanes.repeats.any():
-        neighbours[:] = False
-    first = np.flatnonzero(np.append(True, ~neighbours))
-    last = np.append(first[1:] - 1, len(which) - 1)
-    return _Lot(lanes, which, first, last)
-
-
-def _places(lots: list[_Lot], num_pairs: int) -> tuple[Ints, int]:
-    """Where each pair's moves start, and how many moves there are."""
-    counts = np.zeros(num_pairs, np.int64)
-    for lot in lots:
-        counts[lot.pairs] = len(lot.lanes) - int(lot.lanes.repeats.sum())
-        counts[lot.pairs[lot.first]] = len(lot.lanes)
-    ends = np.cumsum(counts)
-    return ends - counts, int(ends[-1])
-
-
-def _fill(moves: Pieces, lot: _Lot, pairs: Pairs, starts: Ints) -> None:
-    """Writes the moves of one lot to their places."""
-    heads, rest = lot.pairs[lot.first], np.delete(lot.pairs, lot.first)
-    step = np.where(lot.lanes.repeats, lot.lanes.source_stride, 0)
-    nbytes = lot.lanes.pieces.nbytes + (lot.last - lot.first)[:, None] * step
-    _write(moves, lot.lanes, pairs, heads, starts, np.arange(len(lot.lanes)), nbytes)
-    single = np.flatnonzero(~lot.lanes.repeats)
-    if len(single) and len(rest):
-        _write(moves, lot.lanes, pairs, rest, starts, single, lot.lanes.pieces.nbytes[single])
-
-
-def _write(
-    moves: Pieces, lanes: Lanes, pairs: Pairs, rows: Ints, starts: Ints, which: Ints, nbytes: Ints
-) -> None:
-    """Writes lanes `which` of pairs `rows`: in place where their moves follow each other."""
-    shape = (len(rows), len(which))
-    source = lanes.pieces.source[which], pairs.source[rows], lanes.source_stride[which]
-    destination = (
-        lanes.pieces.destination[which], pairs.destination[rows], lanes.destination_stride[which]
-    )  # fmt: skip
-    first = int(starts[rows[0]])
-    if int(starts[rows[-1]]) - first == (len(rows) - 1) * len(which):
-        s, d, n = (column[first : first + shape[0] * shape[1]].reshape(shape) for column in moves)
-        _affine(*source, s)
-        _affine(*destination, d)
-        n[:] = nbytes
-        return
-    place = np.add.outer(starts[rows], np.arange(len(which)))
-    buffer = np.empty(shape, np.int64)
-    moves.source[place] = _affine(*source, buffer)
-    moves.destination[place] = _affine(*destination, buffer)
-    moves.nbytes[place] = nbytes
-
-
-def _affine(offsets: Ints, blocks: Ints, strides: Ints, out: Ints) -> Ints:
-    """`out[i, j] = offsets[j] + blocks[i] · strides[j]`."""
-    if (strides == strides[0]).all():
-        return np.add.outer(blocks * strides[0], offsets, out=out)
-    np.multiply.outer(blocks, strides, out=out)
-    return np.add(out, offsets, out=out)
-
-
-def _joined(moves: Pieces, lots: list[_Lot], pairs: Pairs, starts: Ints) -> Pieces:
-    """The moves with those of different neighbouring pairs joined where they follow."""
-    found = [part for lot in lots for part in _candidates(lot, starts, pairs)]
-    at = np.concatenate([part.places for part in found])
-    if len(at) < 2:
+    kinds = [lanes_of(overlap) for overlap in pairs.kinds]
+    runs, near = _runs(pairs, kinds, links(pairs))
+    forms, rows = _formed(pairs, kinds, runs)
+    moves = _written(forms, rows)
+    if not len(near.before):
         return moves
-    # Each lot's places ascend almost everywhere: merging them beats sorting them.
-    order = np.argsort(moves.destination[at], kind="stable")
-    at = at[order]
-    chosen = Pieces(*(column[at] for column in moves))
-    step = chosen.source[1:] - chosen.source[:-1]
-    likely = np.flatnonzero(
-        (step == chosen.destination[1:] - chosen.destination[:-1]) & (step >= chosen.nbytes[:-1])
-    )
-    if not len(likely):
-        return moves
-    continues = np.zeros(len(step), np.bool_)
-    continues[likely] = _fits(found, order, likely, step[likely] - chosen.nbytes[likely])
-    whole, first, _ = merged(chosen, continues)
-    moves.nbytes[at[first]] = whole.nbytes
-    return _without(moves, np.sort(at[1:][continues]))
+    counts = _sizes(forms).take(rows.form)
+    starts = np.zeros(len(pairs), np.int64)
+    starts[runs.kept] = np.cumsum(counts) - counts
+    return joined(moves, pairs, kinds, near, runs.continues, starts)
 
 
-def _fits(found: list[_Open], order: Ints, which: Ints, gap: Ints) -> Flags:
-    """Whether the gaps after some of the candidates are free on both sides."""
-    ends = np.cumsum([len(part.places) for part in found])
-    before, after = order[which], order[which + 1]
-
-    def room(candidates: Ints, number: int) -> Ints:
-        lot = np.searchsorted(ends, candidates, "right")
-        free = np.empty(len(candidates), np.int64)
-        for k, (places, lane, lanes) in enumerate(found):
-            mine = np.flatnonzero(lot == k)
-            inside = candidates[mine] - (ends[k] - len(places))
-            free[mine] = lanes.room[number][lane[inside]]
-        return free
-
-    source_room = room(before, 0) + room(after, 2)
-    destination_room = room(before, 1) + room(after, 3)
-    return gap <= np.minimum(source_room, destination_room)
+def _runs(pairs: Pairs, kinds: Sequence[Lanes], near: Links) -> tuple[_Runs, Links]:
+    """The runs of pairs; and the links that these do not settle, between pairs that have lanes
+    open towards each other."""
+    continues = np.zeros(len(pairs), np.bool_)
+    if not len(near.before):
+        return _Runs(continues, slice(None)), near
+    before, after = pairs.kind[near.before], pairs.kind[near.after]
+    some = near.straight & np.array([lanes.repeats.any() for lanes in kinds])[after]
+    every = near.straight & np.array([lanes.repeats.all() for lanes in kinds])[after]
+    joins = ~every & np.array([lanes.ends_open.any() for lanes in kinds])[before]
+    joins &= np.array([lanes.starts_open.any() for lanes in kinds])[after]
+    continues[near.after[some]] = True
+    kept = np.ones(len(pairs), np.bool_)
+    kept[near.after[every]] = False
+    return _Runs(continues, np.flatnonzero(kept)), near.some(joins)
 
 
-def _without(moves: Pieces, gone: Ints) -> Pieces:
-    """The moves but for some, given in ascending order."""
-    if len(gone) * 64 > len(moves.nbytes):
-        keep = np.ones(len(moves.nbytes), np.bool_)
-        keep[gone] = False
-        return Pieces(*(column[keep] for column in moves))
-    return Pieces(*(
-        np.concatenate([part[1:] if i else part for i, part in enumerate(np.split(column, gone))])
-        for column in moves
-    ))  # fmt: skip
+def _formed(pairs: Pairs, kinds: Sequence[Lanes], runs: _Runs) -> tuple[list[_Form], _Rows]:
+    """The forms of all kinds, each with all its lanes, then each with those that do not
+    repeat; and the pairs that have moves."""
+    forms = [_Form(lanes.pieces.source, lanes.source_stride,
+                   lanes.pieces.destination, lanes.destination_stride,
+                   lanes.pieces.nbytes, lanes.source_stride * lanes.repeats)
+             for lanes in kinds]  # fmt: skip
+    rows = _Rows(pairs.source, pairs.destination, pairs.kind, np.empty(0, np.int64))
+    if not np.count_nonzero(runs.continues):
+        return forms, rows
+    heads = np.flatnonzero(~runs.continues)
+    continued = np.zeros(len(pairs), np.int64)
+    continued[heads] = np.diff(heads, append=len(pairs)) - 1
+    rows = rows._replace(continued=continued).some(runs.kept)
+    if len(heads) == len(rows.form):
+        return forms, rows
+    forms += [_Form(*(column[~lanes.repeats] for column in whole))
+              for whole, lanes in zip(forms, kinds, strict=True)]  # fmt: skip
+    return forms, rows._replace(form=rows.form + runs.continues[runs.kept] * np.int32(len(kinds)))
 
 
-def _candidates(lot: _Lot, starts: Ints, pairs: Pairs) -> Iterator[_Open]:
-    """Moves that might continue a neighbour's or be continued."""
-    lanes = lot.lanes
-    heads, tails = lot.pairs[lot.first], lot.pairs[lot.last]
-    near = pairs.precedes[heads], pairs.follows[tails]
-    yield _open(lanes, starts[heads], near, np.arange(len(lanes)))
-    single = np.flatnonzero(~lanes.repeats)
-    rest = np.delete(lot.pairs, lot.first)
-    if len(single) and len(rest):
-        yield _open(lanes, starts[rest], (pairs.precedes[rest], pairs.follows[rest]), single)
+def _sizes(forms: Sequence[_Form]) -> Ints:
+    return np.array([len(form.nbytes) for form in forms], np.int64)
 
 
-def _open(lanes: Lanes, starts: Ints, near: tuple[Flags, Flags], which: Ints) -> _Open:
-    """Lanes `which` of pairs that are open towards a pair that is there."""
-    place = np.flatnonzero(lanes.starts_open[which] | lanes.ends_open[which])
-    beside = np.flatnonzero(near[0] | near[1])
-    lane = which[place]
-    wanted = np.logical_and.outer(lanes.starts_open[lane], near[0][beside])
-    wanted |= np.logical_and.outer(lanes.ends_open[lane], near[1][beside])
-    i, j = np.nonzero(wanted)
-    return _Open(starts[beside[j]] + place[i], lane[i], lanes)
+def _written(forms: Sequence[_Form], rows: _Rows) -> Pieces:
+    """The moves of all rows, in their order."""
+    if len(forms) == 1:
+        return _in_stretches(forms, rows, [0, len(rows.source)])
+    cuts = np.flatnonzero(rows.form[1:] != rows.form[:-1]) + 1
+    if len(cuts) < FEW_STRETCHES:
+        return _in_stretches(forms, rows, [0, *cuts.tolist(), len(rows.source)])
+    return _by_size(forms, rows)
+
+
+def _in_stretches(forms: Sequence[_Form], rows: _Rows, bounds: Sequence[int]) -> Pieces:
+    """The moves, written for all rows from one bound to the next together, which are of one
+    form."""
+    lots = [(slice(*ends), forms[int(rows.form[ends[0]])]) for ends in pairwise(bounds)]
+    sizes = [(lot.stop - lot.start) * len(form.nbytes) for lot, form in lots]
+    moves = np.empty((3, sum(sizes)), np.int64)
+    end = 0
+    for (lot, form), size in zip(lots, sizes, strict=True):
+        start, end = end, end + size
+        _write(form, rows.some(lot), moves[:, start:end].reshape(3, -1, len(form.nbytes)))
+    return Pieces(*moves)
+
+
+def _by_size(forms: Sequence[_Form], rows: _Rows) -> Pieces:
+    """The moves, written for all rows that have as many together."""
+    sizes = _sizes(forms)
+    if (sizes == sizes[0]).all():
+        moves = np.empty((3, len(rows.form), sizes[0]), np.int64)
+        _write(_table(forms), rows, moves)
+        return Pieces(*moves.reshape(3, -1))
+    counts = sizes.take(rows.form)
+    starts = np.cumsum(counts)
+    moves = np.empty((3, starts[-1]), np.int64)
+    starts -= counts
+    for size in {len(form.nbytes) for form in forms} - {0}:
+        alike = np.flatnonzero(sizes == size)
+        number = np.zeros(len(forms), np.int32)
+        number[alike] = np.arange(len(alike), dtype=np.int32)
+        which = np.flatnonzero(counts == size)
+        some = rows.some(which)
+        found = np.empty((3, len(which), size), np.int64)
+        table = _table([forms[i] for i in alike.tolist()])
+        _write(table, some._replace(form=number.take(some.form)), found)
+        moves[:, np.add.outer(starts[which], np.arange(size))] = found
+    return Pieces(*moves)
+
+
+def _table(forms: Sequence[_Form]) -> _Form:
+    """Forms with as many lanes each as one: rows of tables."""
+    return _Form(*map(np.stack, zip(*forms, strict=True)))
+
+
+def _write(table: _Form, rows: _Rows, out: Ints) -> None:
+    """Writes rows that have as many moves each, in all three columns: a row of `out` for each."""
+    _affine(table.source, table.source_stride, rows.form, rows.source, out[0])
+    _affine(table.destination, table.destination_stride, rows.form, rows.destination, out[1])
+    _affine(table.nbytes, table.growth, rows.form, rows.continued, out[2])
+
+
+def _affine(offsets: Ints, strides: Ints, form: Kinds, blocks: Ints, out: Ints) -> None:
+    """`out[i] = offsets[form[i]] + blocks[i] · strides[form[i]]`, of rows, or without the
+    product where there are no `blocks`; of a single form, offsets and strides are no table."""
+    if offsets.ndim > 1:
+        offsets.take(form, axis=0, out=out, mode="clip")
+        if len(blocks):
+            even = (strides == strides[0, 0]).all()
+            out += blocks[:, None] * (strides[0, 0] if even else strides.take(form, axis=0))
+    elif len(blocks):
+        np.multiply(blocks[:, None], strides, out=out)
+        out += offsets
+    else:
+        out[:] = offsets

@@ -7,7 +7,6 @@ Logical block `k` holds tokens `[k · block_tokens, (k + 1) · block_tokens)`; s
     pairs           0·0        1·0  1·1    2·1
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +14,13 @@ import numpy as np
 from kvstow.errors import BlockError, RouteError
 from kvstow.plan.blocklist import Blocks, Ints
 from kvstow.plan.group import Group
-from kvstow.plan.lanes import Flags, Overlap
+from kvstow.plan.lanes import Overlap
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.period import Kinds, Period, Side, period
 from kvstow.plan.spec import Chunk, Encoder, Full, Sink, State, Window
+
+FEW_IDS = 16
+"""A list is short if there are more than so many blocks in the group for each of its ids."""
 
 
 def block_span(group: Group) -> int:
@@ -63,62 +66,50 @@ class Tokens:
 class Pairs:
     """Pairs of blocks with common tokens, by destination id and slot.
 
-    `follows[i]`: some other pair has the same block as pair `i` on one side and the next
-    one on the other, or the next one on both. `precedes[i]`: the other way round.
+    Pair `i` overlaps as `kinds[kind[i]]` says. A destination block has at most `most` pairs.
     """
 
     source: Ints
     destination: Ints
-    source_token: Ints
-    destination_token: Ints
-    tokens: Ints
-    source_filled: Ints
-    destination_filled: Ints
-    follows: Flags
-    precedes: Flags
+    kind: Kinds
+    kinds: tuple[Overlap, ...]
+    most: int
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def kinds(self) -> Iterator[tuple[Overlap, Ints]]:
-        """The pairs that overlap alike, and which they are."""
-        columns = (self.source_token, self.destination_token, self.tokens,
-                   self.source_filled, self.destination_filled)  # fmt: skip
-        left = np.arange(len(self))
-        while len(left):
-            first = Overlap(*(int(column[left[0]]) for column in columns))
-            alike = np.ones(len(left), np.bool_)
-            for column, number in zip(columns, first, strict=True):
-                alike &= column[left] == number
-            yield first, left[alike]
-            left = left[~alike]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listed:
-    """One side's blocks of a request; nothing here is as long as the pool.
-
-    `by_id` are places in the list, by ascending id; `after` and `before` are, place by
-    place, the logical number of the block with the next or the previous id, or -1.
-    """
+    """One side's blocks of a request; nothing here is as long as the pool."""
 
     ids: Ints
+    end_id: int
     index: Ints
     span: int
-    by_id: Ints
-    after: Ints
-    before: Ints
 
-    def places(self, logical: Ints) -> tuple[Ints, Flags]:
-        """Where each logical block is in the list, and whether it is."""
+    @property
+    def tokens(self) -> Tokens:
+        """From the first token of the first block to the last of the last."""
         if not len(self.index):
-            return np.zeros(len(logical), np.int64), np.zeros(len(logical), np.bool_)
-        last = len(self.index) - 1
-        if self.index[last] - self.index[0] == last:
-            at = logical - self.index[0]
-            return np.clip(at, 0, last), (at >= 0) & (at <= last)
-        at = np.minimum(np.searchsorted(self.index, logical), last)
-        return at, self.index[at] == logical
+            return Tokens(0, 0)
+        return Tokens(int(self.index[0]) * self.span, (int(self.index[-1]) + 1) * self.span)
+
+    def of(self, side: Side, numbers: range) -> tuple[Ints, Ints]:
+        """The ids of the blocks of pairs; and those of the pairs, counted from 0, whose block
+        is not listed."""
+        if not len(self.index):
+            return np.zeros(len(numbers), np.int64), np.arange(len(numbers))
+        start, last = int(self.index[0]), int(self.index[-1])
+        first, end = side.block(numbers[0]), side.block(numbers[-1]) + 1
+        none = np.empty(0, np.int64)
+        if start <= first and end <= last + 1 == start + len(self.index):
+            near = self.ids[first - start : end - start]
+            return (near, none) if len(near) == len(numbers) else (
+                near[side.logical(numbers) - first], none)  # fmt: skip
+        logical = side.logical(numbers)
+        at = np.minimum(np.searchsorted(self.index, logical), len(self.index) - 1)
+        return self.ids[at], np.flatnonzero(self.index[at] != logical)
 
 
 def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
@@ -126,28 +117,31 @@ def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
 
     Refuses ids that are no blocks of the group, null rows, and ids named twice.
     """
-    name = layout.groups[group].group.name
-    first = layout.groups[group].rows_per_slab * NULL_SLABS
-    end = layout.num_blocks(group)
+    rows = layout.groups[group]
+    first, end = rows.rows_per_slab * NULL_SLABS, layout.num_blocks(group)
     ids = blocks.ids
     if len(ids) and (int(ids.min()) < first or int(ids.max()) >= end):
         raise BlockError(
-            f"{side} group {name!r}: blocks {_few(ids[(ids < first) | (ids >= end)])} are not "
-            f"among its {end} blocks from {first} on"
+            f"{side} group {rows.group.name!r}: blocks {_few(ids[(ids < first) | (ids >= end)])} "
+            f"are not among its {end} blocks from {first} on"
         )
-    by_id = np.argsort(ids)
-    ascending = ids[by_id]
-    twice = ascending[1:] == ascending[:-1]
-    if twice.any():
+    if not _differ(ids, end):
+        numbers, counts = np.unique(ids, return_counts=True)
         raise BlockError(
-            f"{side} group {name!r}: blocks {_few(np.unique(ascending[1:][twice]))} are named twice"
+            f"{side} group {rows.group.name!r}: blocks {_few(numbers[counts > 1])} are named twice"
         )
-    next_to = ascending[1:] == ascending[:-1] + 1
-    low, high = by_id[:-1][next_to], by_id[1:][next_to]
-    after, before = np.full((2, len(ids)), -1, np.int64)
-    after[low], before[high] = blocks.index[high], blocks.index[low]
-    span = block_span(layout.groups[group].group)
-    return Listed(ids=ids, index=blocks.index, span=span, by_id=by_id, after=after, before=before)
+    return Listed(ids=ids, end_id=end, index=blocks.index, span=block_span(rows.group))
+
+
+def _differ(ids: Ints, end: int) -> bool:
+    """Whether no two ids of `[0, end)` are equal. A flag for every block of the group costs
+    less than sorting unless the ids are few."""
+    if end > FEW_IDS * len(ids):
+        ascending = np.sort(ids)
+        return not np.count_nonzero(ascending[1:] == ascending[:-1])
+    seen = np.zeros(end, np.bool_)
+    seen[ids] = True
+    return np.count_nonzero(seen) == len(ids)
 
 
 def pairs(
@@ -155,76 +149,58 @@ def pairs(
 ) -> tuple[Pairs, Ints]:
     """Every pair of listed blocks with tokens in common; and `(destination logical block,
     first token, end token)` of those for which the source lists no block."""
-    s_span, d_span = source.span, destination.span
-    order = destination.by_id
-    index = destination.index[order]
-    lo = np.maximum(index * d_span, tokens.first)
-    hi = np.minimum((index + 1) * d_span, tokens.end)
-    wanted = lo < hi
-    order, lo, hi = order[wanted], lo[wanted], hi[wanted]
-    row, s_index = _meeting(lo, hi, s_span)
-    at, found = source.places(s_index)
-    d_index = index[wanted][row]
-    begin = np.maximum(lo[row], s_index * s_span)
-    end = np.minimum(hi[row], (s_index + 1) * s_span)
-    missing = np.stack([d_index, begin, end])[:, ~found]
-    if missing.size:
-        row, at, s_index, d_index, begin, end = (
-            column[found] for column in (row, at, s_index, d_index, begin, end)
-        )
-    to = order[row]
-    room = (s_span, d_span) if exact else (tokens.end, tokens.end)
-    beside = _beside(source, destination, tokens, (at, s_index), (to, d_index))
+    cycle = period(source.span, destination.span)
+    held = destination.tokens
+    first, end = max(tokens.first, held.first), min(tokens.end, held.end)
+    missing = np.empty((3, 0), np.int64)
+    if first >= end:
+        none = missing[0]
+        return Pairs(source=none, destination=none, kind=none, kinds=(), most=0), missing
+    numbers = range(cycle.number(first), cycle.number(end - 1) + 1)
+    kinds, kind = cycle.kinds(numbers, (tokens.first, tokens.end), exact=exact)
+    here, lacking = source.of(cycle.source, numbers)
+    there, unasked = destination.of(cycle.destination, numbers)
+    if len(lacking) or len(unasked):
+        wanted = np.ones(len(numbers), np.bool_)
+        wanted[unasked] = False
+        missing = _stretches(cycle, numbers, lacking[wanted[lacking]], tokens)
+        wanted[lacking] = False
+        here, there, kind = here[wanted], there[wanted], kind[wanted]
+    ids, order = by_number(there, destination.end_id)
     return Pairs(
-        source=source.ids[at],
-        destination=destination.ids[to],
-        source_token=begin - s_index * s_span,
-        destination_token=begin - d_index * d_span,
-        tokens=end - begin,
-        source_filled=np.minimum(s_span, room[0] - s_index * (0 if exact else s_span)),
-        destination_filled=np.minimum(d_span, room[1] - d_index * (0 if exact else d_span)),
-        follows=beside[0],
-        precedes=beside[1],
+        source=here[order],
+        destination=ids,
+        kind=kind[order] if len(kinds) > 1 else kind,
+        kinds=kinds,
+        most=cycle.most,
     ), missing
 
 
-def _meeting(lo: Ints, hi: Ints, span: int) -> tuple[Ints, Ints]:
-    """Pairs of an interval of tokens and a logical block of `span` tokens that meet."""
-    first = lo // span
-    counts = -(-hi // span) - first
-    if (counts == 1).all():
-        return np.arange(len(lo)), first
-    row = np.repeat(np.arange(len(lo)), counts)
-    step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return row, first[row] + step
+def _stretches(cycle: Period, numbers: range, which: Ints, tokens: Tokens) -> Ints:
+    """Destination block, first and end token of some of the pairs."""
+    s_span, d_span = cycle.source.span, cycle.destination.span
+    s, d = (side.logical(numbers)[which] for side in (cycle.source, cycle.destination))
+    first = np.maximum(np.maximum(s * s_span, d * d_span), tokens.first)
+    end = np.minimum(np.minimum((s + 1) * s_span, (d + 1) * d_span), tokens.end)
+    return np.stack([d, first, end])
 
 
-def _beside(
-    source: Listed,
-    destination: Listed,
-    tokens: Tokens,
-    here: tuple[Ints, Ints],
-    there: tuple[Ints, Ints],
-) -> tuple[Flags, Flags]:
-    """For each pair (places and logical blocks of both sides), whether there is a pair one
-    block further on one side or on both; and one block back."""
-    found: list[Flags] = []
-    for s_beside, d_beside in ((source.after, destination.after),
-                               (source.before, destination.before)):  # fmt: skip
-        s_next, d_next = s_beside[here[0]], d_beside[there[0]]
-        s_listed, d_listed = s_next >= 0, d_next >= 0
-        sides = ((s_next, s_listed, there[1], True), (here[1], True, d_next, d_listed),
-                 (s_next, s_listed, d_next, d_listed))  # fmt: skip
-        if source.span == destination.span:
-            sides = sides[2:]
-        near = np.zeros(len(here[0]), np.bool_)
-        for s_index, s_there, d_index, d_there in sides:
-            lo = np.maximum(s_index * source.span, d_index * destination.span)
-            hi = np.minimum((s_index + 1) * source.span, (d_index + 1) * destination.span)
-            common = np.maximum(lo, tokens.first) < np.minimum(hi, tokens.end)
-            near |= common & s_there & d_there
-        found.append(near)
-    return found[0], found[1]
+def by_number(numbers: Ints, end: int) -> tuple[Ints, Ints]:
+    """Numbers of `[0, end)` in ascending order, and the place of each; equal ones by place.
+
+    Sorts number and place as one integer, where both fit: places sorted along with numbers
+    take several times as long.
+    """
+    bits = len(numbers).bit_length()
+    if end >> (63 - bits):
+        order = np.argsort(numbers, kind="stable")
+        return numbers[order], order
+    both, order = numbers << bits, np.arange(len(numbers))
+    both |= order
+    both.sort()
+    np.bitwise_and(both, (1 << bits) - 1, out=order)
+    both >>= bits
+    return both, order
 
 
 def check_covered(group: Group, missing: Ints, tokens: Tokens) -> None:

@@ -10,7 +10,6 @@ Compiled once per pair of peers, in a time that does not depend on the number of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.moves import Moves, expanded
 from kvstow.plan.overlap import Box, Part, parts
 from kvstow.plan.pairing import Tokens, block_span, check_covered, listed, pairs
+from kvstow.plan.period import period
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.territory import Pieces, Territory, state_tokens, territory
 
@@ -70,16 +70,7 @@ class Crossing:
     def period(self) -> tuple[Lanes, ...]:
         """The lanes of all kinds of full block pairs: block boundaries of the two sides
         meet again after the least common multiple of their tokens."""
-        s_span, d_span = self.spans
-        end = lcm(s_span, d_span)
-        found: list[Lanes] = []
-        token = 0
-        while token < end:
-            stop = min(token - token % s_span + s_span, token - token % d_span + d_span)
-            overlap = Overlap(token % s_span, token % d_span, stop - token, s_span, d_span)
-            found.append(self.lanes(overlap))
-            token = stop
-        return tuple(found)
+        return tuple(map(self.lanes, period(*self.spans).overlaps))
 
     def moves(self, source: Blocks, destination: Blocks, tokens: Tokens, *, exact: bool) -> Pieces:
         """The moves of one request in these two groups."""
