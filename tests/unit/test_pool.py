@@ -83,6 +83,33 @@ def test_whole_slabs_come_free() -> None:
     assert pool.num_free(1) == before
 
 
+def test_when_slabs_are_scarce_what_stays_goes_low_and_what_does_not_goes_high() -> None:
+    pool = Pool(packed_layout(HYBRID, 12))
+    size = rows_per_slab(pool, 0)
+    assert size > 1
+    ids = pool.hold(0, all_rows(pool, 0))
+    gaps = ids[::size]
+    pool.release(0, gaps)
+    lasting, brief = pool.hold_all([Want(0, 3), Want(0, 3, "brief")])
+    assert lasting.tolist() == gaps[:3].tolist()
+    assert brief.tolist() == gaps[-3:].tolist()
+    grown = pool.hold_all([Want(0, 2, "single", ids[-1:].repeat(2))])[0]
+    assert sorted(grown.tolist()) == gaps[3:5].tolist()
+    pool.check()
+
+
+def test_a_slab_is_taken_for_good_only_when_all_gaps_are_filled() -> None:
+    pool = Pool(packed_layout(HYBRID, 40))
+    size = rows_per_slab(pool, 0)
+    ids = pool.hold(0, all_rows(pool, 0) - size)
+    pool.release(0, ids[::size])
+    free = len(ids[::size])
+    pool.hold(0, free)
+    assert pool.num_free(1) == rows_per_slab(pool, 1), "the last slab is still nobody's"
+    pool.hold(0, 1)
+    assert pool.num_free(1) == 0
+
+
 def test_a_growing_request_gets_the_row_behind_its_last_one() -> None:
     pool = Pool(packed_layout((layer("a"),), 50))
     a, b = pool.hold(0, 3), pool.hold(0, 3)

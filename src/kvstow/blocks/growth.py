@@ -32,8 +32,7 @@ class Growth:
         """Requests of which each needs so many more blocks to reach so many tokens."""
         one = slots if int(more.max()) == 1 else slots[more == 1]
         if len(one):
-            kind = "moving" if table.moves else "single"
-            self.wants.append(Want(g, len(one), kind, table.near(one)))
+            self.wants.append(Want(g, len(one), "single", table.near(one)))
             self._entries.append(_Entry(table, one, 1))
         if len(one) == len(slots):
             return
@@ -63,8 +62,8 @@ def stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     seen = first_seen(table.retention, num_tokens, table.block_tokens)
     brief = min(count, max(0, seen - max(end - count, table.fixed)))
     if brief == 0:
-        return [Want(g, count, "moving")]
-    return [Want(g, count - brief, "moving"), Want(g, brief, "brief")]
+        return [Want(g, count)]
+    return [Want(g, count - brief), Want(g, brief, "brief")]
 
 
 def by_block(parts: list[Ints]) -> Ints:

@@ -1,8 +1,10 @@
 """Which rows a hold gets: partly used slabs first, then free slabs, then cached rows.
 
-Rows that are wanted together come in few runs; rows that are wanted singly fill the gaps
-that runs cannot use. What has to be evicted is what was used longest ago: rows of the
-group's own, or whole idle slabs of others.
+While there is room, rows that are wanted together come in few runs; rows that are wanted
+singly fill the gaps that runs cannot use. When slabs become scarce, gaps are filled from
+the lowest slab up by what stays, and from the highest down by what does not, so that the
+highest slabs become empty. What has to be evicted is what was used longest ago: rows of
+the group's own, or whole idle slabs of others.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,9 +34,8 @@ class Candidates:
     last_use: Ints
 
 
-Kind = Literal["lasting", "moving", "single", "brief"]
-"""How rows are wanted: in few runs and for long; in few runs, as long as a window sees
-them; one by one; for a step or two only."""
+Kind = Literal["lasting", "single", "brief"]
+"""How rows are wanted: in few runs; one by one; for a step or two only."""
 
 ROOMY = 24
 """While more than one slab in so many is free, runs come before filling gaps."""
@@ -74,10 +75,10 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -
     return _together(parts)
 
 
-def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
+def most_idle_slabs(slabs: Slabs, stock: Stock, count: int) -> int:
     """The most idle slabs that `picked` may use for so many rows."""
     whole = -(-count // stock.rows_per_slab)
-    used = whole if kind == "lasting" or roomy(slabs) else slabs.needed(stock, count)
+    used = whole if roomy(slabs) else min(whole, slabs.needed(stock, count + len(stock.queue)))
     if any(len(other.idle) for other in slabs.stocks if other is not stock):
         used += whole
     return min(count, used + len(stock.idle))
@@ -87,11 +88,7 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """The same with as few idle slabs as possible."""
     own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
     busy = own[slabs.held[own] > 0]
-    if kind == "lasting":
-        parts = [fewest_runs(stock.free_rows_of(busy), count)]
-    else:
-        fullest = busy[np.argsort(-(slabs.held + slabs.cached)[busy], kind="stable")]
-        parts = [np.sort(stock.free_rows_of(fullest)[:count])]
+    parts = [np.sort(stock.free_rows_of(busy[::-1] if kind == "brief" else busy)[:count])]
     count -= len(parts[0])
     if count:
         rows, _ = stock.queue.oldest(len(stock.queue))
@@ -123,28 +120,45 @@ def _together(parts: list[Where]) -> Where:
 
 def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
+    if not roomy(slabs):
+        return _in_gaps(slabs, stock, count, kind)
     top = stock.top
-    if kind == "single" or (kind == "moving" and not roomy(slabs)):
-        levels = range(1, (top if roomy(slabs) else 2 * top) + 1)
-        return np.sort(_free_rows(stock, levels, count)[:count])
+    if kind == "single":
+        return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
     if kind == "brief":
-        levels = range(2 * top, top if roomy(slabs) else 0, -1)
-        return fewest_runs(np.sort(_free_rows(stock, levels, 2 * count)), count)
+        return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
     if rest == 0:
         return _NONE
     for level in range(min(rest.bit_length(), top), top + 1):
         if stock.partial.totals[level]:
-            near = stock.free_rows_of(stock.partial.first(level, MAX_SLABS_LOOKED_AT))
+            near = stock.free_rows_of(
+                stock.partial.lowest(range(level, level + 1), MAX_SLABS_LOOKED_AT)
+            )
             found = fewest_runs(near, rest)
             if len(found) == rest and num_runs(found) <= MAX_PIECES:
                 return found
     near = _free_rows(stock, range(top, 0, -1), 4 * rest)
     found = fewest_runs(np.sort(near), rest)
-    if len(found) < rest or (roomy(slabs) and num_runs(found) > MAX_PIECES):
-        return _NONE
-    return found
+    return found if len(found) == rest and num_runs(found) <= MAX_PIECES else _NONE
+
+
+def _in_gaps(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
+    """Free rows of the lowest slabs, or of the highest where they are wanted briefly;
+    slabs in which nothing stays come last."""
+    pick = stock.partial.highest if kind == "brief" else stock.partial.lowest
+    parts: list[Ints] = []
+    for shelves in (range(1, stock.top + 1), range(stock.top + 1, 2 * stock.top + 1)):
+        own = pick(shelves, count)
+        if len(own):
+            free = stock.rows_per_slab - slabs.held[own] - slabs.cached[own]
+            enough = int(np.searchsorted(free.cumsum(), count)) + 1
+            parts.append(stock.free_rows_of(own[:enough])[:count])
+            count -= len(parts[-1])
+        if count == 0:
+            break
+    return np.sort(np.concatenate(parts)) if parts else _NONE
 
 
 def roomy(slabs: Slabs) -> bool:
@@ -157,7 +171,8 @@ def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
     parts: list[Ints] = []
     for level in levels:
         if enough > 0 and stock.partial.totals[level]:
-            parts.append(stock.free_rows_of(stock.partial.first(level, enough)))
+            own = stock.partial.lowest(range(level, level + 1), enough)
+            parts.append(stock.free_rows_of(own))
             enough -= len(parts[-1])
     return np.concatenate(parts) if parts else _NONE
 

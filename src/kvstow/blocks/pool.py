@@ -29,8 +29,8 @@ Forgets = Callable[[int, Ints], None]
 class Want:
     """`count` rows of a group.
 
-    Side by side; or, where they are wanted one by one, next to the rows of `after` if
-    those are given. `brief` ones will be released soon: they go where they hinder least.
+    Side by side; or, while there is room, one each next to the rows of `after`, if those
+    are given. `brief` ones will be released soon: they go where they hinder least.
     """
 
     group: int
@@ -175,14 +175,14 @@ class Pool:
             if want.after is None:
                 rows = self._hold(want.group, want.count, needs, want.kind)
             else:
-                rows = self._hold_after(want.group, want.kind, want.after, needs)
+                rows = self._hold_after(want.group, want.after, needs)
             held.append(rows)
             needs[want.group] -= want.count
         return held
 
-    def _hold_after(self, group: int, kind: Kind, after: Ints, needs: dict[int, int]) -> Ints:
+    def _hold_after(self, group: int, after: Ints, needs: dict[int, int]) -> Ints:
         slabs, stock = self._of[group]
-        if kind == "moving" and stock.rows_per_slab > 1 and not roomy(slabs):
+        if stock.rows_per_slab > 1 and not roomy(slabs):
             return self._hold(group, len(after), needs, "single")
         rows = after + 1
         fits = _free_next(slabs, stock, rows)
@@ -204,7 +204,7 @@ class Pool:
             return np.zeros(0, np.int64)
         slabs, stock = self._of[group]
         if stock.rows_per_slab == 1 or (
-            most_idle_slabs(slabs, stock, count, kind) - slabs.needed(stock, count)
+            most_idle_slabs(slabs, stock, count) - slabs.needed(stock, count)
             <= -slabs.missing(needs)
         ):
             where = picked(slabs, stock, count, self._policy, kind)

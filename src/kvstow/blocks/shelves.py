@@ -70,18 +70,26 @@ class Shelves:
         for shelf in shelves.tolist():
             self.totals[shelf] += 1
 
-    def items(self, shelf: int) -> Ints:
-        """Everything on a shelf, ascending."""
-        return np.nonzero(self.shelf == shelf)[0]
+    def lowest(self, shelves: range, count: int) -> Ints:
+        """The lowest items of several shelves, ascending: `count` of them, or all."""
+        return self._some(shelves, count, lowest=True)[:count]
 
-    def first(self, shelf: int, count: int) -> Ints:
-        """The lowest items of a shelf, ascending: `count` of them, or all."""
-        if self.totals[shelf] == 0:
+    def highest(self, shelves: range, count: int) -> Ints:
+        """The highest items of several shelves, descending: `count` of them, or all."""
+        return self._some(shelves, count, lowest=False)[::-1][:count]
+
+    def _some(self, shelves: range, count: int, *, lowest: bool) -> Ints:
+        """Items of several shelves, ascending, from as many segments as have enough."""
+        if not any(self.totals[shelves.start : shelves.stop]):
             return _NONE
-        counts = self._counts[shelf]
-        segments = np.nonzero(counts)[0]
-        enough = int(np.searchsorted(counts[segments].cumsum(), count)) + 1
-        return self._within(shelf, segments[:enough])[:count]
+        counts = self._counts[shelves.start : shelves.stop].sum(axis=0)
+        segments = counts.nonzero()[0]
+        order = segments if lowest else segments[::-1]
+        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
+        part = np.sort(order[:enough])
+        lying = self.shelf.reshape(-1, SEGMENT)[part]
+        rows, columns = ((lying >= shelves.start) & (lying < shelves.stop)).nonzero()
+        return (part[rows] << SEGMENT_BITS) + columns
 
     def side_by_side(self, shelf: int, count: int) -> Where:
         """`count` items of a shelf, or all, in few runs, ascending.

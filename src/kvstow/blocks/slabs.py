@@ -204,14 +204,15 @@ class Slabs:
         self.num_idle -= busy - was_busy
         free = stock.rows_per_slab - after - self.cached[slabs]
         shelves = stock.shelves_of(slabs, free)
-        if busy < len(slabs) or was_busy < len(slabs):
+        idle = after == 0
+        if busy < len(slabs):
             empty = free == stock.rows_per_slab
-            num_empty = np.count_nonzero(empty)
-            if num_empty:
+            if num_empty := np.count_nonzero(empty):
                 shelves[empty] = 0
                 self._give_up(span(slabs if num_empty == len(slabs) else slabs[empty]))
-            if len(stock.idle) or busy + num_empty < len(slabs):
-                self._line_up(stock, slabs, (after == 0) & ~empty, stamp)
+                idle &= ~empty
+        if len(stock.idle) or np.count_nonzero(idle):
+            self._line_up(stock, slabs, idle, stamp)
         stock.partial.move(slabs, shelves)
 
     def _line_up(self, stock: Stock, slabs: Ints, idle: Bools, stamp: int) -> None:
