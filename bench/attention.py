@@ -3,8 +3,9 @@
 
     PYTHONPATH=src python bench/attention.py --json bench/results/attention_h200.json
 
-64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; 16 layers in a row, so
-that a block is far from the next. Above 1.00 is faster than `LBHNC`.
+64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; half the layers of two
+models in a row, so that a block is far from the next: 16, where every stride is a power of two,
+and 18, where those of heads and rows are not. Above 1.00 is faster than `LBHNC`.
 """
 
 import os
@@ -13,6 +14,7 @@ import sys
 sys.path[0] = os.path.dirname(sys.path[0])
 
 import statistics
+from itertools import product
 
 import numpy as np
 import torch
@@ -26,6 +28,10 @@ from kvstow.plan.layout import ORDERS
 DEVICE = torch.device("cuda:0")
 SEQUENCES, TOKENS, QUERY_HEADS = 64, 8192, 32
 PARTS = 4
+MODELS = (
+    ("Llama-3.1-8B, half of it", 16, ORDERS[1:]),
+    ("Qwen3-8B, half of it", 18, ("BLHNC", "BLNHC", "BHLNC")),
+)
 
 
 class Pool:
@@ -91,15 +97,16 @@ def main() -> None:
         raise SystemExit("bench/attention.py needs a CUDA device")
     results: dict[str, object] = {}
     query = torch.randn(SEQUENCES, QUERY_HEADS, 128, device=DEVICE).bfloat16()
-    for tokens in (16, 64):
-        cache = Cache("Llama-3.1-8B, half of it", 16, 8, 128, tokens)
+    for (model, layers, orders), tokens in product(MODELS, (16, 64)):
+        cache = Cache(model, layers, 8, 128, tokens)
         baseline = Pool("LBHNC", cache, query)
-        for order in ORDERS[1:]:
-            name = f"{order}, {tokens} tokens per block"
+        for order in orders:
+            name = f"{order}, {tokens} tokens per block, {layers} layers"
             results[name] = compared(cache, order, baseline, options.repeats)
             print(name, results[name], flush=True)
             torch.cuda.empty_cache()
             write(options.json, results)
+        baseline.arena.close()
         del baseline
         torch.cuda.empty_cache()
 

@@ -31,7 +31,7 @@ from kvstow.memory.moves import Spans, row_moves
 from kvstow.plan.layout import Layout
 
 DEVICE = torch.device("cuda:0")
-METHODS = ("plain", "batch", "kernel", "staged")
+METHODS = ("plain", "kernel", "staged")
 LOOP_ROWS = 96
 """Rows of the per-segment loops, which are slow; rates come from their own bytes."""
 
@@ -54,11 +54,8 @@ def big(source: Arena, destination: Arena, nbytes: int) -> Action:
     return act, nbytes
 
 
-def moved(
-    source: Arena, destination: Arena, moves: Spans, method: str, streams: int = cuda.BATCH_STREAMS
-) -> Action:
+def moved(source: Arena, destination: Arena, moves: Spans, method: str) -> Action:
     def act() -> None:
-        cuda.BATCH_STREAMS = streams
         copy(source, destination, moves, method=method).wait()
 
     return act, int(moves.nbytes.sum())
@@ -113,14 +110,12 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
             if packed:
                 actions = {"big": big(a, b, count * cache.row_bytes)}
                 actions |= {f"rows {m}": moved(a, b, moves, m) for m in (*METHODS, "auto")}
-                actions |= {f"rows batch on {n} streams": moved(a, b, moves, "batch", n)
-                            for n in (1, 3, 4)}  # fmt: skip
                 together = row_moves(layout, 0, straight, straight)
                 actions["contiguous auto"] = moved(a, b, together, "auto")
                 measured[name] |= rates(actions, repeats)
             else:
                 actions = {f"segments {m}": moved(a, b, moves, m)
-                           for m in ("batch", "kernel", "staged", "auto")}  # fmt: skip
+                           for m in ("batch", "auto")}  # fmt: skip
                 measured[name] |= rates(actions, min(repeats, 5))
                 few = some(moves, LOOP_ROWS * cache.num_tensors)
                 loops = {"segments plain": moved(a, b, few, "plain"),
@@ -135,6 +130,25 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
                        for k, v in rate.items()}  # fmt: skip
         found[f"{name}_rows_over_segment_loop"] = round(
             rate["rows auto"] / rate["segments torch loop"], 1)  # fmt: skip
+    return found
+
+
+def many_rows(cache: Cache, total: int, repeats: int) -> dict[str, object]:
+    """Several times as many scattered rows at once, where what a copy costs once weighs less."""
+    count = 4 * total // cache.row_bytes
+    rng = np.random.default_rng(2)
+    layout = cache.layout("BLHNC", count + count // 8 + 1)
+    device, host = filled(layout, on_device=True), filled(layout, on_device=False)
+    ids, others = (rng.permutation(layout.num_blocks(0) - 1)[:count] + 1 for _ in range(2))
+    moves = row_moves(layout, 0, ids, others)
+    found: dict[str, object] = {"row_bytes": cache.row_bytes, "rows": count}
+    for name, a, b in (("d2h", device, host), ("h2d", host, device)):
+        actions = {"big": big(a, b, count * cache.row_bytes), "rows": moved(a, b, moves, "auto")}
+        rate = rates(actions, repeats)
+        found[name] = {"GB/s": round(rate["rows"] / 1e9, 2),
+                       "of_big": round(rate["rows"] / rate["big"], 3)}  # fmt: skip
+    host.close()
+    device.close()
     return found
 
 
@@ -214,14 +228,13 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
     device, host = filled(layout, on_device=True), filled(layout, on_device=False)
     rng = np.random.default_rng(3)
     found: dict[str, object] = {}
-    for length in (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20):
+    for length in (16 << 10, 128 << 10, 256 << 10, 1 << 20):
         slots = layout.nbytes // length
         count = min(slots // 2, 16384)
         places = [rng.permutation(slots)[:count].astype(np.int64) * length for _ in range(2)]
         moves = Spans(*places, np.full(count, length))
         for name, source, destination in (("d2h", device, host), ("h2d", host, device)):
-            actions = {m: moved(source, destination, moves, m)
-                       for m in ("batch", "kernel", "staged")}  # fmt: skip
+            actions = {m: moved(source, destination, moves, m) for m in ("batch", "kernel")}
             found[f"{name} {length}"] = {
                 k: round(v / 1e9, 1) for k, v in rates(actions, min(repeats, 5)).items()
             }
@@ -237,6 +250,8 @@ def main() -> None:
         **{f"inside {c.row_bytes}": lambda c=c: inside(c, options.bytes, options.repeats)
            for c in CACHES},
         **{f"rows {c.row_bytes}": lambda c=c: rows_and_segments(c, options.bytes, options.repeats)
+           for c in CACHES},
+        **{f"many {c.row_bytes}": lambda c=c: many_rows(c, options.bytes, options.repeats)
            for c in CACHES},
         "by_length": lambda: by_length(options.bytes, options.repeats),
     }  # fmt: skip
