@@ -108,7 +108,8 @@ class Index:
             odd = np.concatenate((odd, (new & ~plain).nonzero()[0]))
         if len(odd):
             new[odd] = self._add_odd(places[odd], rows[odd], hashes[odd])
-        self.witness[rows if np.count_nonzero(new) == len(rows) else rows[new]] = witness
+            num_new = np.count_nonzero(new)
+        self.witness[rows if num_new == len(rows) else rows[new]] = witness
         return new
 
     def remove(self, rows: Ints) -> Hashes:
@@ -140,7 +141,7 @@ class Index:
         """Write each to the first of its places that is empty; positions of those that
         found none."""
         empty = (self._keys.take(places) == 0).argmax(axis=1)
-        chosen = np.take_along_axis(places, empty[:, None], axis=1)[:, 0]
+        chosen = places[np.arange(len(places)), empty]
         taken = self._keys.take(chosen) != 0
         if np.count_nonzero(taken):
             room = (~taken).nonzero()[0]

@@ -129,7 +129,7 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
         return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
-    if rest == 0:
+    if rest == 0 or not any(stock.partial.totals[1 : top + 1]):
         return _NONE
     for level in range(min(rest.bit_length(), top), top + 1):
         if stock.partial.totals[level]:

@@ -16,6 +16,9 @@ SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
 _NONE = np.zeros(0, np.int64)
 
+FEW = 8
+"""Items that are counted faster one by one."""
+
 
 class Shelves:
     """Every item lies on one shelf; shelf 0 is the floor, which is not counted."""
@@ -62,13 +65,17 @@ class Shelves:
             items, before, shelves = items[moved], before[moved], shelves[moved]
         self.shelf[items] = shelves
         segments = items >> SEGMENT_BITS
-        width = self._counts.shape[1]
-        np.subtract.at(self._flat, before * width + segments, 1)
-        np.add.at(self._flat, shelves * width + segments, 1)
-        for shelf in before.tolist():
-            self.totals[shelf] -= 1
-        for shelf in shelves.tolist():
-            self.totals[shelf] += 1
+        if len(items) > FEW:
+            width = self._counts.shape[1]
+            np.subtract.at(self._flat, before * width + segments, 1)
+            np.add.at(self._flat, shelves * width + segments, 1)
+        changes = zip(before.tolist(), shelves.tolist(), segments.tolist(), strict=True)
+        for old, new, segment in changes:
+            self.totals[old] -= 1
+            self.totals[new] += 1
+            if len(items) <= FEW:
+                self._counts[old, segment] -= 1
+                self._counts[new, segment] += 1
 
     def lowest(self, shelves: range, count: int) -> Ints:
         """The lowest items of several shelves, ascending: `count` of them, or all."""

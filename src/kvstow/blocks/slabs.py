@@ -204,15 +204,15 @@ class Slabs:
         self.num_idle -= busy - was_busy
         free = stock.rows_per_slab - after - self.cached[slabs]
         shelves = stock.shelves_of(slabs, free)
-        idle = after == 0
+        num_empty = 0
         if busy < len(slabs):
             empty = free == stock.rows_per_slab
-            if num_empty := np.count_nonzero(empty):
+            num_empty = int(np.count_nonzero(empty))
+            if num_empty:
                 shelves[empty] = 0
                 self._give_up(span(slabs if num_empty == len(slabs) else slabs[empty]))
-                idle &= ~empty
-        if len(stock.idle) or np.count_nonzero(idle):
-            self._line_up(stock, slabs, idle, stamp)
+        if len(stock.idle) or busy + num_empty < len(slabs):
+            self._line_up(stock, slabs, (after == 0) & (free < stock.rows_per_slab), stamp)
         stock.partial.move(slabs, shelves)
 
     def _line_up(self, stock: Stock, slabs: Ints, idle: Bools, stamp: int) -> None:
