@@ -47,17 +47,23 @@ class Run:
         self.agent = Agent(self.arena, Generations(self.arena.layout), transport=self.transport,
                            name="consumer", options=Options(direction=direction))  # fmt: skip
         self.contact = self.agent.service.contact(producer.address, "")
+        seconds = self._met()
+        producer.offer("in-order")  # says how long NIXL has taken there, after it has here
+        self.connect_ms = 1e3 * (self.transport.connecting + producer.connecting)
+        self.contact_ms = 1e3 * seconds - self.connect_ms
+        assert self.contact.path is not None
+        self.path = self.contact.path
+        self.direction: Way = direction or self.path.direction
+        self.descriptors: dict[str, int] = {}
+
+    def _met(self) -> float:
+        """Seconds from hello to a measured path."""
         started = time.perf_counter()
         self.contact.greet(time.monotonic())
         self._turn(lambda: self.contact.state in ("ready", "broken"))
         if self.contact.error is not None:
             raise self.contact.error
-        self.connect_ms = 1e3 * self.transport.connecting
-        self.contact_ms = 1e3 * (time.perf_counter() - started) - self.connect_ms
-        assert self.contact.path is not None
-        self.path = self.contact.path
-        self.direction: Way = direction or self.path.direction
-        self.descriptors: dict[str, int] = {}
+        return time.perf_counter() - started
 
     def _turn(self, over: Callable[[], bool]) -> float:
         """Turn the agent until it is over, as its thread would; processor time of turns in

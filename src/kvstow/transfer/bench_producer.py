@@ -42,8 +42,8 @@ class Meter:
 
 
 def serve(setting: Setting) -> None:
-    """Offer rows once per line on stdin; answer with the ticket, and with our own processor
-    time until then."""
+    """Offer rows once per line on stdin; answer with the ticket, with our own processor time
+    until then, and with the time in which NIXL has connected."""
     arena = setting.arena()
     arena.bytes.fill_(7)
     transport = TimedNixl()
@@ -59,7 +59,7 @@ def serve(setting: Setting) -> None:
             before = meter.seconds
             blocks = setting.in_order() if order == "in-order" else setting.scattered(seed=1)
             ticket = agent.offer_blocks({0: blocks}, setting.rows * BLOCK_TOKENS)
-            print(ticket, before, flush=True)
+            print(ticket, before, transport.connecting, flush=True)
 
 
 class Producer:
@@ -75,6 +75,7 @@ class Producer:
         )
         self.address = self._line()
         self.busy_seconds = 0.0
+        self.connecting = 0.0
 
     def _line(self) -> str:
         assert self._child.stdout is not None
@@ -84,11 +85,12 @@ class Producer:
         return line
 
     def offer(self, order: str, awake_seconds: float = 0.0) -> Ticket:
-        """A ticket; `busy_seconds` is the producer's own time before it made this one."""
+        """A ticket; `busy_seconds` is the producer's own time before it made this one, and
+        `connecting` the time in which its NIXL has connected."""
         assert self._child.stdin is not None
         print(order, awake_seconds, file=self._child.stdin, flush=True)
-        ticket, busy = self._line().split()
-        self.busy_seconds = float(busy)
+        ticket, busy, connecting = self._line().split()
+        self.busy_seconds, self.connecting = float(busy), float(connecting)
         return Ticket.parse(ticket)
 
     def close(self) -> None:

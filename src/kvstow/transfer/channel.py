@@ -199,8 +199,7 @@ class Channel:
 
     def _from_line(self, line: Line) -> Iterator[tuple[Line, AnyMessage]]:
         assert line.socket is not None
-        while not line.socket.closed and line.socket.poll(0):
-            parts = line.socket.recv_multipart()
+        for parts in _received(line.socket):
             try:
                 frame = decode(parts[-1])
             except Unreadable as error:
@@ -214,8 +213,7 @@ class Channel:
                 yield line, frame.message
 
     def _from_guests(self) -> Iterator[tuple[Line, AnyMessage]]:
-        while self._router.poll(0):
-            parts = self._router.recv_multipart()
+        for parts in _received(self._router):
             if len(parts) != 2:
                 self._on_drop("body", f"{len(parts)} parts, not 2")
                 continue
@@ -299,3 +297,13 @@ class Channel:
                 socket.close()
         self._lines.clear()
         self._context.term()
+
+
+def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+    """Messages that have come, until there is none or the socket is closed."""
+    while not socket.closed:
+        try:
+            parts = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield parts

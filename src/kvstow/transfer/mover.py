@@ -8,9 +8,9 @@ from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
 
 IN_FLIGHT = 3
 LEAST_CHUNK = 16 << 20
-USUAL_CHUNK = 128 << 20
+USUAL_CHUNK = 256 << 20
 MOST_CHUNK = 1 << 30
-CHUNK_SECONDS = 0.05
+CHUNK_SECONDS = 0.08
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
 
