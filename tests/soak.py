@@ -19,7 +19,8 @@ from collections import Counter
 from typing import Any
 
 from kvstow.plan.manifest import encode
-from transfer_node import Listed, Process, Remote, Zygote, hybrid_layout, rows_for
+from transfer_node import Listed, hybrid_layout, rows_for
+from transfer_process import Process, Remote, Zygote
 
 SLABS_EACH = 12
 LAYOUT = hybrid_layout(num_slabs=1 + 2 * SLABS_EACH)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from transfer_node import Process, Zygote
+from transfer_process import Process, Zygote
 
 
 @pytest.fixture(scope="session")

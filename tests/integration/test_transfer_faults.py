@@ -17,7 +17,8 @@ from kvstow.plan.spec import DType, Full
 from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.ticket import Ticket
 from strategies import Kind, Served
-from transfer_node import Node, Process, Remote, Zygote, hybrid_layout, rows_for
+from transfer_node import Node, hybrid_layout, rows_for
+from transfer_process import Process, Remote, Zygote
 
 TOKENS = 18
 HURRY = {"transfer_seconds": 15.0, "contact_seconds": 8.0, "heartbeat_seconds": 0.1,

@@ -11,7 +11,8 @@ import pytest
 
 from kvstow.plan.manifest import encode
 from kvstow.transfer.channel import Keys
-from transfer_node import Process, Remote, Zygote, hybrid_layout, rows_for
+from transfer_node import hybrid_layout, rows_for
+from transfer_process import Process, Remote, Zygote
 
 TOKENS = 300
 LAYOUT = hybrid_layout(num_slabs=110)

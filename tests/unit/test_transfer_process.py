@@ -8,7 +8,8 @@ from typing import NoReturn
 import pytest
 
 from kvstow.plan.manifest import encode
-from transfer_node import Ended, Zygote, hybrid_layout
+from transfer_node import hybrid_layout
+from transfer_process import Ended, Zygote
 
 
 def again_and_again(call: Callable[[], object]) -> NoReturn:
