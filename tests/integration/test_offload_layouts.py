@@ -246,8 +246,12 @@ def test_conversion_keeps_chains_so_that_it_can_be_repeated(tmp_path):
 def test_smaller_blocks_cannot_be_converted_to(tmp_path):
     old = saved(tmp_path / "old", layout_of())
     new = DiskTier(tmp_path / "new", layout_of(block_tokens=2), capacity=4 * MIB)
-    with pytest.raises(StoreError, match="hint: choose a multiple of 4"):
+    with pytest.raises(
+        StoreError, match=r"keys, not the tokens .*\n\nhint: choose a multiple of 4"
+    ):
         convert([old], new)
+    assert new.usage.rows == 0
+    loaded([old], layout_of(block_tokens=2))  # what the hint says
     old.close()
     new.close()
 

@@ -2,8 +2,9 @@
 
 Rows go through routes, a batch at a time. With the same tokens per block a row keeps its key.
 With a multiple of them, as many rows in a chain become one, and it has the key of the last: keys
-name everything up to the end of a block (`keys.block_keys`). Fewer tokens per block would need
-keys for block ends that the store has never seen, and is refused.
+name everything up to the end of a block (`keys.block_keys`). Fewer tokens per block are refused:
+a route could cut the rows, but the new block ends need keys, which are hashes of tokens, and a
+store does not keep tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -130,8 +131,10 @@ def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
     if after % before:
         raise StoreError(
             f"group {new.groups[group].group.name!r}: blocks of {before} tokens do not make blocks "
-            f"of {after}: the keys of their ends are unknown\n\n"
-            f"hint: choose a multiple of {before} tokens per block"
+            f"of {after}: a key names all tokens up to the end of its block, some of these blocks "
+            "end where none did, and a store keeps keys, not the tokens to make new ones from\n\n"
+            f"hint: choose a multiple of {before} tokens per block, or load whole requests "
+            "(load_request), which needs no new keys"
         )
     return after // before
 

@@ -46,7 +46,7 @@ from kvstow.plan.layout import Layout
 
 log = logging.getLogger("kvstow.offload")
 
-LEASE_BYTES = 64 << 20
+LEASE_BYTES = 256 << 20
 """A store call leases, writes and enters slots in parts of about so many bytes."""
 
 PARTS = 2

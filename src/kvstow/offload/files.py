@@ -26,11 +26,13 @@ def aligned(nbytes: int) -> Bytes:
 
 def is_aligned(memory: Bytes) -> bool:
     """Whether direct I/O accepts this memory."""
-    return memory.ctypes.data % BLOCK == 0 and len(memory) % BLOCK == 0
+    return len(memory) % BLOCK == 0 and memory.__array_interface__["data"][0] % BLOCK == 0
 
 
 def behind(parts: Sequence[Bytes], nbytes: int) -> list[Bytes]:
     """What is left of the parts after their first `nbytes` bytes."""
+    if not nbytes:
+        return list(parts)
     left: list[Bytes] = []
     for part in parts:
         if nbytes < len(part):

@@ -249,6 +249,12 @@ class Write:
         )  # fmt: skip
         return [row[0] for row in rows]
 
+    def take(self, group: int, places: Sequence[int], owner: int) -> None:
+        """These places, free until now and ascending, are being written by `owner`."""
+        for first, last in _stretches(places):
+            self.tell("UPDATE slots SET owner = ? WHERE grp = ? AND place BETWEEN ? AND ?",
+                      owner, group, first, last)  # fmt: skip
+
     def lease(self, group: int, places: Iterable[int], owner: int) -> None:
         """These places, free until now or freed by `drop`, are being written by `owner`."""
         self._sql.executemany(
@@ -269,20 +275,26 @@ class Write:
         A lease that was taken away stays lost. The slot of a row that somebody else has
         entered meanwhile is free again.
         """
+        if not entries:
+            return []
         seq = self.tick(len(entries))
-        entered: list[bool] = []
-        for i, e in enumerate(entries):
-            if not self.tell("DELETE FROM slots WHERE place = ? AND owner = ?", e.place, owner):
-                entered.append(False)
-                continue
-            done = self.tell(
-                "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, seq + i,
-            )  # fmt: skip
-            if not done:
-                self.lease(group, [e.place], FREE)
-            entered.append(True)
-        return entered
+        ours = self._leased([e.place for e in entries], owner)
+        self._sql.executemany("DELETE FROM slots WHERE place = ?", ((at,) for at in ours))
+        done = self._sql.executemany(
+            "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            ((e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, seq + i)
+             for i, e in enumerate(entries) if e.place in ours),
+        ).rowcount  # fmt: skip
+        if done < len(ours):
+            rows = {at for at in ours if self.ask("SELECT 1 FROM rows WHERE place = ?", at)}
+            self.lease(group, ours - rows, FREE)
+        return [e.place in ours for e in entries]
+
+    def _leased(self, places: Sequence[int], owner: int) -> set[int]:
+        """Those places that `owner` is writing."""
+        found = self.ask("SELECT place FROM slots WHERE place BETWEEN ? AND ? AND owner = ?",
+                         min(places), max(places), owner)  # fmt: skip
+        return {at for (at,) in found}.intersection(places)
 
     def drop(self, group: int, places: Iterable[int], *, to: int = FREE) -> int:
         """Forget the group's rows at these places, which become free (or retired); how many.
@@ -300,7 +312,11 @@ class Write:
         """A data file whose slots are all free."""
         self.tell("INSERT INTO segments VALUES (?, ?, ?)", segment, group, slots)
         first = place(segment, 0)
-        self.lease(group, range(first, first + slots), FREE)
+        self.tell(
+            "WITH RECURSIVE places(place) AS (SELECT ? UNION ALL SELECT place + 1 FROM places "
+            "WHERE place < ?) INSERT OR REPLACE INTO slots SELECT place, ?, ? FROM places",
+            first, first + slots - 1, group, FREE,
+        )  # fmt: skip
 
     def remove_segment(self, segment: int) -> int:
         """Forget a data file and everything in it; how many rows that were."""
@@ -322,6 +338,16 @@ class Write:
         """Write down that rows were dropped; the last thousand notes are kept."""
         self.tell("INSERT INTO events VALUES (?, ?, ?)", time.time(), what, rows)
         self.tell("DELETE FROM events WHERE rowid <= (SELECT MAX(rowid) FROM events) - 1000")
+
+
+def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as stretches without a gap: the first and the last of each."""
+    if not places:
+        return
+    array = np.asarray(places, np.int64)
+    cuts = np.flatnonzero(np.diff(array) > 1)
+    firsts, lasts = array[np.r_[0, cuts + 1]], array[np.r_[cuts, len(array) - 1]]
+    yield from zip(firsts.tolist(), lasts.tolist(), strict=True)
 
 
 @cache

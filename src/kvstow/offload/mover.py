@@ -57,7 +57,7 @@ class Limits:
     stores where there are any; `max_parts` and `max_bytes` may stand in line.
     """
 
-    workers: int = 3
+    workers: int = 4
     max_bytes: int = 4 << 30
     max_parts: int = 4096
     part_bytes: int = 64 << 20

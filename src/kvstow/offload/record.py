@@ -36,6 +36,7 @@ from kvstow.plan.view import align_up
 MAGIC = b"kvstowR1"
 RECORD_BYTES = 160
 _FIELDS = struct.Struct("<8sQQqIIHH4x32s32s40x")
+_HEAD = struct.Struct("<8sQQqI")
 _OWN = struct.Struct("<q")
 
 
@@ -58,14 +59,15 @@ class Record:
     checksum: int
     link: Link
 
-    def names(self, other: "Record") -> bool:
-        """Whether the two are of one write of one row, wherever it stands in its sequence."""
+    def names(self, data: bytes) -> bool:
+        """Whether a slot's record is of the same write of the same row, wherever that stands
+        in its sequence. Cheaper than to decode it: what must agree is compared as bytes."""
+        head = _HEAD.pack(MAGIC, self.generation, self.row_bytes, self.checksum, self.group)
         return (
-            self.generation == other.generation
-            and self.checksum == other.checksum
-            and self.key == other.key
-            and self.group == other.group
-            and self.row_bytes == other.row_bytes
+            data[: _HEAD.size] == head
+            and data[40:42] == len(self.key).to_bytes(2, "little")
+            and data[48:80] == self.key.ljust(32, b"\0")
+            and data[_FIELDS.size :] == _OWN.pack(checksum(data[: _FIELDS.size]))
         )
 
     def encode(self) -> bytes:

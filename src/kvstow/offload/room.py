@@ -41,7 +41,7 @@ class Room:
 
     def _take_free(self, write: Write, group: int, count: int) -> list[int]:
         places = write.free(group, count)
-        write.lease(group, places, self._store.owner)
+        write.take(group, places, self._store.owner)
         return places
 
     def shrink(self, nbytes: int) -> int:

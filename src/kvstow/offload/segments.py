@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore
 
 import numpy as np
 
@@ -92,7 +92,11 @@ class Writing:
 
 
 class Segments:
-    """The data files of one store, opened when first used; I/O on several threads."""
+    """The data files of one store, opened when first used.
+
+    At most `threads` reads and writes are under way at a time. As many threads again see to
+    checksums meanwhile, so that the medium does not wait for them.
+    """
 
     def __init__(
         self, path: Path, layout: Layout, segment_bytes: int, fingerprint: str, *, files: Files,
@@ -108,10 +112,11 @@ class Segments:
         self._gone: list[int] = []
         self._unsynced_name = False
         self._lock = Lock()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvstow-disk")
+        self._turns = Semaphore(threads)
+        self._threads = ThreadPoolExecutor(2 * threads, thread_name_prefix="kvstow-disk")
         self._buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         chunk = max(CHUNK_BYTES, *self.slot_bytes)
-        for _ in range(threads):
+        for _ in range(2 * threads):
             self._buffers.put(aligned(chunk))
 
     # ── files ─────────────────────────────────────────────────────────────────────
@@ -280,7 +285,9 @@ class Segments:
                          for i, row in enumerate(rows)]  # fmt: skip
                 records = [slot.fill(row) for slot, row in zip(slots, rows, strict=True)]
                 fd, offset = self._where(group, rows[0].place)
-                self._files.write(fd, [part for slot in slots for part in slot.parts], offset)
+                parts = [part for slot in slots for part in slot.parts]
+                with self._turns:
+                    self._files.write(fd, parts, offset)
         except OSError as error:
             return [error] * len(rows)
         return list(records)
@@ -293,7 +300,8 @@ class Segments:
                          for i, row in enumerate(rows)]  # fmt: skip
                 fd, offset = self._where(group, rows[0].place)
                 parts = [part for slot in slots for part in slot.parts]
-                count = self._files.read(fd, parts, offset)
+                with self._turns:
+                    count = self._files.read(fd, parts, offset)
                 return [
                     count >= (i + 1) * step and slot.take(row)
                     for i, (slot, row) in enumerate(zip(slots, rows, strict=True))
@@ -341,8 +349,7 @@ class _Slot:
 
     def take(self, slotted: Slotted) -> bool:
         """Take the row out of the slot, if it holds the one that its record says."""
-        found = decode(self.rest[-RECORD_BYTES:].tobytes())
-        if found is None or not found.names(slotted.record):
+        if not slotted.record.names(self.rest[-RECORD_BYTES:].tobytes()):
             return False
         if checksum(self.row) != slotted.record.checksum:
             return False
