@@ -13,9 +13,14 @@ from kvstow.plan.joining import links
 from kvstow.plan.lanes import Overlap
 from kvstow.plan.pack import packed
 from kvstow.plan.pairing import Listed, Pairs, Tokens, by_number, listed, pairs
+from kvstow.plan.route import route
 from planning import attention
 
 SPANS = st.integers(1, 9)
+LAYOUT = packed(grouped([attention("layers.0")]), num_slabs=12,
+                site=Site(alignment=Alignment(page=1, row=1, base=64)))  # fmt: skip
+OPEN = route(LAYOUT, LAYOUT).lanes
+"""Lanes of whole rows: each may be continued, and may continue another."""
 
 
 def side(draw, span: int, end: int) -> Listed:
@@ -71,7 +76,7 @@ def test_every_neighbour_of_a_pair_is_found(data, s_span, d_span, end):
     found, _ = pairs(source, destination, Tokens(0, end), exact=True)
     if not len(found):
         return
-    near = links(found)
+    near = links(found, OPEN)
     got = set(zip(near.before.tolist(), near.after.tolist(), strict=True))
     blocks = list(zip(found.source.tolist(), found.destination.tolist(), strict=True))
     place = {pair: i for i, pair in enumerate(blocks)}
@@ -83,8 +88,9 @@ def test_every_neighbour_of_a_pair_is_found(data, s_span, d_span, end):
 def test_neighbours_are_found_across_the_stretches_in_which_they_are_looked_for():
     ids = np.arange(1, 40_000)
     overlap = Overlap(0, 0, 1, 1, 1)
-    near = links(Pairs(source=ids, destination=ids, kind=np.zeros(len(ids), np.int32),
-                       kinds=(overlap,), most=1))  # fmt: skip
+    found = Pairs(source=ids, destination=ids, kind=np.zeros(len(ids), np.int32),
+                  kinds=(overlap,), most=1)  # fmt: skip
+    near = links(found, OPEN)
     assert near.before.tolist() == list(range(len(ids) - 1))
     assert (near.after == near.before + 1).all()
     assert near.straight.all()

@@ -31,30 +31,42 @@ class Links(NamedTuple):
         return Links(self.before[which], self.after[which], self.straight[which])
 
 
-def links(pairs: Pairs) -> Links:
-    """All pairs next to each other; those of a destination block and the next lie together."""
-    before: list[Ints] = []
-    after: list[Ints] = []
-    for start in range(0, len(pairs), AT_ONCE):
-        end = start + AT_ONCE
-        for apart in range(1, 2 * pairs.most):
-            step = pairs.source[start + apart : end + apart]
-            step = step - pairs.source[start:end][: len(step)]
-            other = pairs.destination[start + apart : end + apart]
-            other = other - pairs.destination[start:end][: len(other)]
-            if apart < pairs.most:
-                back = np.flatnonzero((step == -1) & (other == 0)) + start
-                before.append(back + apart)
-                after.append(back)
-            other |= step  # 1 where each is 0 or 1: for no two pairs are both 0
-            ahead = np.flatnonzero(other == 1) + start
-            before.append(ahead)
-            after.append(ahead + apart)
-    here, there = np.concatenate(before), np.concatenate(after)
+def links(pairs: Pairs, kinds: Sequence[Lanes]) -> Links:
+    """All pairs next to each other, if any two lanes can be one; those of a destination block
+    and the next lie together."""
+    found: list[tuple[Ints, Ints]] = []
+    ends, starts = (any(lanes.any_ends_open for lanes in kinds),
+                    any(lanes.any_starts_open for lanes in kinds))  # fmt: skip
+    if ends and starts:
+        for start in range(0, len(pairs), AT_ONCE):
+            for apart in range(1, 2 * pairs.most):
+                found += _neighbours(pairs, start, apart)
+    if not found:
+        none = np.empty(0, np.int64)
+        return Links(none, none, np.empty(0, np.bool_))
+    here, there = map(np.concatenate, zip(*found, strict=True))
     straight = (pairs.source[here] != pairs.source[there]) & (there - here == 1)
     straight &= pairs.destination[here] != pairs.destination[there]
     straight &= pairs.kind[here] == pairs.kind[there]
     return Links(here, there, straight)
+
+
+def _neighbours(pairs: Pairs, start: int, apart: int) -> Iterator[tuple[Ints, Ints]]:
+    """From the pair `start` on, pairs so far apart in the list that one of them has the block
+    of the other and the next one, or the next ones."""
+    end = start + AT_ONCE
+    step = pairs.source[start + apart : end + apart]
+    step = step - pairs.source[start : start + len(step)]
+    other = pairs.destination[start + apart : end + apart]
+    other = other - pairs.destination[start : start + len(other)]
+    if apart < pairs.most:
+        back = np.flatnonzero((step == -1) & (other == 0))
+        if len(back):
+            yield back + start + apart, back + start
+    other |= step  # 1 where each is 0 or 1: for no two pairs are both 0
+    ahead = np.flatnonzero(other == 1)
+    if len(ahead):
+        yield ahead + start, ahead + start + apart
 
 
 class _Near(NamedTuple):

@@ -82,7 +82,8 @@ class Lanes:
 
     `repeats[i]`: when the blocks next to this pair on both sides are such a pair too,
     their lane `i` continues this one. `ends_open[i]`, `starts_open[i]`: some lane of a
-    neighbouring pair might continue this one, or this one that.
+    neighbouring pair might continue this one, or this one that; so lanes that repeat are
+    open on both ends.
     """
 
     overlap: Overlap
@@ -93,6 +94,10 @@ class Lanes:
     repeats: Flags
     starts_open: Flags
     ends_open: Flags
+    any_repeats: bool
+    all_repeat: bool
+    any_starts_open: bool
+    any_ends_open: bool
 
     def __len__(self) -> int:
         return len(self.pieces.nbytes)
@@ -131,15 +136,20 @@ def lanes(
     s_stride, d_stride = s_stride[first], d_stride[first]
     starts_open = here.starts_open & there.starts_open & (here.starts_row | there.starts_row)
     ends_open = here.ends_open & there.ends_open & (here.ends_row | there.ends_row)
+    repeats = _repeats(pieces, s_stride, d_stride, room)
     return Lanes(
         overlap=overlap,
         pieces=pieces,
         source_stride=s_stride,
         destination_stride=d_stride,
         room=room,
-        repeats=_repeats(pieces, s_stride, d_stride, room),
+        repeats=repeats,
         starts_open=starts_open[first],
         ends_open=ends_open[last],
+        any_repeats=bool(repeats.any()),
+        all_repeat=bool(repeats.all()),
+        any_starts_open=bool(starts_open[first].any()),
+        any_ends_open=bool(ends_open[last].any()),
     )
 
 

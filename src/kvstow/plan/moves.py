@@ -83,7 +83,7 @@ def expanded(pairs: Pairs, lanes_of: Callable[[Overlap], Lanes]) -> Pieces:
         none = np.empty(0, np.int64)
         return Pieces(none, none, none)
     kinds = [lanes_of(overlap) for overlap in pairs.kinds]
-    runs, near = _runs(pairs, kinds, links(pairs))
+    runs, near = _runs(pairs, kinds, links(pairs, kinds))
     forms, rows = _formed(pairs, kinds, runs)
     moves = _written(forms, rows)
     if not len(near.before):
@@ -101,10 +101,10 @@ def _runs(pairs: Pairs, kinds: Sequence[Lanes], near: Links) -> tuple[_Runs, Lin
     if not len(near.before):
         return _Runs(continues, slice(None)), near
     before, after = pairs.kind[near.before], pairs.kind[near.after]
-    some = near.straight & np.array([lanes.repeats.any() for lanes in kinds])[after]
-    every = near.straight & np.array([lanes.repeats.all() for lanes in kinds])[after]
-    joins = ~every & np.array([lanes.ends_open.any() for lanes in kinds])[before]
-    joins &= np.array([lanes.starts_open.any() for lanes in kinds])[after]
+    some = near.straight & np.array([lanes.any_repeats for lanes in kinds])[after]
+    every = near.straight & np.array([lanes.all_repeat for lanes in kinds])[after]
+    joins = ~every & np.array([lanes.any_ends_open for lanes in kinds])[before]
+    joins &= np.array([lanes.any_starts_open for lanes in kinds])[after]
     continues[near.after[some]] = True
     kept = np.ones(len(pairs), np.bool_)
     kept[near.after[every]] = False
@@ -121,15 +121,18 @@ def _formed(pairs: Pairs, kinds: Sequence[Lanes], runs: _Runs) -> tuple[list[_Fo
     rows = _Rows(pairs.source, pairs.destination, pairs.kind, np.empty(0, np.int64))
     if not np.count_nonzero(runs.continues):
         return forms, rows
+    rows = rows.some(runs.kept)
     heads = np.flatnonzero(~runs.continues)
-    continued = np.zeros(len(pairs), np.int64)
-    continued[heads] = np.diff(heads, append=len(pairs)) - 1
-    rows = rows._replace(continued=continued).some(runs.kept)
+    lengths = np.diff(heads, append=len(pairs))
+    lengths -= 1
     if len(heads) == len(rows.form):
-        return forms, rows
+        return forms, rows._replace(continued=lengths)
+    continued = np.zeros(len(pairs), np.int64)
+    continued[heads] = lengths
     forms += [_Form(*(column[~lanes.repeats] for column in whole))
               for whole, lanes in zip(forms, kinds, strict=True)]  # fmt: skip
-    return forms, rows._replace(form=rows.form + runs.continues[runs.kept] * np.int32(len(kinds)))
+    form = rows.form + runs.continues[runs.kept] * np.int32(len(kinds))
+    return forms, rows._replace(form=form, continued=continued[runs.kept])
 
 
 def _sizes(forms: Sequence[_Form]) -> Ints:
