@@ -1,6 +1,7 @@
 """Every family generates the same, to the bit, from kvstow rows as from its own cache."""
 
 import functools
+from copy import deepcopy as copied
 from itertools import cycle
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxForCausalLM
 from transformers.utils import logging
 
 from kvstow.adapters import weights
@@ -19,7 +20,7 @@ from kvstow.plan.layout import ORDERS
 from kvstow.plan.route import route
 
 BLOCK_TOKENS = 4
-NEW_TOKENS = 12
+NEW_TOKENS = 10
 PROMPT_TOKENS = 30  # longer than every window
 
 BEGIN_ANEW = {"jamba", "bamba"}  # given several tokens, these forget the state they had
@@ -255,6 +256,20 @@ def test_compressed_entries_are_the_same_in_blocks_of_any_size(block_tokens):
     with memory, KvstowCache(memory) as cache:
         ours = in_chunks(model, ids, cache, 7)
     assert_same_bits(ours, in_chunks(model, ids, None, 7))
+
+
+def test_lightning_attention_in_the_first_layer_is_right_behind_padding():
+    config = copied(model_of("minimax").config)
+    config.layer_types = ["linear_attention", "linear_attention", "full_attention"] * 2
+    config.num_hidden_layers = 6
+    torch.manual_seed(0)
+    model = MiniMaxForCausalLM(config).eval()
+    ids = prompt(2)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with memory_for(model) as memory, KvstowCache(memory) as cache:
+        ours = generated(model, ids, cache, mask)
+    assert torch.equal(ours.sequences, generated(model, ids, mask=mask, use_cache=False).sequences)
 
 
 def test_real_weights_have_the_same_logits():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
@@ -101,6 +101,27 @@ def test_a_shard_holds_its_part_of_all_heads(computes_all):
 def test_a_latent_is_held_whole_by_every_rank():
     heads = cache_layers(tiny_model("deepseek_v3"), shard=Shard(1, 2, computes_all=True))[0].heads
     assert (heads.total, heads.pieces) == (1, ((0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("rwkv", {"attention_hidden_size": 32}),
+        ("recurrent_gemma", {"lru_width": 32, "num_attention_heads": 4, "head_dim": 8}),
+    ],
+)
+def test_a_model_that_keeps_its_tokens_elsewhere_is_refused_by_name(model_type, more):
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        **more,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ModelError, match="ForCausalLM keeps its tokens in no cache"):
+        ModelMemory.of(model, budget=1 << 20)
 
 
 def test_an_unknown_tiny_family_is_refused_by_name():

@@ -45,10 +45,11 @@ def trial(model: PreTrainedModel) -> Cache:
         position: Any = torch.zeros((1, 1, width), device=model.device, dtype=model.dtype)
         encoder = BaseModelOutput(last_hidden_state=position)
         given = {"decoder_input_ids": tokens, "encoder_outputs": encoder}
-    cache = model(use_cache=True, **given)[cache_name(model)]
+    cache = model(use_cache=True, **given).get(cache_name(model))
     if type(cache).__name__ not in OWN_CACHES:
+        kept = "no cache that it shows" if cache is None else f"a {type(cache).__name__}"
         raise ModelError(
-            f"{type(model).__name__} keeps its tokens in a {type(cache).__name__}\n\n"
+            f"{type(model).__name__} keeps its tokens in {kept}\n\n"
             f"hint: models that make a {' or a '.join(OWN_CACHES)} can be served"
         )
     return cache

@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": _MOE,
+    "mixtral": {"num_local_experts": 4},
     "phi": {},
     "glm": {},
     "glm4": {},
@@ -96,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 24},
     "deepseek_v2": _MLA | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
+    "glm4_moe_lite": _MLA,
     "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 1024},
     "deepseek_v4": _MOE
     | {
