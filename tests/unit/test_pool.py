@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from block_layouts import HYBRID, MIXED, RECURRENT, layer, packed_layout
 from kvstow.blocks.pick import Candidates, lru
@@ -65,6 +67,26 @@ def test_a_hold_that_fits_nowhere_takes_the_longest_runs() -> None:
     assert fewest_runs(np.array([4, 6]), 2).tolist() == [4, 6]
 
 
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 70), st.integers(1, 9))
+def test_the_longest_runs_are_taken_and_no_more_than_asked_for(
+    chosen: set[int], count: int, most: int
+) -> None:
+    ids = np.array(sorted(chosen))
+    lengths = sorted(
+        (len(run) for run in np.split(ids, np.nonzero(np.diff(ids) != 1)[0] + 1)), reverse=True
+    )
+    found = fewest_runs(ids, count, most=most)
+    assert set(found.tolist()) <= chosen
+    assert len(found) == min(count, sum(lengths[:most]))
+    assert num_runs(found) <= most
+    assert (found[1:] > found[:-1]).all()
+    every = fewest_runs(ids, count)
+    assert len(every) == min(count, len(ids))
+    assert num_runs(every) == next(
+        (n for n in range(1, len(lengths)) if sum(lengths[:n]) >= count), len(lengths)
+    )
+
+
 def test_partly_used_slabs_are_filled_before_another_one_is_opened() -> None:
     pool = Pool(packed_layout(RECURRENT, 40))
     size = rows_per_slab(pool, 0)
@@ -90,8 +112,8 @@ def test_when_slabs_are_scarce_what_stays_goes_low_and_what_does_not_goes_high()
     ids = pool.hold(0, all_rows(pool, 0))
     gaps = ids[::size]
     pool.release(0, gaps)
-    lasting, brief = pool.hold_all([Want(0, 3), Want(0, 3, "brief")])
-    assert lasting.tolist() == gaps[:3].tolist()
+    moving, brief = pool.hold_all([Want(0, 3, "moving"), Want(0, 3, "brief")])
+    assert moving.tolist() == gaps[:3].tolist()
     assert brief.tolist() == gaps[-3:].tolist()
     grown = pool.hold_all([Want(0, 2, "single", ids[-1:].repeat(2))])[0]
     assert sorted(grown.tolist()) == gaps[3:5].tolist()
@@ -103,11 +125,22 @@ def test_a_slab_is_taken_for_good_only_when_all_gaps_are_filled() -> None:
     size = rows_per_slab(pool, 0)
     ids = pool.hold(0, all_rows(pool, 0) - size)
     pool.release(0, ids[::size])
-    free = len(ids[::size])
-    pool.hold(0, free)
+    pool.hold_all([Want(0, len(ids[::size]), "moving")])
     assert pool.num_free(1) == rows_per_slab(pool, 1), "the last slab is still nobody's"
-    pool.hold(0, 1)
+    pool.hold_all([Want(0, 1, "moving")])
     assert pool.num_free(1) == 0
+
+
+def test_a_long_prompt_fills_gaps_where_that_at_most_doubles_its_runs() -> None:
+    pool = Pool(packed_layout(HYBRID, 60))
+    size = rows_per_slab(pool, 0)
+    ids = pool.hold(0, all_rows(pool, 0) - 2 * size).reshape(-1, size)
+    pool.release(0, ids[:20, 0])
+    rows = pool.hold(0, 2 * size)
+    in_gaps = np.isin(rows, ids[:20, 0])
+    assert in_gaps.sum() == min(2 * size, 4)
+    assert num_runs(rows) <= 4 + 2
+    pool.check()
 
 
 def test_a_growing_request_gets_the_row_behind_its_last_one() -> None:

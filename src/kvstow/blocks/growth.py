@@ -62,8 +62,8 @@ def stretch(g: int, table: Table, count: int, num_tokens: int) -> list[Want]:
     seen = first_seen(table.retention, num_tokens, table.block_tokens)
     brief = min(count, max(0, seen - max(end - count, table.fixed)))
     if brief == 0:
-        return [Want(g, count)]
-    return [Want(g, count - brief), Want(g, brief, "brief")]
+        return [Want(g, count, "moving")]
+    return [Want(g, count - brief, "moving"), Want(g, brief, "brief")]
 
 
 def by_block(parts: list[Ints]) -> Ints:

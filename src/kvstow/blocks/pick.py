@@ -1,10 +1,10 @@
 """Which rows a hold gets: partly used slabs first, then free slabs, then cached rows.
 
-While there is room, rows that are wanted together come in few runs; rows that are wanted
-singly fill the gaps that runs cannot use. When slabs become scarce, gaps are filled from
-the lowest slab up by what stays, and from the highest down by what does not, so that the
-highest slabs become empty. What has to be evicted is what was used longest ago: rows of
-the group's own, or whole idle slabs of others.
+Rows that are wanted together and for long come in few runs; rows that are wanted singly
+fill the gaps that runs cannot use. When slabs become scarce, what moves on fills gaps,
+too: from the lowest slab up, and from the highest down where it is wanted briefly, so that
+the highest slabs become empty. What has to be evicted is what was used longest ago: rows
+of the group's own, or whole idle slabs of others.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from kvstow.plan.blocklist import Ints
 
 MAX_SLABS_LOOKED_AT = 16
 MAX_PIECES = 2
-"""Runs in partly used slabs that are better than opening another slab."""
+"""Runs in partly used slabs that are better than a slab of its own."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -34,8 +34,9 @@ class Candidates:
     last_use: Ints
 
 
-Kind = Literal["lasting", "single", "brief"]
-"""How rows are wanted: in few runs; one by one; for a step or two only."""
+Kind = Literal["lasting", "moving", "single", "brief"]
+"""How rows are wanted: in few runs and for long; in few runs, as long as a window sees
+them; one by one; for a step or two only."""
 
 ROOMY = 24
 """While more than one slab in so many is free, runs come before filling gaps."""
@@ -75,10 +76,11 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -
     return _together(parts)
 
 
-def most_idle_slabs(slabs: Slabs, stock: Stock, count: int) -> int:
+def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
     """The most idle slabs that `picked` may use for so many rows."""
-    whole = -(-count // stock.rows_per_slab)
-    used = whole if roomy(slabs) else min(whole, slabs.needed(stock, count + len(stock.queue)))
+    used = whole = -(-count // stock.rows_per_slab)
+    if kind != "lasting" and not roomy(slabs):
+        used = min(whole, slabs.needed(stock, count + len(stock.queue)))
     if any(len(other.idle) for other in slabs.stocks if other is not stock):
         used += whole
     return min(count, used + len(stock.idle))
@@ -120,13 +122,16 @@ def _together(parts: list[Where]) -> Where:
 
 def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
-    if not roomy(slabs):
+    if kind != "lasting" and not roomy(slabs):
         return _in_gaps(slabs, stock, count, kind)
     top = stock.top
     if kind == "single":
         return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
     if kind == "brief":
         return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
+    if count >= stock.rows_per_slab and not roomy(slabs):
+        near = stock.free_rows_of(stock.partial.lowest(range(1, top + 1), count))
+        return fewest_runs(near, count, most=MAX_PIECES * (count // stock.rows_per_slab))
     whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
     rest = count - whole * stock.rows_per_slab
     if rest == 0 or not any(stock.partial.totals[1 : top + 1]):
@@ -141,7 +146,9 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
                 return found
     near = _free_rows(stock, range(top, 0, -1), 4 * rest)
     found = fewest_runs(np.sort(near), rest)
-    return found if len(found) == rest and num_runs(found) <= MAX_PIECES else _NONE
+    if len(found) < rest or (roomy(slabs) and num_runs(found) > MAX_PIECES):
+        return _NONE
+    return found
 
 
 def _in_gaps(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:

@@ -204,7 +204,7 @@ class Pool:
             return np.zeros(0, np.int64)
         slabs, stock = self._of[group]
         if stock.rows_per_slab == 1 or (
-            most_idle_slabs(slabs, stock, count) - slabs.needed(stock, count)
+            most_idle_slabs(slabs, stock, count, kind) - slabs.needed(stock, count)
             <= -slabs.missing(needs)
         ):
             where = picked(slabs, stock, count, self._policy, kind)

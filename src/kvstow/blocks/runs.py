@@ -23,24 +23,23 @@ def num_runs(ids: Ints) -> int:
     return int(np.count_nonzero(ids[1:] - ids[:-1] != 1)) + 1 if len(ids) else 0
 
 
-def fewest_runs(ids: Ints, count: int) -> Ints:
+def fewest_runs(ids: Ints, count: int, *, most: int | None = None) -> Ints:
     """`count` of the ascending ids in few runs: the tightest run that is long enough, or
-    the longest ones where none is."""
-    if len(ids) <= count:
-        return ids
-    if ids[-1] - ids[0] == len(ids) - 1:
+    the longest ones where none is; fewer ids where those would be more than `most` runs."""
+    if len(ids) == 0 or ids[-1] - ids[0] == len(ids) - 1:
         return ids[:count]
+    if len(ids) <= count and most is None:
+        return ids
     starts, lengths = run_lengths(ids)
     fitting = np.nonzero(lengths >= count)[0]
     if len(fitting):
         start = int(starts[fitting[lengths[fitting].argmin()]])
         return ids[start : start + count]
-    order = np.argsort(-lengths, kind="stable")
-    reach = lengths[order].cumsum()
-    last = int(np.searchsorted(reach, count))
-    chosen = order[: last + 1]
+    chosen = np.argsort(-lengths, kind="stable")[:most]
+    reach = lengths[chosen].cumsum()
+    chosen = chosen[: int(np.searchsorted(reach, count)) + 1]
     ends = starts[chosen] + lengths[chosen]
-    ends[-1] -= reach[last] - count
+    ends[-1] -= max(0, reach[len(chosen) - 1] - count)
     edges = np.zeros(len(ids) + 1, np.int64)
     np.add.at(edges, starts[chosen], 1)
     np.add.at(edges, ends, -1)
