@@ -72,7 +72,7 @@ def variants() -> Iterator[Variant]:
     yield Variant(replace(USUAL, max_bytes=WHOLE))
     ways = [(None, False), (4, True), (2, True), (1, True)]
     sizes = [64 << 20, 256 << 20, 128 << 20, 32 << 20, WHOLE]
-    for (streams, fixed), workers, size in product(ways, (2, 3), sizes):
+    for (streams, fixed), workers, size in product(ways, (2, 4), sizes):
         limits = Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
         yield Variant(limits, streams, fixed)
 

@@ -14,7 +14,7 @@ from kvstow.offload.index import SLOT_BITS, Index, Write
 from kvstow.offload.policies import Policy, PolicyName, policy
 from kvstow.offload.queue import Bools, Ints
 
-FLUSH = 1024
+FLUSH = 8192
 """Uses that a process keeps to itself before it writes them into the index."""
 
 LESSON = 1 << 16

@@ -11,11 +11,11 @@ checksum do not match, and that is a miss. Several processes may use one store.
 import json
 import logging
 import time
-from collections import Counter as Tally
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain, count
 from pathlib import Path
 from threading import Lock
 
@@ -81,7 +81,9 @@ class DiskTier:
         self._segments: Segments = self._place.segments
         self._ages = Ages(self._index, policy, self._segments.slots, self._place.max_segments)
         self._room = Room(self._place, self._ages)
-        self._reading: tuple[Tally[int], ...] = tuple(Tally() for _ in self.layout.groups)
+        self._reading: tuple[dict[int, list[int]], ...] = tuple({} for _ in self.layout.groups)
+        """Per group and load under way, the places that are read."""
+        self._numbers = count()
         self._lock = Lock()
         self._counter = Counter()
         self._beaten = 0.0
@@ -217,10 +219,16 @@ class DiskTier:
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         found = self._index.find(group, keys)
+        row_bytes, nowhere = self.layout.row_bytes(group), Link()
         wanted = [
-            Slotted(place, self._expected(group, keys[i], generation, checksum), rows[i])
+            Slotted(
+                place,
+                Record(generation=generation, group=group, key=keys[i], row_bytes=row_bytes,
+                       checksum=checksum, link=nowhere),
+                rows[i],
+            )
             for i, place, generation, checksum in found.rows()
-        ]
+        ]  # fmt: skip
         with self._pinned(group, found):
             results = self._segments.read(group, wanted)
         good = np.array([result is True for result in results], bool)
@@ -235,12 +243,6 @@ class DiskTier:
         mask[found.position[good]] = True
         return mask
 
-    def _expected(self, group: int, key: bytes, generation: int, checksum: int) -> Record:
-        return Record(
-            generation=generation, group=group, key=key, checksum=checksum, link=Link(),
-            row_bytes=self.layout.row_bytes(group),
-        )  # fmt: skip
-
     def _count_load(self, group: int, asked: int, loaded: int) -> None:
         nbytes = loaded * self.layout.row_bytes(group)
         self._counter.add(
@@ -249,23 +251,19 @@ class DiskTier:
 
     def _busy(self) -> list[set[int]]:
         with self._lock:
-            return [{at for at, num in tally.items() if num} for tally in self._reading]
+            return [set(chain(*reading.values())) for reading in self._reading]
 
     @contextmanager
     def _pinned(self, group: int, found: Found) -> Generator[None]:
         """Rows being read are not given up by this process."""
-        places = found.place.tolist()
-        tally = self._reading[group]
+        number = next(self._numbers)
         with self._lock:
-            tally.update(places)
+            self._reading[group][number] = found.place.tolist()
         try:
             yield
         finally:
             with self._lock:
-                tally.subtract(places)
-                for at in places:
-                    if not tally[at]:
-                        del tally[at]
+                del self._reading[group][number]
 
     def _dismiss(
         self, group: int, rows: Sequence[Slotted], results: Sequence[bool | OSError]
