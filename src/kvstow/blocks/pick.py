@@ -129,11 +129,14 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
         return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
     if kind == "brief":
         return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
-    if count >= stock.rows_per_slab and not roomy(slabs):
+    size = stock.rows_per_slab
+    if count >= size and not roomy(slabs):
         near = stock.free_rows_of(stock.partial.lowest(range(1, top + 1), count))
-        return fewest_runs(near, count, most=MAX_PIECES * (count // stock.rows_per_slab))
-    whole = min(count // stock.rows_per_slab, slabs.free.totals[FREE])
-    rest = count - whole * stock.rows_per_slab
+        found = fewest_runs(near, count, most=MAX_PIECES * (count // size))
+        if len(found) >= count % size:
+            return fewest_runs(found, len(found) - (len(found) - count) % size)
+    whole = min(count // size, slabs.free.totals[FREE])
+    rest = count - whole * size
     if rest == 0 or not any(stock.partial.totals[1 : top + 1]):
         return _NONE
     for level in range(min(rest.bit_length(), top), top + 1):
