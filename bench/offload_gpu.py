@@ -70,8 +70,8 @@ class Variant:
 def variants() -> Iterator[Variant]:
     """As it is; then other parts and workers; then the same with other streams."""
     yield Variant(replace(USUAL, max_bytes=WHOLE))
-    ways = [(None, False), (4, True), (2, True), (1, True)]
-    sizes = [64 << 20, 256 << 20, 128 << 20, 32 << 20, WHOLE]
+    ways = [(None, False), (4, True)]
+    sizes = [64 << 20, 256 << 20, WHOLE]
     for (streams, fixed), workers, size in product(ways, (2, 4), sizes):
         limits = Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
         yield Variant(limits, streams, fixed)

@@ -126,7 +126,7 @@ def batch(source: int, destination: int, moves: Spans, stream: int) -> None:
     _succeed("cudaMemcpyBatchAsync", status)
 
 
-BATCH_STREAMS = 8
+BATCH_STREAMS = 4
 """Batches run side by side: the pause between two copies of one is filled by the others."""
 
 OPENING = 8

@@ -57,10 +57,10 @@ class Limits:
     stores where there are any; `max_parts` and `max_bytes` may stand in line.
     """
 
-    workers: int = 4
+    workers: int = 2
     max_bytes: int = 4 << 30
     max_parts: int = 4096
-    part_bytes: int = 64 << 20
+    part_bytes: int = 128 << 20
 
 
 USUAL = Limits()
