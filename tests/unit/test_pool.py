@@ -115,7 +115,7 @@ def test_when_slabs_are_scarce_what_stays_goes_low_and_what_does_not_goes_high()
     moving, brief = pool.hold_all([Want(0, 3, "moving"), Want(0, 3, "brief")])
     assert moving.tolist() == gaps[:3].tolist()
     assert brief.tolist() == gaps[-3:].tolist()
-    grown = pool.hold_all([Want(0, 2, "single", ids[-1:].repeat(2))])[0]
+    grown = pool.hold_all([Want(0, 2, "moving", gaps[-4:-2] - 1)])[0]
     assert sorted(grown.tolist()) == gaps[3:5].tolist()
     pool.check()
 

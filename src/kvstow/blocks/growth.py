@@ -32,7 +32,8 @@ class Growth:
         """Requests of which each needs so many more blocks to reach so many tokens."""
         one = slots if int(more.max()) == 1 else slots[more == 1]
         if len(one):
-            self.wants.append(Want(g, len(one), "single", table.near(one)))
+            kind = "moving" if table.moves else "single"
+            self.wants.append(Want(g, len(one), kind, table.near(one)))
             self._entries.append(_Entry(table, one, 1))
         if len(one) == len(slots):
             return

@@ -1,10 +1,10 @@
 """Which rows a hold gets: partly used slabs first, then free slabs, then cached rows.
 
-Rows that are wanted together and for long come in few runs; rows that are wanted singly
-fill the gaps that runs cannot use. When slabs become scarce, what moves on fills gaps,
-too: from the lowest slab up, and from the highest down where it is wanted briefly, so that
-the highest slabs become empty. What has to be evicted is what was used longest ago: rows
-of the group's own, or whole idle slabs of others.
+Rows that are wanted together come in few runs; rows that are wanted singly fill the gaps
+that runs cannot use. When slabs become scarce, rows that a window will leave fill gaps,
+too: from the lowest slab up, and from the highest down where they are wanted briefly, so
+that the highest slabs become empty. What has to be evicted is what was used longest ago:
+rows of the group's own, or whole idle slabs of others.
 """
 
 from collections.abc import Callable, Iterable
@@ -90,7 +90,8 @@ def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """The same with as few idle slabs as possible."""
     own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
     busy = own[slabs.held[own] > 0]
-    parts = [np.sort(stock.free_rows_of(busy[::-1] if kind == "brief" else busy)[:count])]
+    gaps = stock.free_rows_of(busy[::-1] if kind == "brief" else busy)
+    parts = [fewest_runs(gaps, count) if kind == "lasting" else np.sort(gaps[:count])]
     count -= len(parts[0])
     if count:
         rows, _ = stock.queue.oldest(len(stock.queue))
@@ -122,11 +123,12 @@ def _together(parts: list[Where]) -> Where:
 
 def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
-    if kind != "lasting" and not roomy(slabs):
+    if kind in ("moving", "brief") and not roomy(slabs):
         return _in_gaps(slabs, stock, count, kind)
     top = stock.top
     if kind == "single":
-        return np.sort(_free_rows(stock, range(1, top + 1), count)[:count])
+        levels = range(1, (top if roomy(slabs) else 2 * top) + 1)
+        return np.sort(_free_rows(stock, levels, count)[:count])
     if kind == "brief":
         return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
     size = stock.rows_per_slab

@@ -29,8 +29,9 @@ Forgets = Callable[[int, Ints], None]
 class Want:
     """`count` rows of a group.
 
-    Side by side; or, while there is room, one each next to the rows of `after`, if those
-    are given. `brief` ones will be released soon: they go where they hinder least.
+    Side by side; or one each next to the rows of `after`, if those are given, `moving` ones
+    only while there is room. `brief` ones will be released soon: they go where they hinder
+    least.
     """
 
     group: int
@@ -175,15 +176,15 @@ class Pool:
             if want.after is None:
                 rows = self._hold(want.group, want.count, needs, want.kind)
             else:
-                rows = self._hold_after(want.group, want.after, needs)
+                rows = self._hold_after(want.group, want.kind, want.after, needs)
             held.append(rows)
             needs[want.group] -= want.count
         return held
 
-    def _hold_after(self, group: int, after: Ints, needs: dict[int, int]) -> Ints:
+    def _hold_after(self, group: int, kind: Kind, after: Ints, needs: dict[int, int]) -> Ints:
         slabs, stock = self._of[group]
-        if stock.rows_per_slab > 1 and not roomy(slabs):
-            return self._hold(group, len(after), needs, "single")
+        if kind == "moving" and stock.rows_per_slab > 1 and not roomy(slabs):
+            return self._hold(group, len(after), needs, "moving")
         rows = after + 1
         fits = _free_next(slabs, stock, rows)
         near = rows[fits]
