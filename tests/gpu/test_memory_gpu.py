@@ -228,6 +228,7 @@ def test_a_copy_does_not_block_the_host_and_can_be_polled_and_joined():
     layout = packed(grouped([layer("l", heads=8, dim=128, tokens=16)]), num_slabs=4096)
     moves = row_moves(layout, 0, np.arange(1, 4000), np.arange(1, 4000))
     with Arena(layout, device=DEVICE) as a, Arena(layout, device=DEVICE) as b:
+        copy(a, b, moves).wait()  # the kernel is compiled here, while nothing waits
         a.bytes.fill_(3)
         waiting = torch.randn(8192, 8192, device=DEVICE)
         for _ in range(10):
