@@ -249,7 +249,7 @@ def measured(counts: list[int], seconds: float) -> dict[str, object]:
     for count, rows in sets.items():
         plain[count] = rows.figures(rows.big())
         if count == min(counts):
-            shown("segments", rows.figures(rows.segments()))
+            plain[count] |= rows.figures(rows.segments())
         shown(f"{count} rows, plain", plain[count])
     sweep: dict[int, dict[str, dict[str, float]]] = {count: {} for count in counts}
     for number, variant in enumerate(variants()):
