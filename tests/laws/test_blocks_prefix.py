@@ -70,6 +70,7 @@ def test_a_hit_is_the_longest_that_every_group_can_serve(
 
     unit = lcm(*(group.block_tokens for group in ledger.groups))
     longest = max(n for n in range(0, max(1, len(prompt)), unit) if served(n))
+    assert ledger.prefixes
     hit = ledger.prefixes.hit(prompt)
     assert hit.num_tokens == longest
     for g, shared in hit.blocks.items():
