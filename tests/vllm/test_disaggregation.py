@@ -183,9 +183,30 @@ def test_a_lease_that_ran_out_is_not_honoured(pair: list[Server]):
 
 
 def test_bytes_that_change_on_the_way_fail_the_digest(pair: list[Server]):
-    """The producer's memory is written to, for real, while decode pulls from it."""
-    prompt = tokens(3 * BLOCK + 5, seed=26)
-    expected = alone(pair, prompt)
+    """The producer's memory is written to, for real, while decode pulls from it.
+
+    The kernel lets nobody write there for up to seconds at times; a pull that falls into such a
+    pause sees nothing change, and is tried again with another prompt.
+    """
+    for seed in range(260, 275):
+        prompt = tokens(3 * BLOCK + 5, seed=seed)
+        expected = alone(pair, prompt)
+        before = pair[1].counts()
+        text = text_while_scribbling(pair, prompt)
+        accepted = before.get("pull accepted", 0) + 1
+        differed = before.get("pull digest", 0) + 1
+        while pair[1].await_count("pull digest", differed, 1) < differed:
+            if pair[1].counts().get("pull accepted", 0) >= accepted:
+                break
+        else:
+            assert text == expected
+            pair[0].post("/reset_prefix_cache", {})
+            return
+    pytest.fail("no byte changed during fifteen pulls")
+
+
+def text_while_scribbling(pair: list[Server], prompt: list[int]) -> str:
+    """What decode makes of rows that change while it pulls them."""
     params = pair[0].tickets(prompt)
     blocks = Ticket.parse(params["kvstow"]["tickets"][0]).blocks[0].ids.tolist()
     pid, base = worker_of(pair[0])
@@ -193,14 +214,10 @@ def test_bytes_that_change_on_the_way_fail_the_digest(pair: list[Server]):
     scribbler = threading.Thread(target=scribble, args=(pid, base, blocks, over))
     scribbler.start()
     try:
-        before = pair[1].counts().get("pull digest", 0)
-        text = pair[1].text(prompt, max_tokens=12, kv_transfer_params=params)
+        return pair[1].text(prompt, max_tokens=12, kv_transfer_params=params)
     finally:
         over.set()
         scribbler.join()
-    assert text == expected
-    assert pair[1].await_count("pull digest", before + 1) == before + 1
-    pair[0].post("/reset_prefix_cache", {})
 
 
 def worker_of(server: Server) -> tuple[int, int]:
