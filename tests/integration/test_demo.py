@@ -140,6 +140,7 @@ def test_an_interrupted_demo_leaves_no_process_behind():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background
     )
     children: list[int] = []
     give_up = time.monotonic() + SECONDS
