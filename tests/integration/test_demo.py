@@ -92,7 +92,7 @@ def test_rows_cost_far_fewer_descriptors_than_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "mamba2"])
 def test_hybrid_models_hand_over_windows_and_states(family):
     assert_identical(report("--model", f"random:{family}", "--block-tokens-decode", "8"), 2)
 

@@ -231,8 +231,10 @@ class Engine:
     def _run(
         self, tokens: Sequence[int], limit: int, stream: Stream, cache: KvstowCache | None
     ) -> None:
-        given: dict[str, Any] = {} if cache is None else {cache_name(self.model): cache}
-        ids = torch.tensor([tokens])
+        name = cache_name(self.model)
+        given: dict[str, Any] = {} if cache is None else {name: cache}
+        seen = cache.num_tokens if cache is not None and name != "past_key_values" else 0
+        ids = torch.tensor([tokens[seen:]])  # `generate` leaves out what `past_key_values` has seen
         self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
