@@ -98,7 +98,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": _MLA,
     "glm4_moe_lite": _MLA,
-    "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 1024},
+    "deepseek_v32": _MLA
+    | {
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4096,  # all of the demo's prompts: chosen in parts, entries differ
+    },
     "deepseek_v4": _MOE
     | {
         "num_key_value_heads": 1,
