@@ -10,40 +10,20 @@ from typing import Any
 
 import torch
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin
 
 from kvstow.adapters.transformers.batch import Batch
 from kvstow.adapters.transformers.cache import KvstowCache
+from kvstow.adapters.transformers.layers import RowsLayer
 from kvstow.adapters.transformers.memory import ModelMemory
 
 Tensor = torch.Tensor
 
 
-class CrossLayer(CacheLayerMixin):
-    """Keys and values of one layer's encoder positions."""
-
-    is_compileable = False
-    is_sliding = False
-    supports_early_init = False
+class CrossLayer(RowsLayer):
+    """Keys and values of one layer's encoder positions: all are there at once, and stay."""
 
     def __init__(self, batch: Batch, name: str) -> None:
-        self.batch, self.name = batch, name
-        self.is_initialized = False
-
-    @property
-    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What `update` was given, gathered from the rows; None before."""
-        return self.batch.held(self.name, "k", 0)
-
-    @property
-    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What `update` was given, gathered from the rows; None before."""
-        return self.batch.held(self.name, "v", 0)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Admits the sequences, unless they have been admitted already."""
-        self.batch.begin(key_states.shape[0])
-        self.is_initialized = True
+        super().__init__(batch, name, window=None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -58,17 +38,8 @@ class CrossLayer(CacheLayerMixin):
         return self.batch.encoder_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All positions, from the first."""
+        """All positions, from the first; a query adds none."""
         return self.get_seq_length(), 0
-
-    def get_max_length(self) -> int:
-        """None, in transformers' words."""
-        return -1
-
-    def reset(self) -> None:
-        """Forget the sequences."""
-        self.batch.release()
-        self.is_initialized = False
 
 
 class CrossCache(KvstowCache, EncoderDecoderCache):
