@@ -7,6 +7,7 @@ element types are those of the tensors that the model hands to its own default c
 model that stores decompressed keys is described as such, whatever its paper says.
 """
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,8 @@ OWN_CACHES = ("DynamicCache", "EncoderDecoderCache", "MiniMaxCache")
 
 def cache_name(model: PreTrainedModel) -> str:
     """The argument by which the model takes its cache."""
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    takes = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in takes else "past_key_values"
 
 
 @torch.no_grad()
