@@ -1,5 +1,7 @@
 """Layouts and rows that offload tests share; nothing here comes from kvstow.offload."""
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -53,3 +55,20 @@ def random_rows(nbytes: int, count: int, seed: int) -> list[Bytes]:
 
 def key(group: int, number: int) -> bytes:
     return f"{group}/{number}".encode().ljust(16, b".")
+
+
+class LaidOut(Protocol):
+    """A tier, as far as these helpers look at it."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+def numbered_row(tier: LaidOut, group: int, number: int) -> Bytes:
+    """A row that is a function of its number: whoever reads it can tell whether it is right."""
+    dice = np.random.default_rng([group, number])
+    return dice.integers(0, 256, tier.layout.row_bytes(group), dtype=np.uint8)
+
+
+def numbered_key(number: int) -> bytes:
+    return number.to_bytes(16, "little")

@@ -20,6 +20,8 @@ from kvstow.errors import StoreError
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.faulty import Fails, FaultyFiles
 from offloading import hybrid
+from offloading import numbered_key as key
+from offloading import numbered_row as row
 
 MIB = 1 << 20
 HERE = Path(__file__).parents[1]
@@ -29,25 +31,9 @@ import sys
 sys.path[:0] = [{str(HERE)!r}]
 import numpy as np
 from pathlib import Path
-from offloading import hybrid
+from offloading import hybrid, numbered_key as key, numbered_row as row
 from kvstow.offload.disk import DiskTier
-
-def row(tier, group, number):
-    dice = np.random.default_rng([group, number])
-    return dice.integers(0, 256, tier.layout.row_bytes(group), dtype=np.uint8)
-
-def key(number):
-    return number.to_bytes(16, "little")
 """
-
-
-def row(tier, group, number):
-    dice = np.random.default_rng([group, number])
-    return dice.integers(0, 256, tier.layout.row_bytes(group), dtype=np.uint8)
-
-
-def key(number):
-    return number.to_bytes(16, "little")
 
 
 WRITER = COMMON + textwrap.dedent("""

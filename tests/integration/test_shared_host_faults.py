@@ -25,6 +25,8 @@ from kvstow.offload.mover import Mover
 from kvstow.offload.neighbours import Neighbour, Neighbours
 from kvstow.offload.shared import parts, remove
 from offloading import hybrid
+from offloading import numbered_key as key
+from offloading import numbered_row as row
 
 HERE = Path(__file__).parents[1]
 CAPACITY = 1 << 20
@@ -37,15 +39,8 @@ COMMON = f"""
 import sys, time
 sys.path[:0] = [{str(HERE)!r}]
 import numpy as np
-from offloading import hybrid
+from offloading import hybrid, numbered_key as key, numbered_row as row
 from kvstow.offload.host import HostTier
-
-def row(tier, group, number):
-    dice = np.random.default_rng([group, number])
-    return dice.integers(0, 256, tier.layout.row_bytes(group), dtype=np.uint8)
-
-def key(number):
-    return number.to_bytes(16, "little")
 
 tier = HostTier(hybrid(content=256), capacity={CAPACITY}, shared=sys.argv[1])
 """
@@ -67,15 +62,6 @@ CHURN = COMMON + textwrap.dedent("""
         numbers = np.unique(dice.integers(0, 400, 24)).tolist()
         tier.store(group, [key(n) for n in numbers], [row(tier, group, n) for n in numbers])
 """)
-
-
-def row(tier, group, number):
-    dice = np.random.default_rng([group, number])
-    return dice.integers(0, 256, tier.layout.row_bytes(group), dtype=np.uint8)
-
-
-def key(number):
-    return number.to_bytes(16, "little")
 
 
 @pytest.fixture
