@@ -5,8 +5,8 @@
 
 Every ratio compares two things done in the same run on the same file system: the tier (rows with
 records, checksums and an index) and large aligned direct reads or writes by as many threads,
-with as much set aside and synced, which is what `fio` does with 4 MiB blocks. Rows are loaded as a
-mover loads them: parts of 64 MiB, three at a time. Plain and tier take turns; `ratio` is the best
+with as much set aside and synced, which is what `fio` does with 4 MiB blocks. Rows are loaded in
+parts of 64 MiB, three at a time. Plain and tier take turns; `ratio` is the best
 of all rounds against the best, so that other work on the machine counts least, and `ratio_median`
 the median of ratios of neighbours. Processor time is given beside: it is what checksums and index
 cost, and what a busy machine has none of.

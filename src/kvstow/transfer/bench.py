@@ -8,8 +8,8 @@
     built       … from lists made for the request
 
 Each is repeated, in turns, and the best of each counts. A pull counts from the call to
-acceptance: routes, descriptors, messages, fence. `ratio_to_per_layer` is against the faster
-way of per-layer engines, the prepared one; `bench_baseline` says what each of them counts.
+acceptance: routes, descriptors, messages, fence. `ratio_to_per_layer` is against the
+prepared pieces; `bench_baseline` says what each of them counts.
 """
 
 import os

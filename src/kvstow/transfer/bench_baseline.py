@@ -5,7 +5,7 @@
                were made when the engine started, and a request picks from them by index
     built      the same pieces; each request makes its own lists of descriptors
 
-vLLM's own connector prepares, others build. What an engine does once counts nowhere; what
+Engines do the one or the other. What an engine does once counts nowhere; what
 it does per request counts: indices or descriptors, the handle, the notification at the end.
 """
 
