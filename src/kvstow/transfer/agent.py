@@ -15,7 +15,7 @@ from kvstow.observe import Telemetry
 from kvstow.plan.blocklist import Blocks
 from kvstow.transfer.channel import Channel, Keys
 from kvstow.transfer.contact import Contact
-from kvstow.transfer.generations import Owner, ids_of
+from kvstow.transfer.generations import Owner
 from kvstow.transfer.home import Home
 from kvstow.transfer.lease import EndReason, Lease, Leases
 from kvstow.transfer.leg import Goal, Leg
@@ -320,17 +320,17 @@ class Agent:
                 self._settle(transfer)
 
     def _settle(self, transfer: Transfer) -> None:
-        ids = ids_of(transfer.goal.into)
+        into = transfer.goal.into
         if transfer.quiet:
             if transfer.quarantined:
-                for g, each in ids.items():
-                    self._home.owner.unquarantine(g, each)
+                for g, blocks in into.items():
+                    self._home.owner.unquarantine(g, blocks.ids)
             else:
-                self._release(transfer.goal.into)
+                self._release(into)
             self._open.remove(transfer)
         elif transfer.done and transfer.error is not None and not transfer.quarantined:
-            for g, each in ids.items():
-                self._home.owner.quarantine(g, each)
+            for g, blocks in into.items():
+                self._home.owner.quarantine(g, blocks.ids)
             self._release(transfer.goal.into)
             transfer.quarantined = True
 
@@ -338,16 +338,16 @@ class Agent:
         """All blocks, or none and the owner's error."""
         shared: list[int] = []
         try:
-            for g, ids in ids_of(blocks).items():
-                self._home.owner.share(g, ids)
+            for g, listed in blocks.items():
+                self._home.owner.share(g, listed.ids)
                 shared.append(g)
         except KvstowError:
             self._release({g: blocks[g] for g in shared})
             raise
 
     def _release(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, ids in ids_of(blocks).items():
-            self._home.owner.release(g, ids)
+        for g, listed in blocks.items():
+            self._home.owner.release(g, listed.ids)
 
     # ── its life ──────────────────────────────────────────────────────────────────
 

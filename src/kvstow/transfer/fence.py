@@ -53,11 +53,33 @@ def fence_rounds(
     """The reads that check these blocks; `tables` are the counters' addresses, per group."""
     rounds: list[Round] = []
     for group, listed in ids.items():
+        if not len(listed):
+            continue
+        near = _near(tables[group], group, listed, expected[group])
+        if near is not None:
+            rounds.append(near)
+            continue
         order = np.argsort(listed, kind="stable")
         wanted, counters = listed[order], expected[group][order]
-        if len(wanted):
-            rounds += _fitting(tables[group], group, wanted, counters)
+        rounds += _fitting(tables[group], group, wanted, counters)
     return _joined(rounds)
+
+
+def _near(table: int, group: int, ids: Ints, counters: Ints) -> Round | None:
+    """One piece for ids that lie close together on the whole, in any order."""
+    first = int(np.minimum.reduce(ids))
+    count = int(np.maximum.reduce(ids)) - first + 1
+    if count > min(SLOT_ENTRIES, _GAP * len(ids)):
+        return None
+    return Round(
+        remote=np.array([table + first * ENTRY]),
+        local=np.zeros(1, np.int64),
+        nbytes=np.array([count * ENTRY]),
+        where=ids - first,
+        expected=counters,
+        groups=np.full(len(ids), group),
+        ids=ids,
+    )
 
 
 def _fitting(table: int, group: int, wanted: Ints, counters: Ints) -> list[Round]:
@@ -93,6 +115,8 @@ def _round(table: int, group: int, wanted: Ints, counters: Ints) -> Round:
 
 def _joined(rounds: list[Round]) -> list[Round]:
     """Neighbouring rounds put into one slot where they fit together."""
+    if len(rounds) < 2:
+        return rounds
     done: list[Round] = []
     batch: list[Round] = []
     used = 0

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from kvstow.plan.layout import Layout
-from kvstow.plan.route import Claims, Route, route
+from kvstow.plan.route import Claims, route
 from kvstow.plan.sources import sources
 from kvstow.transfer.channel import Line
 from kvstow.transfer.digesting import unpacked_claims
+from kvstow.transfer.straight import Ways
 from kvstow.transfer.wire import Card, Claim
 
 
@@ -27,17 +28,17 @@ class Guest:
         if packed not in self._errands:
             if packed is None:
                 alone = sources([mine], self.layout)[0]
-                made = Errand(alone.route, alone.claims)
+                made = Errand(Ways(alone.route), alone.claims)
             else:
                 claims = unpacked_claims(packed)
-                made = Errand(route(mine, self.layout, claims=claims), claims)
+                made = Errand(Ways(route(mine, self.layout, claims=claims)), claims)
             self._errands[packed] = made
         return self._errands[packed]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Errand:
-    """The way to a guest, and what counts for digests on it."""
+    """The ways to a guest, and what counts for digests on them."""
 
-    route: Route
+    ways: Ways
     claims: Claims

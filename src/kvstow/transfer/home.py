@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from prometheus_client import Counter
 
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
@@ -55,7 +56,9 @@ class Home:
         self.stage = Stage(wanted, pinned=on_device) if wanted else None
         self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
         self._free_slots = deque(range(_SLOTS))
+        self._slots_at = self.slots.ctypes.data
         self._attached: dict[str, int] = {}
+        self._counters: dict[tuple[Counter, str], Counter] = {}
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         for region in self._regions():
             transport.register(region)
@@ -140,7 +143,7 @@ class Home:
         self._free_slots.append(slot)
 
     def slot_address(self, slot: int) -> int:
-        return self.slots.ctypes.data + slot * SLOT_ENTRIES * ENTRY
+        return self._slots_at + slot * SLOT_ENTRIES * ENTRY
 
     def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
         """The counters of these blocks, now."""
@@ -153,6 +156,13 @@ class Home:
     def checked(self, blocks: Mapping[int, Blocks]) -> None:
         """Refuse blocks that this layout does not have, or that are listed twice."""
         check_blocks(self.layout, blocks, whose=self.name)
+
+    def count(self, family: Counter, label: str, amount: int = 1) -> None:
+        """Raise a counter; its label is looked up once."""
+        key = family, label
+        if key not in self._counters:
+            self._counters[key] = family.labels(label)
+        self._counters[key].inc(amount)
 
     def note(self, what: str, facts: Mapping[str, Fact]) -> None:
         """Emit an event of this agent."""

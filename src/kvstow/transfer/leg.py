@@ -24,8 +24,9 @@ from kvstow.transfer.mover import Mover, chunk_bytes
 from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.path import Way
 from kvstow.transfer.staging import SLOTS, pieces
+from kvstow.transfer.straight import Ways
 from kvstow.transfer.ticket import Ticket, packed_ints
-from kvstow.transfer.transport import Spans, lost, merged
+from kvstow.transfer.transport import Spans, lost
 from kvstow.transfer.wire import (
     AnyMessage,
     Begin,
@@ -62,9 +63,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What one source brings: nothing without a route, everything without claims."""
+    """What one source brings: nothing without ways, everything without claims."""
 
-    route: Route | None
+    ways: Ways | None
     claims: tuple[Claim, ...] | None
 
 
@@ -151,18 +152,21 @@ class Leg:
         self._ask_at = now + contact.heartbeat_seconds
         contact.kept.discard(ticket.lease)
         self.direction = goal.direction or contact.path.direction
+        spans: Spans | None = None
         try:
             if ticket.fingerprint != contact.fingerprint:
                 raise TransferError(
                     f"ticket is for layout {ticket.fingerprint[:16]}, agent {contact.name!r} has "
                     f"{contact.fingerprint[:16]}", kind="ticket", peer=contact.name)  # fmt: skip
             check_blocks(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
-            if plan.route is None:
+            if plan.ways is None:
                 self.direction, self._arrived = "read", True
             elif self.direction == "read":
-                self._mover = self._made_mover(plan.route)
+                spans = plan.ways.spans(ticket.blocks, goal.into,
+                                        (goal.start_token, goal.num_tokens),
+                                        (contact.card.base, self._home.card.base))  # fmt: skip
             elif self.direction == "staged":
-                self._fetching = self._made_fetching(plan.route)
+                self._fetching = self._made_fetching(plan.ways.route)
         except RouteError as error:
             self.fail(TransferError(f"peer {contact.name!r}: {error}", kind="ticket",
                                     peer=contact.name), now)  # fmt: skip
@@ -171,25 +175,16 @@ class Leg:
             self.fail(error, now)
             return
         self.state = "moving"
-        self._fence = Fence(self._home, contact.card, ticket)
-        self._fence.prepare()
-        if plan.route is None:
+        if plan.ways is None:
             samples, self.told = (), tuple(0 for _ in samples)
         contact.send(Begin(self.id, ticket.lease, ticket.digest, plan.claims, self._write_order(),
                            self._slot_bytes, samples))  # fmt: skip
-
-    def _made_mover(self, route: Route) -> Mover:
-        card, goal, path = self.contact.card, self._goal, self.contact.path
-        assert card is not None
-        assert path is not None
-        moves = route.moves(
-            self.ticket.blocks, goal.into, goal.num_tokens, start_token=goal.start_token
-        )
-        spans = merged(Spans(moves.destination + self._home.card.base, moves.source + card.base,
-                             moves.nbytes))  # fmt: skip
-        kinds = self._home.kinds(card)
-        size = chunk_bytes(path.rate, kinds)
-        return Mover(self._home, "read", card.start, kinds, spans, size)
+        self._fence = Fence(self._home, contact.card, ticket)  # while the producer reads that
+        if spans is not None:
+            kinds = self._home.kinds(contact.card)
+            self._mover = Mover(self._home, "read", contact.card.start, kinds, spans,
+                                chunk_bytes(contact.path.rate, kinds))  # fmt: skip
+        self._fence.prepare()
 
     def _made_fetching(self, route: Route) -> Fetching:
         home, card, goal, path = self._home, self.contact.card, self._goal, self.contact.path

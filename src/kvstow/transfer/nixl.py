@@ -108,18 +108,17 @@ class NixlTransport:
 
     def prepare(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
         try:
-            local = self._listed(spans.local, spans.nbytes, kinds.local, kinds.local_device)
-            remote = self._listed(spans.remote, spans.nbytes, kinds.remote, kinds.remote_device)
+            rows: npt.NDArray[np.uint64] = np.empty((2, len(spans), 3), np.uint64)
+            rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = spans.local, spans.remote, spans.nbytes
+            rows[0, :, 2], rows[1, :, 2] = kinds.local_device, kinds.remote_device
+            local = self._listed(rows[0], kinds.local)
+            remote = self._listed(rows[1], kinds.remote)
             handle = self._agent.initialize_xfer(OPERATIONS[direction], local, remote, peer)
         except Exception as error:
             raise _foreign(f"{direction} {len(spans)} pieces", error, peer) from error
         return _NixlPost(self._agent, handle, peer, self._posts.setdefault(peer, set()))
 
-    def _listed(self, addresses: Any, nbytes: Any, kind: MemoryKind, device: int) -> Any:
-        rows: npt.NDArray[np.uint64] = np.empty((len(nbytes), 3), np.uint64)
-        rows[:, 0] = addresses
-        rows[:, 1] = nbytes
-        rows[:, 2] = device
+    def _listed(self, rows: npt.NDArray[np.uint64], kind: MemoryKind) -> Any:
         listed = self._agent.get_xfer_descs(rows, kind)
         if listed is None:
             raise TransferError(f"nixl: {len(rows)} descriptors were not taken", kind="transport")

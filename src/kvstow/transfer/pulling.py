@@ -15,6 +15,7 @@ from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home, named
 from kvstow.transfer.leg import Goal, Leg, Plan
 from kvstow.transfer.path import Way
+from kvstow.transfer.straight import Ways
 from kvstow.transfer.wire import Sample
 
 
@@ -62,8 +63,11 @@ class Transfer:
         self._started = home.clock()
         self._deadline = deadline
         self._generations = home.generations(goal.into)
-        self._ended = threading.Event()
-        self._quiet = threading.Event()
+        self.done = False
+        self.quiet = False
+        self._has_ended = threading.Event()
+        self._is_quiet = threading.Event()
+        self._begun = False
         self._aborted = False
         self._samples: tuple[Sample, ...] = ()
         self._local: Future[tuple[int, ...]] | None = None
@@ -72,7 +76,7 @@ class Transfer:
 
     def poll(self) -> bool:
         """Whether the rows may be used; raises TransferError if they never may."""
-        if not self._ended.is_set():
+        if not self.done:
             return False
         self._tend()
         if self.error is not None:
@@ -81,7 +85,7 @@ class Transfer:
 
     def wait(self, seconds: float | None = None) -> Stats:
         """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
-        if not self._ended.wait(seconds):
+        if not self._has_ended.wait(seconds):
             raise TimeoutError(f"transfer has not ended within {seconds} s")
         self.poll()
         assert self.stats is not None
@@ -89,17 +93,9 @@ class Transfer:
 
     def wait_quiet(self, seconds: float | None = None) -> bool:
         """Whether nothing writes to the rows any more; waits for it at most so long."""
-        over = self._quiet.wait(seconds)
+        over = self._is_quiet.wait(seconds)
         self._tend()
         return over
-
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    @property
-    def quiet(self) -> bool:
-        return self._quiet.is_set()
 
     def abort(self) -> None:
         """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
@@ -111,21 +107,23 @@ class Transfer:
         """Move all legs on; end when the last is clean or the first has failed."""
         for leg in self.legs:
             leg.advance(now)
-        if all(leg.state == "met" for leg in self.legs):
+        if not self._begun and all(leg.state == "met" for leg in self.legs):
             self._begin(now)
-        if not self._ended.is_set():
+        if not self.done:
             self._judge(now)
-        if self._ended.is_set() and not self._quiet.is_set() and all(x.quiet for x in self.legs):
+        if self.done and not self.quiet and all(leg.quiet for leg in self.legs):
             for leg in self.legs:
                 leg.let_go()
-            self._quiet.set()
+            self.rest()
 
     def rest(self) -> None:
-        """The engine is gone, and with it everything that could still write."""
-        self._quiet.set()
+        """Nothing writes to the rows any more: all legs are quiet, or the engine is gone."""
+        self.quiet = True
+        self._is_quiet.set()
 
     def _begin(self, now: float) -> None:
-        """Every source is there: decide who brings what, and start."""
+        """Every source is there: decide who brings what, tell them all, and start."""
+        self._begun = True
         try:
             plans = self._plans.plans([leg.contact for leg in self.legs])
         except RouteError as error:
@@ -138,6 +136,8 @@ class Transfer:
         )
         for leg, plan in zip(self.legs, plans, strict=True):
             leg.begin(plan, self._samples, now)
+        for leg in self.legs:
+            leg.advance(now)
 
     def _judge(self, now: float) -> None:
         failed = next((leg.error for leg in self.legs if leg.error is not None), None)
@@ -193,9 +193,7 @@ class Transfer:
         )
         for leg in self.legs:
             leg.end("accepted")
-        self._count("accepted")
-        self._ended.set()
-        self.on_end(None)
+        self._end("accepted", None)
 
     def fail(self, error: TransferError, now: float) -> None:
         """End as an error that names the destination rows of every group."""
@@ -208,17 +206,21 @@ class Transfer:
         for leg in self.legs:
             leg.fail(self.error, now)
             leg.end("aborted" if error.kind == "aborted" else "failed")
-        self._count(error.kind)
-        self._ended.set()
-        self.on_end(self.error)
+        self._end(error.kind, self.error)
+
+    def _end(self, outcome: str, error: TransferError | None) -> None:
+        self._count(outcome)
+        self.done = True
+        self._has_ended.set()
+        self.on_end(error)
 
     def _count(self, outcome: str) -> None:
-        metrics = self._home.metrics
-        metrics.transfers.labels(outcome).inc()
+        count, metrics = self._home.count, self._home.metrics
+        count(metrics.transfers, outcome)
         seconds = self._home.clock() - self._started
         for leg in self.legs:
-            metrics.bytes.labels(leg.direction).inc(leg.nbytes)
-            metrics.descriptors.labels(leg.direction).inc(leg.descriptors)
+            count(metrics.bytes, leg.direction, leg.nbytes)
+            count(metrics.descriptors, leg.direction, leg.descriptors)
             leg.contact.moved_bytes += leg.nbytes
             leg.contact.moved_seconds += seconds
         if self.stats is not None:
@@ -246,7 +248,7 @@ class Plans:
             found = {source.index: source for source in sources(layouts, self._home.layout)}
             alone = len(contacts) == 1
             self._known[key] = tuple(
-                Plan(found[i].route, None if alone else packed_claims(found[i].claims))
+                Plan(Ways(found[i].route), None if alone else packed_claims(found[i].claims))
                 if i in found else Plan(None, None)
                 for i in range(len(contacts))
             )  # fmt: skip

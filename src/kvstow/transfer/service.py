@@ -103,15 +103,15 @@ class Service:
         now = self.home.clock()
         self.home.transport.progress()
         self.serving.advance(now)
+        busy = False
         for contact in tuple(self.contacts.values()):
             contact.advance(now)
+            busy = busy or contact.busy
         for transfer in self.transfers:
             transfer.advance(now)
         self._retire()
         self.leases.expire(now=now)
-        return bool(
-            self.transfers or self.serving.busy or any(c.busy for c in self.contacts.values())
-        )
+        return bool(self.transfers) or busy or self.serving.busy
 
     def _obey(self) -> None:
         while self._commands:
@@ -133,8 +133,10 @@ class Service:
 
     def _retire(self) -> None:
         """Forget transfers that are over; count rows that are not at rest."""
-        if any(transfer.quiet for transfer in self.transfers):
-            self.transfers = [t for t in self.transfers if not t.quiet]
+        ended = [transfer for transfer in self.transfers if transfer.done]
+        if not ended and not self._any_quarantined:
+            return
+        self.transfers = [transfer for transfer in self.transfers if not transfer.quiet]
         rows = self.quarantined_rows
         if rows or self._any_quarantined:
             self.home.metrics.quarantined.set(rows)

@@ -180,18 +180,16 @@ class Serving:
             for part in order.blocks
         }
         check_blocks(guest.layout, into, whose=f"order of {guest.card.agent!r}")
-        way = guest.errand(home.layout, begin.claims).route
+        ways = guest.errand(home.layout, begin.claims).ways
         tokens = (order.start_token, order.num_tokens)
         if begin.slot_bytes:
             if home.stage is None or begin.slot_bytes > home.stage.slot_bytes:
                 raise TransferError(f"slots of {begin.slot_bytes} bytes are not to be had",
                                     kind="refused")  # fmt: skip
-            cut = pieces(way, ticket.blocks, into, tokens, begin.slot_bytes)
+            cut = pieces(ways.route, ticket.blocks, into, tokens, begin.slot_bytes)
             return Gathering(home, home.stage, cut)
-        moves = way.moves(ticket.blocks, into, tokens[1], start_token=tokens[0])
-        return Writing(home, guest, Spans(moves.source + home.card.base,
-                                          moves.destination + guest.card.base,
-                                          moves.nbytes))  # fmt: skip
+        there = ways.spans(ticket.blocks, into, tokens, (home.card.base, guest.card.base))
+        return Writing(home, guest, Spans(there.remote, there.local, there.nbytes))
 
     def _end(self, guest: Guest, transfer: int, lease: int, outcome: str) -> None:
         guest.reading.pop(transfer, None)
@@ -241,9 +239,10 @@ class Serving:
             if told is not None:
                 self._probes.remove(probe)
                 self._channel.send(probe.guest.line, told)
-        for entry in [entry for entry in self._digests if entry[2].done()]:
-            self._digests.remove(entry)
-            self._tell_digest(*entry)
+        for entry in tuple(self._digests):
+            if entry[2].done():
+                self._digests.remove(entry)
+                self._tell_digest(*entry)
         for guest in list(self.guests.values()):
             if now - guest.heard_at > self._silent_seconds:
                 self._home.note("guest-silent", {"peer": guest.card.agent})

@@ -71,11 +71,14 @@ def merged(spans: Spans) -> Spans:
 
 
 def chunks(spans: Spans, nbytes: int) -> list[Spans]:
-    """The copies in pieces of about `nbytes`, none of them cut, none of them empty."""
-    if len(spans) and spans.total <= nbytes:
+    """The copies in pieces of about equal size, at most about `nbytes`; none of them cut, none
+    of them empty."""
+    total = spans.total
+    if len(spans) and total <= nbytes:
         return [spans]
+    even = -(-total // -(-total // nbytes)) if total else nbytes
     starts = np.cumsum(spans.nbytes) - spans.nbytes
-    cuts = (np.flatnonzero(np.diff(starts // nbytes)) + 1).tolist()
+    cuts = (np.flatnonzero(np.diff(starts // even)) + 1).tolist()
     return [spans.part(lo, hi) for lo, hi in pairwise([0, *cuts, len(spans)]) if lo < hi]
 
 

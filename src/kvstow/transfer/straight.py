@@ -1,0 +1,160 @@
+"""Straight routes: every pair of blocks is one copy, and block `k` goes to block `k`.
+
+    source        row 7   row 2   row 3   row 9        ids of logical blocks 0, 1, 2, 3
+    destination   row 4   row 5   row 6   row 1
+    by row there  9 ▶ 1 │ 7 ▶ 4 │ 2, 3 ▶ 5, 6          neighbours on both sides are one
+
+Packed rows of equal layouts are such a case, whatever the model. What is then left of a
+route is one multiplication per block; anything else is asked of the route itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstow.plan.blocklist import Blocks
+from kvstow.plan.lanes import Lanes
+from kvstow.plan.pairing import Tokens
+from kvstow.plan.period import Period, period
+from kvstow.plan.route import Crossing, Route
+from kvstow.transfer.transport import Ints, Spans, merged
+
+
+class Straight(NamedTuple):
+    """A crossing whose full blocks are one copy each: `nbytes` from `source + id · strides[0]`
+    to `destination + id · strides[1]`, and `strides[0]` more for every next pair of a run."""
+
+    crossing: Crossing
+    cycle: Period
+    numbers: tuple[int, int, int]
+    strides: tuple[int, int]
+
+
+class Pairs(NamedTuple):
+    """Ids on both sides, by logical block; of the last one, `tail` bytes are copied."""
+
+    source: Ints
+    destination: Ints
+    tail: int
+
+
+class Ways:
+    """A route, and the short way to its moves wherever it has one."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        found = [_straight(crossing) for crossing in route.crossings]
+        self._straight = [way for way in found if way is not None]
+        self._is_straight = bool(found) and len(self._straight) == len(found)
+
+    def spans(
+        self,
+        source: Mapping[int, Blocks],
+        destination: Mapping[int, Blocks],
+        tokens: tuple[int, int],
+        bases: tuple[int, int],
+    ) -> Spans:
+        """The copies that bring tokens `[first, end)` across, as few as there can be.
+
+        `Route.moves` with the two arenas' addresses added; local is the destination. Blocks
+        must be ones of the layouts, each listed once. Raises RouteError.
+        """
+        if self._is_straight:
+            pairs = [_paired(way, source, destination, tokens) for way in self._straight]
+            runs = [
+                _runs(way, pair, bases)
+                for way, pair in zip(self._straight, pairs, strict=True)
+                if pair is not None
+            ]
+            if len(runs) == len(pairs):
+                return runs[0] if len(runs) == 1 else merged(_joined(runs))
+        moves = self.route.moves(source, destination, tokens[1], start_token=tokens[0])
+        return merged(
+            Spans(moves.destination + bases[1], moves.source + bases[0], moves.nbytes)
+        )  # fmt: skip
+
+
+def _straight(crossing: Crossing) -> Straight | None:
+    spans = crossing.spans
+    if spans[0] != spans[1]:
+        return None
+    (lanes,) = crossing.period
+    numbers = _numbers(lanes)
+    if numbers is None or not lanes.all_repeat:
+        return None
+    strides = int(lanes.source_stride[0]), int(lanes.destination_stride[0])
+    return Straight(crossing, period(*spans), numbers, strides)
+
+
+def _numbers(lanes: Lanes) -> tuple[int, int, int] | None:
+    """Where the single copy of a pair starts on both sides, and its length."""
+    pieces = lanes.pieces
+    if len(lanes) != 1:
+        return None
+    return int(pieces.source[0]), int(pieces.destination[0]), int(pieces.nbytes[0])
+
+
+def _paired(
+    way: Straight,
+    source: Mapping[int, Blocks],
+    destination: Mapping[int, Blocks],
+    tokens: tuple[int, int],
+) -> Pairs | None:
+    """All pairs of logical blocks; None where some are missing, or their tokens cut."""
+    ours, theirs = source.get(way.crossing.groups[0]), destination.get(way.crossing.groups[1])
+    if ours is None or theirs is None or not len(theirs) or not 0 <= tokens[0] <= tokens[1]:
+        return None
+    wanted = Tokens(*tokens).of(way.crossing.destination)
+    span = way.cycle.tokens
+    first = max(wanted.first // span, int(theirs.index[0]))
+    end = min(-(-wanted.end // span), int(theirs.index[-1]) + 1)
+    if wanted.first >= wanted.end or first >= end or wanted.first > first * span:
+        return None
+    tail = way.numbers if wanted.end >= end * span else _last(way, wanted, end - 1)
+    from_, to = _listed(ours, first, end), _listed(theirs, first, end)
+    if from_ is None or to is None or tail is None or tail[:2] != way.numbers[:2]:
+        return None
+    return Pairs(from_, to, tail[2])
+
+
+def _last(way: Straight, tokens: Tokens, number: int) -> tuple[int, int, int] | None:
+    """The copy of a block that is not filled."""
+    overlap = way.cycle.overlap(number, (tokens.first, tokens.end), exact=False)
+    return _numbers(way.crossing.lanes(overlap))
+
+
+def _listed(blocks: Blocks, first: int, end: int) -> Ints | None:
+    """The ids of logical blocks `[first, end)`, if all of them are listed, and none is left
+    out between any two."""
+    index = blocks.index
+    if not len(index):
+        return None
+    start, last = int(index[0]), int(index[-1])
+    if not start <= first < end <= last + 1 == start + len(index):
+        return None
+    return blocks.ids[first - start : end - start]
+
+
+def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
+    """Pairs by destination, those that follow each other on both sides as one."""
+    order = pairs.destination.argsort()
+    source, destination = pairs.source[order], pairs.destination[order]
+    (here, there, nbytes), (stride, other) = way.numbers, way.strides
+    follows = (source[1:] - source[:-1] == 1) & (destination[1:] - destination[:-1] == 1)
+    heads = np.flatnonzero(np.append(True, ~follows))
+    ends = np.append(heads[1:], len(order)) - 1
+    lengths = (ends - heads) * stride + nbytes
+    if pairs.tail != nbytes:
+        lengths[order[ends] == len(order) - 1] -= nbytes - pairs.tail
+    return Spans(destination[heads] * other + (there + bases[1]),
+                 source[heads] * stride + (here + bases[0]), lengths)  # fmt: skip
+
+
+def _joined(parts: Sequence[Spans]) -> Spans:
+    """The copies of all parts, one part after the other."""
+    return Spans(
+        np.concatenate([part.local for part in parts]),
+        np.concatenate([part.remote for part in parts]),
+        np.concatenate([part.nbytes for part in parts]),
+    )
