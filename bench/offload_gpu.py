@@ -9,9 +9,9 @@ each at the same time, against the faster of the two alone. Ratios are best agai
 is what two big copies reach together. Per-layer segments copy the same bytes 16 KiB at a time,
 which is what an arena of one tensor per layer needs.
 
-After the mover's own limits come variants of them, until the seconds are over: bytes per part,
-workers per direction, and streams of a batch, made for each batch or kept. The `best` is the one
-furthest from the bounds asked for (0.95, 0.95, 1.6). Needs numpy, torch and triton.
+After the mover's own limits come variants of them, until the seconds are over: bytes per part and
+workers per direction. The `best` is the one furthest from the bounds asked for (0.95, 0.95, 1.6).
+Needs numpy, torch and triton.
 """
 
 import os
@@ -23,18 +23,15 @@ sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the st
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from bench.machine import machine, write
 
-from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import HostTier
 from kvstow.offload.mover import USUAL, Limits, Mover
@@ -51,56 +48,17 @@ ASKED = {"store_ratio": 0.95, "load_ratio": 0.95, "both_ratio": 1.6}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Limits of a mover, and how many streams a batch uses: None as the library has it."""
-
-    limits: Limits
-    streams: int | None = None
-    fixed: bool = False
-
-    @property
-    def name(self) -> str:
-        size = self.limits.part_bytes
-        part = "whole job" if size == WHOLE else f"{size >> 20} MiB"
-        streams = f", {self.streams} {'kept' if self.fixed else 'fresh'}" if self.streams else ""
-        return f"{part} x {self.limits.workers}{streams}"
+def named(limits: Limits) -> str:
+    size = limits.part_bytes
+    part = "whole job" if size == WHOLE else f"{size >> 20} MiB"
+    return f"{part} x {limits.workers}"
 
 
-def variants() -> Iterator[Variant]:
-    """As it is; then other parts and workers; then the same with other streams."""
-    yield Variant(replace(USUAL, max_bytes=WHOLE))
-    ways = [(None, False), (4, True)]
-    sizes = [64 << 20, 256 << 20, WHOLE]
-    for (streams, fixed), workers, size in product(ways, (2, 4), sizes):
-        limits = Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
-        yield Variant(limits, streams, fixed)
-
-
-@contextmanager
-def streams(count: int | None, *, fixed: bool) -> Iterator[None]:
-    """Batches use so many streams; where `fixed`, a stream always has the same beside it."""
-    if count is None:
-        yield
-        return
-
-    @cache
-    def others(stream: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(stream.device) for _ in range(count - 1)]
-
-    def beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
-        found = others(stream)
-        for other in found:
-            other.wait_stream(stream)
-        yield stream
-        yield from found
-
-    with patch.object(cuda, "BATCH_STREAMS", count):
-        if fixed:
-            with patch.object(cuda, "_beside", beside):
-                yield
-        else:
-            yield
+def variants() -> Iterator[Limits]:
+    """As it is; then other parts and workers."""
+    yield replace(USUAL, max_bytes=WHOLE)
+    for workers, size in product((1, 2, 4), (32 << 20, 64 << 20, 128 << 20, 256 << 20, WHOLE)):
+        yield Limits(workers=workers, part_bytes=size, max_bytes=WHOLE)
 
 
 def rows_layout(num_rows: int) -> Layout:
@@ -184,34 +142,33 @@ class Rows:
         return {"segments_d2h": scale * best(partial(run, True)),
                 "segments_h2d": scale * best(partial(run, False))}  # fmt: skip
 
-    def through(self, variant: Variant) -> dict[str, float]:
+    def through(self, limits: Limits) -> dict[str, float]:
         """Seconds of a store, of a load, and of both at once, by a mover of its own."""
         keys = [f"s{i}".encode() for i in range(self.num_rows)]
         more = [f"b{i}".encode() for i in range(self.num_rows)]
         times: dict[str, list[float]] = {"store": [], "load": [], "both": []}
-        with streams(variant.streams, fixed=variant.fixed):
-            mover = Mover(self.arena, self.host, limits=variant.limits)
+        mover = Mover(self.arena, self.host, limits=limits)
 
-            def store() -> None:
-                assert mover.store(0, self.first, keys).result(60).all()
+        def store() -> None:
+            assert mover.store(0, self.first, keys).result(60).all()
 
-            def load() -> None:
-                assert mover.load(0, keys, self.second).result(60).all()
+        def load() -> None:
+            assert mover.load(0, keys, self.second).result(60).all()
 
-            def both() -> None:
-                one, other = mover.store(0, self.first, more), mover.load(0, keys, self.second)
-                assert one.result(60).all()
-                assert other.result(60).all()
+        def both() -> None:
+            one, other = mover.store(0, self.first, more), mover.load(0, keys, self.second)
+            assert one.result(60).all()
+            assert other.result(60).all()
 
-            for _ in range(REPEATS):
-                self._table[torch.as_tensor(self.second, device=DEVICE)] = 0
-                for name, work in (("store", store), ("load", load), ("both", both)):
-                    times[name].append(took(work))
-                mover.reap()
-                assert mover.drain(60)
-                self.host.evict(0, keys)
-                self.host.evict(0, more)
-            mover.close()
+        for _ in range(REPEATS):
+            self._table[torch.as_tensor(self.second, device=DEVICE)] = 0
+            for name, work in (("store", store), ("load", load), ("both", both)):
+                times[name].append(took(work))
+            mover.reap()
+            assert mover.drain(60)
+            self.host.evict(0, keys)
+            self.host.evict(0, more)
+        mover.close()
         self._check()
         return {name: min(found) for name, found in times.items()}
 
@@ -252,13 +209,13 @@ def measured(counts: list[int], seconds: float) -> dict[str, object]:
             plain[count] |= rows.figures(rows.segments())
         shown(f"{count} rows, plain", plain[count])
     sweep: dict[int, dict[str, dict[str, float]]] = {count: {} for count in counts}
-    for number, variant in enumerate(variants()):
+    for number, limits in enumerate(variants()):
         if time.monotonic() > end and number:
             print(f"the seconds are over after {number} variants")
             break
         for count, rows in sets.items():
-            gb = plain[count] | rows.figures(rows.through(variant))
-            name = variant.name if number else "default"
+            gb = plain[count] | rows.figures(rows.through(limits))
+            name = named(limits) if number else "default"
             sweep[count][name] = ratios(gb) | {k: gb[k] for k in ("store_gb_per_s",
                                                "load_gb_per_s", "both_gb_per_s")}  # fmt: skip
             shown(f"{count} rows, {name}", sweep[count][name])

@@ -304,9 +304,7 @@ def test_the_choice_of_method_follows_length_and_pinning():
     layout = packed(grouped([layer("l", heads=8, dim=128, tokens=16)]), num_slabs=64)
     a = Arena(layout, device=DEVICE)
     pinned, plain = Arena(layout, pinned=True), Arena(layout)
-    long = Spans(np.array([0]), np.array([0]), np.array([1 << 20]))
-    short = Spans(np.arange(0, 64 << 10, 8192), np.arange(0, 64 << 10, 8192),
-                  np.full(8, 4096))  # fmt: skip
+    long, short = 1 << 20, 4096
     assert cuda.has_batch()
     assert choose_method(a, pinned, long) == "batch"
     assert choose_method(a, plain, long) == "plain"

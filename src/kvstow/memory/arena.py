@@ -121,7 +121,7 @@ class Arena:
     def device(self) -> torch.device:
         return self.bytes.device
 
-    @property
+    @cached_property
     def pinned(self) -> bool:
         return self.device.type == "cpu" and torch.cuda.is_available() and self.bytes.is_pinned()
 

@@ -73,20 +73,23 @@ def copy(
     Moves may come in any order; destinations must not overlap each other, nor sources when
     both arenas lie in the same memory.
     """
-    checked = merged(_checked(source, destination, spans(moves)))
-    chosen = choose_method(source, destination, checked) if method == "auto" else method
+    checked = _checked(source, destination, spans(moves))
+    num_moves, nbytes = len(checked.nbytes), int(checked.nbytes.sum())
+    mean = nbytes // max(1, num_moves)
+    chosen = choose_method(source, destination, mean) if method == "auto" else method
     running = _started(source, destination, checked, chosen, stream)
-    total = int(checked.nbytes.sum())
-    return Copy(source, destination, len(checked.source), total, chosen, running)
+    return Copy(source, destination, num_moves, nbytes, chosen, running)
 
 
 SHORT_BYTES = 128 << 10
 """Mean length of a move from which CUDA's batched memcpy beats a kernel on pinned memory: on one
-H200, moves of 16 KiB 15 GB/s against 17, of 128 KiB 45 to 49 against 45, of 1 MiB 52 against 49."""
+H200, moves of 16 KiB 14 to 16 GB/s against 20 to 25, of 128 KiB 48 against 48, of 1 MiB 54
+against 49."""
 
 
-def choose_method(source: Arena, destination: Arena, moves: Spans) -> Method:
-    """The fastest way for these moves, by what was measured on one H200 (bench/results)."""
+def choose_method(source: Arena, destination: Arena, mean_bytes: int) -> Method:
+    """The fastest way for moves of that mean length, by what was measured on one H200
+    (bench/results)."""
     kinds = (source.device.type, destination.device.type)
     if kinds == ("cpu", "cpu"):
         return "memmove"
@@ -95,13 +98,16 @@ def choose_method(source: Arena, destination: Arena, moves: Spans) -> Method:
     host = source if source.device.type == "cpu" else destination
     if not host.pinned:
         return "plain"
-    mean = moves.nbytes.mean() if len(moves.nbytes) else SHORT_BYTES
-    return "batch" if mean >= SHORT_BYTES and cuda.has_batch() else "kernel"
+    return "batch" if mean_bytes >= SHORT_BYTES and cuda.has_batch() else "kernel"
 
 
 def _checked(source: Arena, destination: Arena, moves: Spans) -> Spans:
+    """The moves, joined; between device and host, in the order of the host's side, which the
+    bus likes best."""
     check_inside(moves.source, moves.nbytes, source.regions, "source")
     check_inside(moves.destination, moves.nbytes, destination.regions, "destination")
+    to_host = (source.device.type, destination.device.type) == ("cuda", "cpu")
+    moves = merged(moves, along=int(to_host))
     check_apart(moves.destination, moves.nbytes, "destination")
     if source.device == destination.device and _meet(source, destination):
         check_unread(

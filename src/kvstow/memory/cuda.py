@@ -1,9 +1,8 @@
 """Copies that touch a CUDA device: the runtime's batched memcpy, and kernels, on a side stream."""
 
 import ctypes
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,16 +52,15 @@ def start(
     """Submit the moves to a stream that goes on after the current streams' present work."""
     devices = [arena.device for arena in (source, destination) if arena.device.type == "cuda"]
     with torch.cuda.device(devices[0]):
-        side = torch.cuda.Stream(devices[0]) if stream is None else stream
+        side = torch.cuda.Stream() if stream is None else stream
         for device in devices:
             side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            kept = _submitted(source, destination, moves, method, side)
-        for arena in (source, destination):
-            if arena.device.type == "cuda":
-                arena.bytes.record_stream(side)
+        kept = _submitted(source, destination, moves, method, side)
         event = torch.cuda.Event()
         event.record(side)
+    for arena in (source, destination):
+        if arena.device.type == "cuda":
+            arena.bytes.record_stream(side)
     return Running(side, event, kept)
 
 
@@ -76,12 +74,14 @@ def _submitted(
             one_by_one(source.address, destination.address, moves, stream.cuda_stream)
             return ()
         case "batch":
-            _batched(source.address, destination.address, moves, stream)
+            batch(source.address, destination.address, moves, stream.cuda_stream)
             return ()
         case "kernel":
-            return gather(source.bytes, destination.bytes, moves)
+            with torch.cuda.stream(stream):
+                return gather(source.bytes, destination.bytes, moves)
         case "staged":
-            return _staged(source, destination, moves, stream.cuda_stream)
+            with torch.cuda.stream(stream):
+                return _staged(source, destination, moves, stream.cuda_stream)
 
 
 # ── the runtime's own copies ──────────────────────────────────────────────────────────────
@@ -106,63 +106,41 @@ class _Attributes(ctypes.Structure):
     )
 
 
+OPENING = 4
+"""Moves of the first batch. Handing over a move costs the host about a microsecond, and the
+device starts on a batch when it has all of it: so it is given few to begin with."""
+
+GROWTH = 4
+"""How many times as many each batch has as the one before: the device takes longer over a move
+of the one than the host over as many of the next."""
+
+
 def batch(source: int, destination: int, moves: Spans, stream: int) -> None:
-    """All moves in one call. The legacy default stream does not take it."""
+    """Batched memcpy, one batch after the other. The legacy default stream does not take it."""
     if not has_batch():
         raise CopyError("this CUDA runtime has no batched memcpy\n\nhint: it came with 12.8")
     if stream == 0:
         raise CopyError("batched memcpy does not run on the legacy default stream")
-    starts, places = moves.source + source, moves.destination + destination
-    nbytes = np.ascontiguousarray(moves.nbytes)
+    columns = (moves.destination + destination, moves.source + source, moves.nbytes)
+    arrays = [np.ascontiguousarray(column, np.int64) for column in columns]
+    addresses = [array.ctypes.data for array in arrays]
     attributes, first = _Attributes(_AFTER_STREAM), ctypes.c_size_t(0)
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    arguments = [
-        pointer(places.ctypes.data), pointer(starts.ctypes.data), pointer(nbytes.ctypes.data),
-        size(len(nbytes)), ctypes.byref(attributes), ctypes.byref(first), size(1),
-    ]  # fmt: skip
+    rest = [ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)]
     if _version("cudaRuntimeGetVersion") < 13000:  # it named the move that failed
-        arguments.append(ctypes.byref(size(0)))
-    status = runtime().cudaMemcpyBatchAsync(*arguments, pointer(stream))
-    _succeed("cudaMemcpyBatchAsync", status)
+        rest.append(ctypes.byref(ctypes.c_size_t(0)))
+    call = runtime().cudaMemcpyBatchAsync
+    for low, high in rounds(len(moves.nbytes)):
+        lists = [ctypes.c_void_p(address + 8 * low) for address in addresses]
+        status = call(*lists, ctypes.c_size_t(high - low), *rest, ctypes.c_void_p(stream))
+        _succeed("cudaMemcpyBatchAsync", status)
 
 
-BATCH_STREAMS = 4
-"""Batches run side by side: the pause between two copies of one is filled by the others."""
-
-OPENING = 8
-"""One part in so many goes first: handing over a move costs the host about a microsecond, and
-the device is busy with the opening while it takes in the rest."""
-
-
-def _batched(source: int, destination: int, moves: Spans, stream: torch.cuda.Stream) -> None:
-    """Batches on several streams, in two rounds; the stream goes on after all of them."""
-    beside, lanes = _beside(stream), list[torch.cuda.Stream]()
-    weights = [1] * BATCH_STREAMS + [OPENING - 1] * BATCH_STREAMS
-    for i, part in enumerate(shares(moves, weights)):
-        lanes.extend(itertools.islice(beside, 1))
-        batch(source, destination, part, lanes[i % len(lanes)].cuda_stream)
-    for lane in lanes[1:]:
-        stream.wait_stream(lane)
-
-
-def _beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
-    """The stream, then others that start where it stood, each made when it is asked for."""
-    ready = stream.record_event()
-    yield stream
-    for _ in range(BATCH_STREAMS - 1):
-        other = torch.cuda.Stream(stream.device)
-        other.wait_event(ready)
-        yield other
-
-
-def shares(moves: Spans, weights: Sequence[int]) -> Iterator[Spans]:
-    """The moves in order, in parts whose bytes are about as the weights; none without moves."""
-    ends = np.cumsum(moves.nbytes)
-    wanted = np.cumsum(weights[:-1]) * (int(ends[-1]) / sum(weights))
-    edges = [0, *np.searchsorted(ends, wanted, side="right").tolist(), len(ends)]
-    for low, high in itertools.pairwise(edges):
-        if low < high:
-            yield Spans(*(array[low:high] for array in moves))
+def rounds(count: int) -> Iterator[tuple[int, int]]:
+    """So many moves in order, in batches that grow."""
+    low, size = 0, OPENING
+    while low < count:
+        yield low, min(low + size, count)
+        low, size = low + size, size * GROWTH
 
 
 def has_batch() -> bool:

@@ -45,7 +45,8 @@ def row_moves(
 
 def spans(moves: Moves | Spans) -> Spans:
     """The moves as int64 arrays of one length, empty ones left out."""
-    arrays = [np.atleast_1d(np.asarray(a)) for a in (moves.source, moves.destination, moves.nbytes)]
+    columns = (moves.source, moves.destination, moves.nbytes)
+    arrays = [np.array(column, ndmin=1, copy=None) for column in columns]
     for array in arrays:
         if array.ndim != 1 or array.shape != arrays[0].shape or array.dtype.kind not in "iu":
             raise CopyError(
@@ -56,15 +57,18 @@ def spans(moves: Moves | Spans) -> Spans:
     least = int(nbytes.min(initial=1))
     if least < 0:
         raise CopyError(f"move {int(np.argmax(nbytes < 0))} has {least} bytes")
-    some = slice(None) if least else nbytes > 0
+    if least:
+        return Spans(source, destination, nbytes)
+    some = nbytes > 0
     return Spans(source[some], destination[some], nbytes[some])
 
 
-def merged(moves: Spans) -> Spans:
-    """The same moves in ascending order of source, neighbours on both sides joined."""
+def merged(moves: Spans, *, along: int = 0) -> Spans:
+    """The same moves in ascending order of source, or `along` 1 of destination, neighbours on
+    both sides joined."""
     source, destination, nbytes = moves
-    if (source[1:] < source[:-1]).any():
-        order = np.argsort(source, kind="stable")
+    if (moves[along][1:] < moves[along][:-1]).any():
+        order = np.argsort(moves[along])
         source, destination, nbytes = (array[order] for array in moves)
     apart = source[1:] != source[:-1] + nbytes[:-1]
     apart |= destination[1:] != destination[:-1] + nbytes[:-1]
@@ -91,20 +95,14 @@ def check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: st
 
 def check_apart(offsets: Ints, nbytes: Ints, what: str) -> None:
     """Refuses ranges that share bytes."""
-    if not len(offsets):
-        return
-    longest = int(nbytes.max())
-    if (np.diff(np.sort(offsets)) >= longest).all():  # the usual case, without their order
-        return
-    order = np.argsort(offsets, kind="stable")
-    starts, ends = offsets[order], (offsets + nbytes)[order]
-    bad = starts[1:] < ends[:-1]
+    if (offsets[1:] < offsets[:-1]).any():
+        order = np.argsort(offsets)
+        offsets, nbytes = offsets[order], nbytes[order]
+    bad = offsets[1:] - offsets[:-1] < nbytes[:-1]
     if bad.any():
         i = int(np.argmax(bad))
-        raise CopyError(
-            f"moves {order[i]} and {order[i + 1]}: {what} bytes [{starts[i]}, {ends[i]}) and "
-            f"[{starts[i + 1]}, {ends[i + 1]}) overlap"
-        )
+        first, second = (f"[{offsets[k]}, {offsets[k] + nbytes[k]})" for k in (i, i + 1))
+        raise CopyError(f"{what} bytes {first} and {second} overlap")
 
 
 def check_unread(sources: Ints, destinations: Ints, nbytes: Ints) -> None:
