@@ -3,9 +3,9 @@
 
     PYTHONPATH=src python bench/attention.py --json bench/results/attention_h200.json
 
-64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; half the layers of two
-models in a row, so that a block is far from the next: 16, where every stride is a power of two,
-and 18, where those of heads and rows are not. Above 1.00 is faster than `LBHNC`.
+64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; all layers of a model, or
+half of them where two arenas would not fit: 16, where every stride is a power of two, and 18 and
+28, where those of heads and rows are not. Above 1.00 is faster than `LBHNC`.
 """
 
 import os
@@ -31,6 +31,7 @@ PARTS = 4
 MODELS = (
     ("Llama-3.1-8B, half of it", 16, ORDERS[1:]),
     ("Qwen3-8B, half of it", 18, ("BLHNC", "BLNHC", "BHLNC")),
+    ("Qwen3-1.7B", 28, ("BLHNC", "BLNHC", "BHLNC")),
 )
 
 
