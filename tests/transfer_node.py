@@ -233,7 +233,8 @@ class Node:
 
     def path(self, address: str) -> dict:
         found = self.agent.connect(address).path
-        return {"direction": found.direction, "read": found.read_rate, "write": found.write_rate}
+        return {"direction": found.direction, "read": found.read_rate,
+                "write": found.write_rate, "tracks": found.tracks}  # fmt: skip
 
     def metric(self, name: str, **labels: str) -> float:
         return self.agent.telemetry.registry.get_sample_value(name, labels) or 0.0

@@ -26,7 +26,6 @@ from kvstow.transfer.bench_setting import Setting
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
-from kvstow.transfer.service import BUSY_SLEEP
 from kvstow.transfer.timed import TimedNixl
 
 __all__ = ["Setting", "measured"]
@@ -77,7 +76,7 @@ class Run:
             if self._signature() != before:
                 own += seconds - (self.transport.seconds - inside)
             else:
-                time.sleep(BUSY_SLEEP)
+                self.agent.service.pause()
         return own
 
     def _signature(self) -> tuple[object, ...]:

@@ -38,9 +38,10 @@ class Round:
 
     def changed(self, slot: Ints) -> dict[int, tuple[int, ...]]:
         """Per group, the blocks whose counters are not what the ticket says."""
-        wrong = slot[self.where] != self.expected
-        if not wrong.any():
+        found = slot.take(self.where)
+        if found.tobytes() == self.expected.tobytes():
             return {}
+        wrong = found != self.expected
         return {
             int(g): tuple(self.ids[wrong & (self.groups == g)].tolist())
             for g in np.unique(self.groups[wrong])

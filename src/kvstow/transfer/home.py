@@ -18,6 +18,7 @@ from kvstow.plan.manifest import encode, fingerprint
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.staging import DEVICE_SLOT_BYTES, SLOTS, Stage
+from kvstow.transfer.track import Track
 from kvstow.transfer.transport import Ints, Kinds, MemoryKind, Region, Transport
 from kvstow.transfer.wire import Card, RegionCard
 
@@ -59,6 +60,8 @@ class Home:
         self._slots_at = self.slots.ctypes.data
         self._attached: dict[str, int] = {}
         self._counters: dict[tuple[Counter, str], Counter] = {}
+        self._tracks: list[Track] = []
+        self.has_watched = False
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         for region in self._regions():
             transport.register(region)
@@ -125,6 +128,30 @@ class Home:
         """Disconnect at once: after this no post of ours to that agent moves a byte."""
         if self._attached.pop(start, None) is not None:
             self.transport.disconnect(start)
+            for track in self._tracks:
+                track.disconnect(start)
+
+    def beside(self, card: Card, tracks: int) -> tuple[Track, ...]:
+        """All tracks but our own that shall work on transfers with an agent, connected to it;
+        fewer where the engine has no others. Raises TransferError."""
+        self.make_tracks(tracks)
+        found = tuple(self._tracks[: tracks - 1])
+        for track in found:
+            track.connect(card.start, card.metadata)
+        return found
+
+    def make_tracks(self, tracks: int) -> None:
+        """Begin to make the tracks that are not there yet."""
+        make = self.transport.another
+        while make is not None and len(self._tracks) < tracks - 1:
+            self._tracks.append(Track(make, self._regions()))
+
+    def close(self) -> None:
+        """Let go of the engines; all agents must have been severed."""
+        self.worker.shutdown()
+        for track in self._tracks:
+            track.close()
+        self.transport.close()
 
     def is_attached(self, start: str) -> bool:
         return start in self._attached
@@ -147,7 +174,7 @@ class Home:
 
     def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
         """The counters of these blocks, now."""
-        return {g: self.owner.generations[g][listed.ids].copy() for g, listed in blocks.items()}
+        return {g: self.owner.generations[g].take(listed.ids) for g, listed in blocks.items()}
 
     def kinds(self, card: Card) -> Kinds:
         """Kinds of memory between our arena and theirs."""
@@ -179,13 +206,14 @@ def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) ->
         least, count = layout.groups[g].rows_per_slab, layout.num_blocks(g)
         if not len(listed):
             continue
-        ordered = np.sort(listed.ids)
+        ordered = listed.ids.copy()
+        ordered.sort()
         if ordered[0] < least or ordered[-1] >= count:
             wrong = listed.ids[(listed.ids < least) | (listed.ids >= count)]
             raise TransferError(f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
                                 f"[{least}, {count})", kind="ticket",
                                 blocks={name: tuple(wrong.tolist())})  # fmt: skip
-        if (ordered[1:] == ordered[:-1]).any():
+        if np.logical_or.reduce(ordered[1:] == ordered[:-1]):
             raise TransferError(f"{whose}: group {name!r}: some block is listed twice",
                                 kind="ticket")  # fmt: skip
 

@@ -26,6 +26,7 @@ from kvstow.transfer.path import Way
 from kvstow.transfer.staging import SLOTS, pieces
 from kvstow.transfer.straight import Ways
 from kvstow.transfer.ticket import Ticket, packed_ints
+from kvstow.transfer.track import Track
 from kvstow.transfer.transport import Spans, lost
 from kvstow.transfer.wire import (
     AnyMessage,
@@ -153,6 +154,7 @@ class Leg:
         contact.kept.discard(ticket.lease)
         self.direction = goal.direction or contact.path.direction
         spans: Spans | None = None
+        beside: tuple[Track, ...] = ()
         try:
             if ticket.fingerprint != contact.fingerprint:
                 raise TransferError(
@@ -165,6 +167,7 @@ class Leg:
                 spans = plan.ways.spans(ticket.blocks, goal.into,
                                         (goal.start_token, goal.num_tokens),
                                         (contact.card.base, self._home.card.base))  # fmt: skip
+                beside = self._home.beside(contact.card, contact.path.tracks)
             elif self.direction == "staged":
                 self._fetching = self._made_fetching(plan.ways.route)
         except RouteError as error:
@@ -182,8 +185,8 @@ class Leg:
         self._fence = Fence(self._home, contact.card, ticket)  # while the producer reads that
         if spans is not None:
             kinds = self._home.kinds(contact.card)
-            self._mover = Mover(self._home, "read", contact.card.start, kinds, spans,
-                                chunk_bytes(contact.path.rate, kinds))  # fmt: skip
+            size = chunk_bytes(contact.path.rate, kinds, 1 + len(beside), spans.total)
+            self._mover = Mover(self._home, "read", contact.card.start, kinds, spans, size, beside)
         self._fence.prepare()
 
     def _made_fetching(self, route: Route) -> Fetching:

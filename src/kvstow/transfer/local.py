@@ -118,6 +118,10 @@ class LocalTransport:
             self._advance(post)
         self._posts = [post for post in self._posts if not post.ended]
 
+    @property
+    def another(self) -> None:
+        return None
+
     def close(self) -> None:
         self._fabric.kill(self._name)
         self._posts.clear()

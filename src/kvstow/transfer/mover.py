@@ -1,9 +1,12 @@
 """Copies on their way: pieces started a few at a time, so that a stop is never far."""
 
+import time
 from collections import deque
+from collections.abc import Sequence
 
 from kvstow.errors import TransferError
 from kvstow.transfer.home import Home
+from kvstow.transfer.track import Job, Track
 from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
 
 IN_FLIGHT = 3
@@ -13,23 +16,45 @@ MOST_CHUNK = 1 << 30
 CHUNK_SECONDS = 0.08
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
+CHUNKS_EACH = 2
+"""Chunks for every engine that works on a transfer: the faster one takes some of the other's."""
 
-def chunk_bytes(bytes_per_second: float, kinds: Kinds) -> int:
-    """How much to post at once over a path of this rate; 0 where it is not known."""
+WATCH_SECONDS = 1e-3
+"""Posts under way are watched without pause for so long: some engines move bytes only then."""
+
+STALLED_SECONDS = 8 * CHUNK_SECONDS
+"""After so long without one that ended, posts are looked at only now and then."""
+
+
+def chunk_bytes(bytes_per_second: float, kinds: Kinds, tracks: int = 1, nbytes: int = 0) -> int:
+    """How much of `nbytes` to post at once over a path of this rate; 0 where it is not known."""
     if bytes_per_second == 0:
-        return MOST_CHUNK if "VRAM" in kinds else USUAL_CHUNK
-    return int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
+        most = MOST_CHUNK if "VRAM" in kinds else USUAL_CHUNK
+    else:
+        most = int(min(MOST_CHUNK, max(LEAST_CHUNK, bytes_per_second * CHUNK_SECONDS)))
+    if tracks == 1:
+        return most
+    return min(most, max(LEAST_CHUNK, -(-nbytes // (CHUNKS_EACH * tracks))))
 
 
 class Mover:
-    """Posts copies to one peer and watches them. `advance` does all the work.
+    """Posts copies to one peer and watches them. `advance` does all the work but for what
+    the tracks beside take of it; `copies_inside` says that every post was over when the call
+    that started it was: a processor of ours has copied it.
 
     After an error or `stop`, nothing new is started; `quiet` says when nothing that was
     started can move a byte any more.
     """
 
     def __init__(
-        self, home: Home, direction: Direction, peer: str, kinds: Kinds, spans: Spans, size: int
+        self,
+        home: Home,
+        direction: Direction,
+        peer: str,
+        kinds: Kinds,
+        spans: Spans,
+        size: int,
+        beside: Sequence[Track] = (),
     ) -> None:
         self.direction: Direction = direction
         self.nbytes = spans.total
@@ -38,21 +63,27 @@ class Mover:
         self._peer = peer
         self._kinds = kinds
         self._waiting = deque(chunks(spans, size))
+        self._beside = beside if len(self._waiting) > 1 else ()
+        self._jobs: list[Job] = []
         self._ready: deque[Post] = deque()
         self._posted: list[Post] = []
+        self._moved_at = home.clock()
+        self.copies_inside = True
         self.error: TransferError | None = None
 
     @property
     def quiet(self) -> bool:
-        return not self._posted
+        return not self._posted and all(job.over for job in self._jobs)
 
     @property
     def done(self) -> bool:
-        return not (self._posted or self._ready or self._waiting) and self.error is None
+        return self.error is None and not (self._ready or self._waiting) and self.quiet
 
     def stop(self) -> None:
         """Start nothing more."""
         self._waiting.clear()
+        for job in self._jobs:
+            job.withdraw()
         while self._ready:
             self._ready.popleft().release()
 
@@ -65,10 +96,14 @@ class Mover:
         try:
             self.prepare()
             self._start()
-            for post in tuple(self._posted):
-                if post.poll():
-                    post.release()
-                    self._posted.remove(post)
+            self._poll()
+            if self._posted:
+                self._watch()
+            for job in self._jobs:
+                if not self._waiting:
+                    job.withdraw()
+                if job.error is not None:
+                    raise job.error
         except TransferError as error:
             self.error = self.error or error
             self.sever()
@@ -76,22 +111,49 @@ class Mover:
 
     def prepare(self) -> None:
         """Make all posts before the first starts: afterwards caches are full of their bytes.
-        Raises TransferError."""
+        Only our share where tracks take the others. Raises TransferError."""
         prepare = self._home.transport.prepare
-        while self._waiting:
-            post = prepare(self.direction, self._peer, self._kinds, self._waiting[0])
-            self._waiting.popleft()
-            self._ready.append(post)
+        while self._waiting and not (self._beside and len(self._ready) >= CHUNKS_EACH):
+            try:
+                spans = self._waiting.popleft()
+            except IndexError:  # a track was faster
+                return
+            self._ready.append(prepare(self.direction, self._peer, self._kinds, spans))
 
     def _start(self) -> None:
-        """Start posts until enough are under way, or one has copied within the call: then
-        others of this thread have their turn."""
+        """Start posts until enough are under way. Those that have copied within the call must
+        not take longer than a chunk may: then others of this thread have their turn."""
+        if self._beside and not self._jobs:
+            self._jobs = [track.copy(self.direction, self._peer, self._kinds, self._waiting)
+                          for track in self._beside]  # fmt: skip
+        until = self._home.clock() + CHUNK_SECONDS / 2
         while self._ready and len(self._posted) < IN_FLIGHT:
             post = self._ready.popleft()
             self._posted.append(post)
             post.start()
-            if post.poll():
+            if not post.poll():
+                self.copies_inside = False
+            elif self._home.clock() > until:
                 return
+
+    def _poll(self) -> None:
+        for post in tuple(self._posted):
+            if post.poll():
+                post.release()
+                self._posted.remove(post)
+                self._moved_at = self._home.clock()
+
+    def _watch(self) -> None:
+        """Look at the posts without pause for a while, but let other threads have their turn."""
+        clock = self._home.clock
+        until = clock() + WATCH_SECONDS
+        if until - self._moved_at > STALLED_SECONDS:
+            return
+        self._home.has_watched = True
+        count = len(self._posted)
+        while len(self._posted) == count and clock() < until:
+            time.sleep(0)
+            self._poll()
 
     def sever(self) -> None:
         """Disconnect the peer: quiet from now on."""
@@ -99,3 +161,4 @@ class Mover:
         self._ready.clear()
         self._home.sever(self._peer)
         self._posted.clear()
+        self._jobs.clear()

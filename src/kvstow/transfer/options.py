@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvstow.errors import SpecError
 from kvstow.transfer.path import Way
+from kvstow.transfer.track import TRACKS
 
 DigestPolicy = Literal["always", "sample", "off"]
 
@@ -15,8 +16,9 @@ class Options:
 
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
     how long a failed pull waits for its posts to end before it disconnects the peer.
-    `direction` forces one way instead of measuring. `slot_bytes` is the size of staging
-    slots: by default 32 MiB on a device and none on the host.
+    `direction` forces one way instead of measuring; `tracks` forces how many engines read
+    at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
+    default 32 MiB on a device and none on the host.
     """
 
     lease_seconds: float = 30.0
@@ -25,6 +27,7 @@ class Options:
     heartbeat_seconds: float = 1.0
     drain_seconds: float = 2.0
     direction: Way | None = None
+    tracks: int | None = None
     slot_bytes: int | None = None
     digest: DigestPolicy = "sample"
 
@@ -33,6 +36,8 @@ class Options:
                      "heartbeat_seconds", "drain_seconds"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise SpecError(f"{name} is {getattr(self, name)}, not above 0")
+        if self.tracks is not None and not 1 <= self.tracks <= TRACKS:
+            raise SpecError(f"tracks is {self.tracks}, not from 1 to {TRACKS}")
 
 
 DEFAULTS = Options()

@@ -14,7 +14,8 @@ PREFER_READ = 2.0
 class Path:
     """The chosen direction, and the rates it was chosen by, in bytes per second.
 
-    `staged_rate` is 0 where both sides' rows are in host memory: nothing to gain.
+    `staged_rate` is 0 where both sides' rows are in host memory: nothing to gain. `tracks`
+    is how many engines of the consumer read at once.
     """
 
     direction: Way
@@ -22,6 +23,7 @@ class Path:
     write_rate: float
     staged_rate: float = 0.0
     forced: bool = False
+    tracks: int = 1
 
     @property
     def rate(self) -> float:
@@ -35,7 +37,11 @@ class Path:
 
 
 def chosen(
-    read_rate: float, write_rate: float, staged_rate: float = 0.0, forced: Way | None = None
+    read_rate: float,
+    write_rate: float,
+    staged_rate: float = 0.0,
+    forced: Way | None = None,
+    tracks: int = 1,
 ) -> Path:
     """The fastest way, unless one is forced; the simpler one where they are about equal."""
     best: Way = "write" if write_rate > PREFER_READ * read_rate else "read"
@@ -47,4 +53,5 @@ def chosen(
         write_rate=write_rate,
         staged_rate=staged_rate,
         forced=forced is not None,
+        tracks=tracks,
     )

@@ -177,9 +177,8 @@ class Transfer:
     def _accept(self, now: float) -> None:
         """The consumer's own fence: the rows must still be the ones that were given."""
         for g, before in self._generations.items():
-            ids = self.goal.into[g].ids
-            moved_on = ids[self._home.owner.generations[g][ids] != before]
-            if len(moved_on):
+            now_there = self._home.owner.generations[g].take(self.goal.into[g].ids)
+            if now_there.tobytes() != before.tobytes():
                 self.fail(TransferError("destination rows were given to others meanwhile",
                                         kind="fence"), now)  # fmt: skip
                 return

@@ -27,7 +27,15 @@ from kvstow.transfer.wire import AnyMessage, Deliver, Delivered, End
 log = logging.getLogger(__name__)
 
 IDLE_MS = 20
+DOZE_MS = 1
 BUSY_SLEEP = 20e-6
+
+DOZE_AFTER = 20
+"""After so many turns in which a guest that reads needed nothing of us, we wait for messages
+between turns: on one host it never does, and the processor is better used for its copies."""
+
+WORK_SECONDS = 50e-6
+"""Progress that took so long was for somebody."""
 
 
 class Service:
@@ -53,6 +61,7 @@ class Service:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._any_quarantined = False
+        self._idle_turns = 0
         channel.watch(self._wake)
 
     # ── the thread ────────────────────────────────────────────────────────────────
@@ -73,14 +82,21 @@ class Service:
         self.home.use_device()  # the engine copies in this thread
         busy = False
         while not self._closing.is_set():
-            if busy:
-                time.sleep(BUSY_SLEEP)
+            dozes = self._idle_turns >= DOZE_AFTER
+            if busy and not dozes:
+                self.pause()
             try:
-                busy = self.step(0 if busy else IDLE_MS)
+                busy = self.step((DOZE_MS if dozes else 0) if busy else IDLE_MS)
             except Exception as error:  # nobody else would ever hear of it
                 log.exception("agent %s: a turn failed", self.home.name)
                 self._give_up(error)
                 busy = True
+
+    def pause(self) -> None:
+        """Between two turns: nothing where the last one has waited already."""
+        if not self.home.has_watched:
+            time.sleep(BUSY_SLEEP)
+        self.home.has_watched = False
 
     def _give_up(self, error: Exception) -> None:
         """Something went wrong that never should: end all transfers rather than hang."""
@@ -92,7 +108,9 @@ class Service:
 
     def step(self, timeout_ms: int = 0) -> bool:
         """One turn of everything; whether something is under way."""
+        self._idle_turns += 1
         for line, message in self.channel.heard(timeout_ms):
+            self._idle_turns = 0
             self._obey()
             try:
                 self._dispatch(line, message)
@@ -102,6 +120,8 @@ class Service:
         self._obey()
         now = self.home.clock()
         self.home.transport.progress()
+        if self.home.clock() - now > WORK_SECONDS:
+            self._idle_turns = 0
         self.serving.advance(now)
         busy = False
         for contact in tuple(self.contacts.values()):
@@ -111,7 +131,10 @@ class Service:
             transfer.advance(now)
         self._retire()
         self.leases.expire(now=now)
-        return bool(self.transfers) or busy or self.serving.busy
+        if self.transfers or busy or self.serving.works:
+            self._idle_turns = 0
+            return True
+        return self.serving.attends
 
     def _obey(self) -> None:
         while self._commands:
@@ -238,8 +261,7 @@ class Service:
         self.leases.close()
         for contact in self.contacts.values():
             contact.fail(closed)
-        self.home.worker.shutdown()
-        self.home.transport.close()
+        self.home.close()
         for transfer in self.transfers:
             transfer.rest()
         self.channel.close()

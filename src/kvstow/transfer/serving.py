@@ -83,11 +83,14 @@ class Serving:
         self._awake_until = max(self._awake_until, self._home.clock() + seconds)
 
     @property
-    def busy(self) -> bool:
-        """Whether a guest needs this process to make progress."""
-        if self._home.clock() < self._awake_until:
-            return True
-        return bool(self._writings or self._probes or self._digests) or any(
+    def works(self) -> bool:
+        """Whether something is being done here for a guest."""
+        return bool(self._writings or self._probes or self._digests)
+
+    @property
+    def attends(self) -> bool:
+        """Whether a guest may need this process to make progress."""
+        return self._home.clock() < self._awake_until or any(
             guest.reading for guest in self.guests.values()
         )
 

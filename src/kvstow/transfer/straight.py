@@ -138,17 +138,22 @@ def _listed(blocks: Blocks, first: int, end: int) -> Ints | None:
 
 def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
     """Pairs by destination, those that follow each other on both sides as one."""
-    order = pairs.destination.argsort()
-    source, destination = pairs.source[order], pairs.destination[order]
+    count, order = len(pairs.source), pairs.destination.argsort()
+    source, destination = pairs.source.take(order), pairs.destination.take(order)
     (here, there, nbytes), (stride, other) = way.numbers, way.strides
-    follows = (source[1:] - source[:-1] == 1) & (destination[1:] - destination[:-1] == 1)
-    heads = np.flatnonzero(np.append(True, ~follows))
-    ends = np.append(heads[1:], len(order)) - 1
-    lengths = (ends - heads) * stride + nbytes
+    apart = np.empty(count, np.bool_)
+    apart[0], apart[1:] = (
+        True,
+        (source[1:] - source[:-1] != 1) | (destination[1:] - destination[:-1] != 1),
+    )
+    heads = apart.nonzero()[0]
+    ends = np.empty_like(heads)
+    ends[:-1], ends[-1] = heads[1:], count
+    lengths = (ends - heads) * stride + (nbytes - stride)
     if pairs.tail != nbytes:
-        lengths[order[ends] == len(order) - 1] -= nbytes - pairs.tail
-    return Spans(destination[heads] * other + (there + bases[1]),
-                 source[heads] * stride + (here + bases[0]), lengths)  # fmt: skip
+        lengths[order.take(ends - 1) == count - 1] -= nbytes - pairs.tail
+    return Spans(destination.take(heads) * other + (there + bases[1]),
+                 source.take(heads) * stride + (here + bases[0]), lengths)  # fmt: skip
 
 
 def _joined(parts: Sequence[Spans]) -> Spans:

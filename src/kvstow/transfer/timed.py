@@ -22,9 +22,18 @@ class TimedNixl(NixlTransport):
         self.seconds = 0.0
         self.connecting = 0.0
         self.starts = 0
+        self.beside: list[TimedNixl] = []
         self._first_started: float | None = None
         self._is_connected = False
         self._agent = _TimedAgent(self.bare, self._took)
+
+    @property
+    def another(self) -> "Callable[[], TimedNixl]":
+        return self._made
+
+    def _made(self) -> "TimedNixl":
+        self.beside.append(TimedNixl())
+        return self.beside[-1]
 
     def _took(self, call: str, busy: float, started: float, result: Any) -> None:
         self.seconds += busy

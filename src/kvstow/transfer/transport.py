@@ -4,6 +4,7 @@ A transport knows memory and addresses; it knows nothing of blocks, tickets or l
 All calls come from one thread.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
@@ -44,7 +45,7 @@ class Spans:
 
     @property
     def total(self) -> int:
-        return int(self.nbytes.sum())
+        return int(np.add.reduce(self.nbytes))
 
     def part(self, start: int, stop: int) -> "Spans":
         """Copies `[start, stop)`."""
@@ -77,8 +78,8 @@ def chunks(spans: Spans, nbytes: int) -> list[Spans]:
     if len(spans) and total <= nbytes:
         return [spans]
     even = -(-total // -(-total // nbytes)) if total else nbytes
-    starts = np.cumsum(spans.nbytes) - spans.nbytes
-    cuts = (np.flatnonzero(np.diff(starts // even)) + 1).tolist()
+    number = (spans.nbytes.cumsum() - spans.nbytes) // even
+    cuts = ((number[1:] != number[:-1]).nonzero()[0] + 1).tolist()
     return [spans.part(lo, hi) for lo, hi in pairwise([0, *cuts, len(spans)]) if lo < hi]
 
 
@@ -131,6 +132,12 @@ class Transport(Protocol):
 
     def progress(self) -> None:
         """Do what is due, for our posts and for peers that work on our memory."""
+        ...
+
+    @property
+    def another(self) -> "Callable[[], Transport] | None":
+        """What makes an engine of the same kind, to be used in another thread; None where two
+        would not copy faster than one."""
         ...
 
     def close(self) -> None:
