@@ -10,13 +10,23 @@ from typing import Literal
 from kvstow.errors import RouteError, TransferError
 from kvstow.plan.sources import sources
 from kvstow.transfer.contact import Contact
-from kvstow.transfer.digesting import digests, mismatches, packed_claims, samples
+from kvstow.transfer.digesting import (
+    LEAST_SHARE,
+    digests,
+    mismatches,
+    packed_claims,
+    samples,
+)
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home, named
 from kvstow.transfer.leg import Goal, Leg, Plan
 from kvstow.transfer.path import Way
 from kvstow.transfer.straight import Ways
 from kvstow.transfer.wire import Sample
+
+INLINE_BYTES = 8 << 20
+"""A sample that is certainly no larger is counted in the agent's own thread: in another one
+it would start too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +169,7 @@ class Transfer:
         if not self._samples:
             return True
         if self._local is None:
-            arena, into = self._home.arena, self.goal.into
-            self._local = self._home.worker.submit(digests, arena, into, self._samples, None)
+            self._local = self._counted()
         there = [leg.told for leg in self.legs if leg.told is not None]
         if not self._local.done() or len(there) < len(self.legs):
             return False
@@ -173,6 +182,16 @@ class Transfer:
         )  # fmt: skip
         self.fail(TransferError(f"bytes differ from what was offered: {text}", kind="digest"), now)
         return False
+
+    def _counted(self) -> Future[tuple[int, ...]]:
+        """The digests of what lies here now: at once if they are small, else beside us."""
+        what = (self._home.arena, self.goal.into, self._samples, None)
+        nbytes = sum(leg.nbytes for leg in self.legs)
+        if self.goal.digest == "always" or nbytes // LEAST_SHARE > INLINE_BYTES:
+            return self._home.worker.submit(digests, *what)
+        counted: Future[tuple[int, ...]] = Future()
+        counted.set_result(digests(*what))
+        return counted
 
     def _accept(self, now: float) -> None:
         """The consumer's own fence: the rows must still be the ones that were given."""

@@ -14,21 +14,27 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstow.plan.blocklist import Blocks
-from kvstow.plan.lanes import Lanes
+from kvstow.plan.lanes import Lanes, Overlap
 from kvstow.plan.pairing import Tokens
-from kvstow.plan.period import Period, period
 from kvstow.plan.route import Crossing, Route
 from kvstow.transfer.transport import Ints, Spans, merged
 
 
+class Copy(NamedTuple):
+    """The single copy of a pair of blocks 0."""
+
+    source: int
+    destination: int
+    nbytes: int
+
+
 class Straight(NamedTuple):
-    """A crossing whose full blocks are one copy each: `nbytes` from `source + id · strides[0]`
-    to `destination + id · strides[1]`, and `strides[0]` more for every next pair of a run."""
+    """A crossing whose full blocks of `span` tokens are one copy each: `nbytes` from
+    `source + id · nbytes` to `destination + id · nbytes`, row after row without a gap."""
 
     crossing: Crossing
-    cycle: Period
-    numbers: tuple[int, int, int]
-    strides: tuple[int, int]
+    span: int
+    copy: Copy
 
 
 class Pairs(NamedTuple):
@@ -76,23 +82,21 @@ class Ways:
 
 
 def _straight(crossing: Crossing) -> Straight | None:
-    spans = crossing.spans
-    if spans[0] != spans[1]:
+    span, other = crossing.spans
+    if span != other:
         return None
-    (lanes,) = crossing.period
-    numbers = _numbers(lanes)
-    if numbers is None or not lanes.all_repeat:
+    lanes = crossing.lanes(Overlap(0, 0, span, span, span))
+    copy = _single(lanes)
+    if copy is None or {int(lanes.source_stride[0]), int(lanes.destination_stride[0])} != {
+        copy.nbytes
+    }:
         return None
-    strides = int(lanes.source_stride[0]), int(lanes.destination_stride[0])
-    return Straight(crossing, period(*spans), numbers, strides)
+    return Straight(crossing, span, copy)
 
 
-def _numbers(lanes: Lanes) -> tuple[int, int, int] | None:
-    """Where the single copy of a pair starts on both sides, and its length."""
-    pieces = lanes.pieces
-    if len(lanes) != 1:
-        return None
-    return int(pieces.source[0]), int(pieces.destination[0]), int(pieces.nbytes[0])
+def _single(lanes: Lanes) -> Copy | None:
+    """The copy of a pair that is only one."""
+    return Copy(*(int(column[0]) for column in lanes.pieces)) if len(lanes) == 1 else None
 
 
 def _paired(
@@ -106,22 +110,17 @@ def _paired(
     if ours is None or theirs is None or not len(theirs) or not 0 <= tokens[0] <= tokens[1]:
         return None
     wanted = Tokens(*tokens).of(way.crossing.destination)
-    span = way.cycle.tokens
+    span = way.span
     first = max(wanted.first // span, int(theirs.index[0]))
     end = min(-(-wanted.end // span), int(theirs.index[-1]) + 1)
     if wanted.first >= wanted.end or first >= end or wanted.first > first * span:
         return None
-    tail = way.numbers if wanted.end >= end * span else _last(way, wanted, end - 1)
+    filled = min(span, wanted.end - (end - 1) * span)
+    last = _single(way.crossing.lanes(Overlap(0, 0, filled, filled, filled)))
     from_, to = _listed(ours, first, end), _listed(theirs, first, end)
-    if from_ is None or to is None or tail is None or tail[:2] != way.numbers[:2]:
+    if from_ is None or to is None or last is None or last[:2] != way.copy[:2]:
         return None
-    return Pairs(from_, to, tail[2])
-
-
-def _last(way: Straight, tokens: Tokens, number: int) -> tuple[int, int, int] | None:
-    """The copy of a block that is not filled."""
-    overlap = way.cycle.overlap(number, (tokens.first, tokens.end), exact=False)
-    return _numbers(way.crossing.lanes(overlap))
+    return Pairs(from_, to, last.nbytes)
 
 
 def _listed(blocks: Blocks, first: int, end: int) -> Ints | None:
@@ -140,7 +139,7 @@ def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
     """Pairs by destination, those that follow each other on both sides as one."""
     count, order = len(pairs.source), pairs.destination.argsort()
     source, destination = pairs.source.take(order), pairs.destination.take(order)
-    (here, there, nbytes), (stride, other) = way.numbers, way.strides
+    here, there, nbytes = way.copy
     apart = np.empty(count, np.bool_)
     apart[0], apart[1:] = (
         True,
@@ -149,11 +148,11 @@ def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
     heads = apart.nonzero()[0]
     ends = np.empty_like(heads)
     ends[:-1], ends[-1] = heads[1:], count
-    lengths = (ends - heads) * stride + (nbytes - stride)
+    lengths = (ends - heads) * nbytes
     if pairs.tail != nbytes:
         lengths[order.take(ends - 1) == count - 1] -= nbytes - pairs.tail
-    return Spans(destination.take(heads) * other + (there + bases[1]),
-                 source.take(heads) * stride + (here + bases[0]), lengths)  # fmt: skip
+    return Spans(destination.take(heads) * nbytes + (there + bases[1]),
+                 source.take(heads) * nbytes + (here + bases[0]), lengths)  # fmt: skip
 
 
 def _joined(parts: Sequence[Spans]) -> Spans:
