@@ -1,194 +1,161 @@
-"""Moves of pairs that lie next to each other, made one where they follow on both sides.
+"""Moves that go on from pair to pair.
 
-Neighbours of one kind have been run together already; what is left are lanes that another
-lane continues, and pairs of another kind or of the same block.
+Which lanes of a pair continue its neighbours' lanes, and which are continued, are sets of
+lanes. A move starts with a lane that continues none, and ends with one that is not continued:
+
+    pairs         a       b       c
+    lane        ┃ ·─·─· ┃ ·─·─· ┃ ·─·   ┃
+    continues             yes     yes            not a move of b, nor of c
+    continued     yes     yes                    it ends in c
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from kvstow.plan.blocklist import Ints
-from kvstow.plan.lanes import Flags, Lanes, merged
-from kvstow.plan.pairing import Pairs
-from kvstow.plan.territory import Pieces
-
-AT_ONCE = 1 << 14
-"""Pairs whose neighbours are looked for together: few enough for a cache."""
+from kvstow.plan.lanes import Flags, Lanes
+from kvstow.plan.meeting import Pairs
+from kvstow.plan.seams import Seams
 
 
-class Links(NamedTuple):
-    """Pair `after[i]` has the block of pair `before[i]` on one side and the next one on the
-    other, or the next one on both. `straight[i]`: on both, it is the pair after `before[i]`,
-    and of the same kind."""
+class Sets:
+    """Sets of lanes of one kind as numbers: 0 is none, then those of joints, then unions."""
 
-    before: Ints
-    after: Ints
-    straight: Flags
+    def __init__(self, joints: Iterable[tuple[int, Flags]]) -> None:
+        self._found: list[tuple[int, Flags]] = [(0, np.empty(0, np.bool_)), *joints]
+        self._unions: dict[tuple[int, int], int] = {}
 
-    def some(self, which: Flags) -> "Links":
-        return Links(self.before[which], self.after[which], self.straight[which])
+    def __len__(self) -> int:
+        return len(self._found)
 
+    @overload
+    def __getitem__(self, which: int) -> tuple[int, Flags]: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[tuple[int, Flags]]: ...
+    def __getitem__(self, which: int | slice) -> object:
+        """The kind that a set is of, and which of its lanes are in it."""
+        return self._found[which]
 
-def links(pairs: Pairs, kinds: Sequence[Lanes]) -> Links:
-    """All pairs next to each other, if any two lanes can be one; those of a destination block
-    and the next lie together."""
-    found: list[tuple[Ints, Ints]] = []
-    ends, starts = (any(lanes.any_ends_open for lanes in kinds),
-                    any(lanes.any_starts_open for lanes in kinds))  # fmt: skip
-    if ends and starts:
-        for start in range(0, len(pairs), AT_ONCE):
-            for apart in range(1, 2 * pairs.most):
-                found += _neighbours(pairs, start, apart)
-    if not found:
-        none = np.empty(0, np.int64)
-        return Links(none, none, np.empty(0, np.bool_))
-    here, there = map(np.concatenate, zip(*found, strict=True))
-    straight = (pairs.source[here] != pairs.source[there]) & (there - here == 1)
-    straight &= pairs.destination[here] != pairs.destination[there]
-    straight &= pairs.kind[here] == pairs.kind[there]
-    return Links(here, there, straight)
+    def add(self, sets: Ints, joints: Ints) -> None:
+        """Adds the lanes of a joint to each of the sets."""
+        both = np.flatnonzero(sets)
+        both = both[joints[both] > 0]
+        unions = [*map(self._union, sets[both].tolist(), joints[both].tolist())]
+        sets += joints
+        sets[both] = unions
 
-
-def _neighbours(pairs: Pairs, start: int, apart: int) -> Iterator[tuple[Ints, Ints]]:
-    """From the pair `start` on, pairs so far apart in the list that one of them has the block
-    of the other and the next one, or the next ones."""
-    end = start + AT_ONCE
-    step = pairs.source[start + apart : end + apart]
-    step = step - pairs.source[start : start + len(step)]
-    other = pairs.destination[start + apart : end + apart]
-    other = other - pairs.destination[start : start + len(other)]
-    if apart < pairs.most:
-        back = np.flatnonzero((step == -1) & (other == 0))
-        if len(back):
-            yield back + start + apart, back + start
-    other |= step  # 1 where each is 0 or 1: for no two pairs are both 0
-    ahead = np.flatnonzero(other == 1)
-    if len(ahead):
-        yield ahead + start, ahead + start + apart
+    def _union(self, one: int, other: int) -> int:
+        if (one, other) not in self._unions:
+            (kind, flags), (_, more) = self[one], self[other]
+            self._unions[one, other] = len(self)
+            self._found.append((kind, flags | more))
+        return self._unions[one, other]
 
 
-class _Near(NamedTuple):
-    """Whether there is a pair that each pair might continue, and one that might continue it."""
+class _Tips(NamedTuple):
+    """Of pairs with the same sets, the lanes with which moves that go on start, the place of
+    each among the pair's moves, and the lanes with which they end."""
 
-    before: Flags
-    after: Flags
-
-
-class _Open(NamedTuple):
-    """Moves that might be joined with a neighbour's: their places, by lane and pair, and
-    which lane each is."""
-
-    places: Ints
-    lane: Ints
     lanes: Lanes
+    first: Ints
+    inside: Ints
+    last: Ints
 
 
-def joined(
-    moves: Pieces,
-    pairs: Pairs,
-    kinds: Sequence[Lanes],
-    near: Links,
-    continues: Flags,
-    starts: Ints,
-) -> Pieces:
-    """The moves with those of different neighbouring pairs joined where they follow.
+class Joined:
+    """Of pairs, the sets of lanes that continue a neighbour's and that are continued; and
+    the moves that these are."""
 
-    The moves of pair `i` start at `starts[i]`; one that `continues` has none for the lanes
-    that repeat.
-    """
-    found = list(_candidates(pairs, kinds, near, continues, starts))
-    if sum(len(part.places) for part in found) < 2:
-        return moves
-    at = np.concatenate([part.places for part in found])
-    # Each part's places ascend almost everywhere: merging them beats sorting them.
-    order = np.argsort(moves.destination[at], kind="stable")
-    at = at[order]
-    chosen = Pieces(*(column[at] for column in moves))
-    step = chosen.source[1:] - chosen.source[:-1]
-    likely = np.flatnonzero(
-        (step == chosen.destination[1:] - chosen.destination[:-1]) & (step >= chosen.nbytes[:-1])
-    )
-    if not len(likely):
-        return moves
-    continued = np.zeros(len(step), np.bool_)
-    continued[likely] = _fits(found, order, likely, step[likely] - chosen.nbytes[likely])
-    whole, first, _ = merged(chosen, continued)
-    moves.nbytes[at[first]] = whole.nbytes
-    return _without(moves, np.sort(at[1:][continued]))
+    def __init__(self, kinds: Sequence[Lanes], seams: Seams) -> None:
+        self.continuing = Sets((joint.kinds[1], joint.after) for joint in seams.joints)
+        self._continued = Sets((joint.kinds[0], joint.before) for joint in seams.joints)
+        self._kinds, self._seams = kinds, seams
+        self._starts: list[tuple[Ints, Ints]] = []
+        self._ends: list[Ints] = []
+        self._known: dict[tuple[int, int], _Tips] = {}
 
+    def of(self, pairs: Pairs) -> tuple[Ints, Ints] | None:
+        """Both sets of every pair; nothing if they are all empty."""
+        found = [*self._neighbours(pairs)]
+        if not found:
+            return None
+        continuing, continued = np.zeros((2, len(pairs)), np.int64)
+        for before, after, joints in found:
+            self._continued.add(continued[before], joints)
+            self.continuing.add(continuing[after], joints)
+        return continuing, continued
 
-def _candidates(
-    pairs: Pairs, kinds: Sequence[Lanes], near: Links, continues: Flags, starts: Ints
-) -> Iterator[_Open]:
-    """Moves that might continue a neighbour's or be continued.
+    def _neighbours(self, pairs: Pairs) -> Iterator[tuple[slice, slice, Ints]]:
+        """Pairs, those so far from them, and the joint of each two, if any."""
+        for apart in range(1, min(self._seams.reach, len(pairs) - 1) + 1):
+            here, there = slice(None, -apart), slice(apart, None)
+            s_step = pairs.source[there] - pairs.source[here]
+            d_step = pairs.destination[there] - pairs.destination[here]
+            # 1 where each step is 0 or 1: for no two pairs are both 0.
+            ahead = (s_step | d_step) == 1
+            if np.count_nonzero(ahead):
+                joints = self._joints(pairs, here, there, (2 * s_step + d_step) * ahead)
+                yield here, there, joints
+            if 2 * apart <= self._seams.reach:
+                back = (s_step == -1) & (d_step == 0)
+                yield there, here, self._joints(pairs, there, here, 2 * back)
 
-    A lane that repeats starts with the first pair of its run and ends with the last; it is
-    a move of the first.
-    """
-    heads = np.flatnonzero(~continues)
-    tails = near.before[~np.append(continues[1:], False)[near.before]]
-    of_runs = _Near(
-        _flags(len(pairs), near.after[~continues[near.after]]),
-        _flags(len(pairs), heads[np.searchsorted(heads, tails, "right") - 1]),
-    )
-    of_pairs = _Near(_flags(len(pairs), near.after), _flags(len(pairs), near.before))
-    run = np.flatnonzero(of_runs.before | of_runs.after)
-    rows = np.flatnonzero(of_pairs.before | of_pairs.after)
-    first, other = rows[~continues[rows]], rows[continues[rows]]
-    for k, lanes in enumerate(kinds):
-        repeats, single = np.flatnonzero(lanes.repeats), np.flatnonzero(~lanes.repeats)
-        for which, lane, place, beside in (
-            (run, repeats, repeats, of_runs),
-            (first, single, single, of_pairs),
-            (other, single, np.arange(len(single)), of_pairs),
-        ):
-            mine = which[pairs.kind[which] == k]
-            if len(mine) and len(lane):
-                yield _open(lanes, lane, place, starts[mine], _Near(*(x[mine] for x in beside)))
+    def _joints(self, pairs: Pairs, before: slice, after: slice, steps: Ints) -> Ints:
+        code = steps * len(self._kinds)
+        code += pairs.kind[before]
+        code *= len(self._kinds)
+        code += pairs.kind[after]
+        return self._seams.table.take(code)
 
+    def note(
+        self, pairs: Pairs, continuing: Ints, continued: Ints, sizes: Ints, place: int
+    ) -> None:
+        """Remembers where moves of some pairs start and end. The pairs have so many moves,
+        which are written from `place` on."""
+        some = np.flatnonzero(continuing | continued)
+        code = continuing[some] * len(self._continued) + continued[some]
+        places = np.cumsum(sizes)
+        for number in np.flatnonzero(np.bincount(code)).tolist():
+            tips = self._tips(*divmod(number, len(self._continued)))
+            if not len(tips.first) and not len(tips.last):
+                continue
+            rows = some[code == number]
+            blocks, lanes = pairs.destination[rows], tips.lanes
+            if len(tips.first):
+                starts = _placed(lanes, tips.first, lanes.pieces.destination, blocks)
+                before = places[rows] - sizes[rows] + place
+                self._starts.append((starts, np.add.outer(tips.inside, before).ravel()))
+            if len(tips.last):
+                ends = lanes.pieces.destination + lanes.pieces.nbytes
+                self._ends.append(_placed(lanes, tips.last, ends, blocks))
 
-def _flags(count: int, which: Ints) -> Flags:
-    found = np.zeros(count, np.bool_)
-    found[which] = True
-    return found
+    def _tips(self, continuing: int, continued: int) -> "_Tips":
+        """Where moves start and end in pairs with such sets."""
+        if (continuing, continued) not in self._known:
+            kind = (self.continuing[continuing] if continuing else self._continued[continued])[0]
+            none = np.zeros(len(self._kinds[kind]), np.bool_)
+            after = self.continuing[continuing][1] if continuing else none
+            before = self._continued[continued][1] if continued else none
+            first, last = np.flatnonzero(before & ~after), np.flatnonzero(after & ~before)
+            inside = np.cumsum(~after)[first] - 1
+            self._known[continuing, continued] = _Tips(self._kinds[kind], first, inside, last)
+        return self._known[continuing, continued]
 
-
-def _open(lanes: Lanes, lane: Ints, place: Ints, starts: Ints, near: _Near) -> _Open:
-    """Those of some lanes that are open towards a pair that is there."""
-    wanted = np.logical_and.outer(lanes.starts_open[lane], near.before)
-    wanted |= np.logical_and.outer(lanes.ends_open[lane], near.after)
-    i, j = np.nonzero(wanted)
-    return _Open(starts[j] + place[i], lane[i], lanes)
-
-
-def _fits(found: list[_Open], order: Ints, which: Ints, gap: Ints) -> Flags:
-    """Whether the gaps after some of the candidates are free on both sides."""
-    ends = np.cumsum([len(part.places) for part in found])
-    before, after = order[which], order[which + 1]
-
-    def room(candidates: Ints, number: int) -> Ints:
-        lot = np.searchsorted(ends, candidates, "right")
-        free = np.empty(len(candidates), np.int64)
-        for k, (places, lane, lanes) in enumerate(found):
-            mine = np.flatnonzero(lot == k)
-            inside = candidates[mine] - (ends[k] - len(places))
-            free[mine] = lanes.room[number][lane[inside]]
-        return free
-
-    source_room = room(before, 0) + room(after, 2)
-    destination_room = room(before, 1) + room(after, 3)
-    return gap <= np.minimum(source_room, destination_room)
+    def lengthen(self, nbytes: Ints) -> None:
+        """Writes how long the moves are that go on. No two moves meet in the destination, so
+        the first of them to start is the first to end."""
+        if not self._starts:
+            return
+        starts, places = map(np.concatenate, zip(*self._starts, strict=True))
+        order = np.argsort(starts, kind="stable")
+        ends = np.sort(np.concatenate(self._ends), kind="stable")
+        nbytes[places[order]] = ends - starts[order]
 
 
-def _without(moves: Pieces, gone: Ints) -> Pieces:
-    """The moves but for some, given in ascending order."""
-    if len(gone) * 64 > len(moves.nbytes):
-        keep = np.ones(len(moves.nbytes), np.bool_)
-        keep[gone] = False
-        return Pieces(*(column[keep] for column in moves))
-    return Pieces(*(
-        np.concatenate([part[1:] if i else part for i, part in enumerate(np.split(column, gone))])
-        for column in moves
-    ))  # fmt: skip
+def _placed(lanes: Lanes, which: Ints, offsets: Ints, blocks: Ints) -> Ints:
+    """Destination offsets of some lanes in some blocks, by lane and block."""
+    found = np.multiply.outer(lanes.destination_stride[which], blocks)
+    found += offsets[which][:, None]
+    return found.ravel()

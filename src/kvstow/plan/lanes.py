@@ -76,28 +76,30 @@ class Room(NamedTuple):
     destination_before: Ints
 
 
+class Edge(NamedTuple):
+    """One end of each copy: how far free bytes reach on either side, and whether a copy of
+    another pair of blocks might follow there.
+
+    Free bytes reach to the end of the row, or to a byte of the same block that is not free;
+    before a copy they count only if they reach to the start of the row. So two copies are one
+    if the end of the first and the start of the second have the same places on both sides.
+    """
+
+    source: Ints
+    destination: Ints
+    open: Flags
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lanes:
-    """The copies of one kind of block pair, by destination.
-
-    `repeats[i]`: when the blocks next to this pair on both sides are such a pair too,
-    their lane `i` continues this one. `ends_open[i]`, `starts_open[i]`: some lane of a
-    neighbouring pair might continue this one, or this one that; so lanes that repeat are
-    open on both ends.
-    """
+    """The copies of one kind of block pair, by destination."""
 
     overlap: Overlap
     pieces: Pieces
     source_stride: Ints
     destination_stride: Ints
-    room: Room
-    repeats: Flags
-    starts_open: Flags
-    ends_open: Flags
-    any_repeats: bool
-    all_repeat: bool
-    any_starts_open: bool
-    any_ends_open: bool
+    start: Edge
+    end: Edge
 
     def __len__(self) -> int:
         return len(self.pieces.nbytes)
@@ -131,34 +133,28 @@ def lanes(
                     overlap.tokens, overlap.destination_filled)  # fmt: skip
     room = Room(here.after, there.after, here.before, there.before)
     same = (s_stride[1:] == s_stride[:-1]) & (d_stride[1:] == d_stride[:-1])
-    pieces, first, last = merged(pieces, continued(pieces, room) & same)
-    room = Room(here.after[last], there.after[last], here.before[first], there.before[first])
-    s_stride, d_stride = s_stride[first], d_stride[first]
-    starts_open = here.starts_open & there.starts_open & (here.starts_row | there.starts_row)
-    ends_open = here.ends_open & there.ends_open & (here.ends_row | there.ends_row)
-    repeats = _repeats(pieces, s_stride, d_stride, room)
+    whole, first, last = merged(pieces, continued(pieces, room) & same)
+    starts = here.starts_open & there.starts_open & (here.starts_row | there.starts_row)
+    ends = here.ends_open & there.ends_open & (here.ends_row | there.ends_row)
     return Lanes(
         overlap=overlap,
-        pieces=pieces,
-        source_stride=s_stride,
-        destination_stride=d_stride,
-        room=room,
-        repeats=repeats,
-        starts_open=starts_open[first],
-        ends_open=ends_open[last],
-        any_repeats=bool(repeats.any()),
-        all_repeat=bool(repeats.all()),
-        any_starts_open=bool(starts_open[first].any()),
-        any_ends_open=bool(ends_open[last].any()),
+        pieces=whole,
+        source_stride=s_stride[first],
+        destination_stride=d_stride[first],
+        start=Edge(here.start[first], there.start[first], starts[first]),
+        end=Edge(here.end[last], there.end[last], ends[last]),
     )
 
 
 class _Around(NamedTuple):
     """What lies around copies on one side: free bytes, then the row's end, a byte of this
-    pair of blocks, or something else (open: of another pair, perhaps)."""
+    pair of blocks, or something else (open: of another pair, perhaps); and how far those
+    reach, as an `Edge` has it."""
 
     after: Ints
     before: Ints
+    end: Ints
+    start: Ints
     ends_row: Flags
     starts_row: Flags
     ends_open: Flags
@@ -175,6 +171,8 @@ def _around(
     return _Around(
         after=after,
         before=before,
+        end=end,
+        start=np.where(starts_row, start, offsets),
         ends_row=ends_row,
         starts_row=starts_row,
         ends_open=~mine.holds(end),
@@ -198,11 +196,3 @@ def _abutting(strands: Sequence[Strand], overlap: Overlap) -> tuple[Pieces, Ints
     same = (s_stride[1:] == s_stride[:-1]) & (d_stride[1:] == d_stride[:-1])
     pieces, first, _ = merged(pieces, continued(pieces, Room(none, none, none, none)) & same)
     return pieces, s_stride[first], d_stride[first]
-
-
-def _repeats(pieces: Pieces, s_stride: Ints, d_stride: Ints, room: Room) -> Flags:
-    gap = s_stride - pieces.nbytes
-    source_room = room.source_after + room.source_before
-    destination_room = room.destination_after + room.destination_before
-    fits = gap <= np.minimum(source_room, destination_room)
-    return (s_stride == d_stride) & (gap >= 0) & fits

@@ -1,23 +1,19 @@
-"""Which blocks of one side meet which blocks of the other.
-
-Logical block `k` holds tokens `[k · block_tokens, (k + 1) · block_tokens)`; sizes differ:
-
-    source        │ 0       │ 1       │ 2       │      16 tokens per block
-    destination   │ 0             │ 1             │    24
-    pairs           0·0        1·0  1·1    2·1
-"""
+"""What a request asks for: tokens, and the blocks that either side lists for them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstow.errors import BlockError, RouteError
 from kvstow.plan.blocklist import Blocks, Ints
 from kvstow.plan.group import Group
-from kvstow.plan.lanes import Overlap
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.period import Kinds, Period, Side, period
 from kvstow.plan.spec import Chunk, Encoder, Full, Sink, State, Window
+
+Places = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""Where in a list something is."""
 
 FEW_IDS = 16
 """A list is short if there are more than so many blocks in the group for each of its ids."""
@@ -62,24 +58,7 @@ class Tokens:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pairs:
-    """Pairs of blocks with common tokens, by destination id and slot.
-
-    Pair `i` overlaps as `kinds[kind[i]]` says. A destination block has at most `most` pairs.
-    """
-
-    source: Ints
-    destination: Ints
-    kind: Kinds
-    kinds: tuple[Overlap, ...]
-    most: int
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
     """One side's blocks of a request; nothing here is as long as the pool."""
 
@@ -88,28 +67,37 @@ class Listed:
     index: Ints
     span: int
 
-    @property
+    @cached_property
     def tokens(self) -> Tokens:
         """From the first token of the first block to the last of the last."""
         if not len(self.index):
             return Tokens(0, 0)
         return Tokens(int(self.index[0]) * self.span, (int(self.index[-1]) + 1) * self.span)
 
-    def of(self, side: Side, numbers: range) -> tuple[Ints, Ints]:
-        """The ids of the blocks of pairs; and those of the pairs, counted from 0, whose block
-        is not listed."""
+    @cached_property
+    def gapless(self) -> bool:
+        """Whether every logical block from the first to the last is listed, and there is one."""
+        return len(self.index) > 0 and self.index[-1] - self.index[0] == len(self.index) - 1
+
+    def logical(self, places: Places) -> Ints:
+        """The logical blocks at some places of the list."""
+        return places + self.index[0] if self.gapless else self.index.take(places)
+
+    def covers(self, first: int, last: int) -> bool:
+        """Whether all logical blocks from the first to the last are listed."""
+        return self.gapless and self.index[0] <= first and last <= self.index[-1]
+
+    def of(self, logical: Ints) -> Ints:
+        """The ids of logical blocks; of some that are not listed, any."""
+        at = logical - self.index[0] if self.gapless else np.searchsorted(self.index, logical)
+        return self.ids.take(at, mode="clip")
+
+    def lacks(self, logical: Ints) -> Ints:
+        """Which of the logical blocks, counted from 0, are not listed."""
         if not len(self.index):
-            return np.zeros(len(numbers), np.int64), np.arange(len(numbers))
-        start, last = int(self.index[0]), int(self.index[-1])
-        first, end = side.block(numbers[0]), side.block(numbers[-1]) + 1
-        none = np.empty(0, np.int64)
-        if start <= first and end <= last + 1 == start + len(self.index):
-            near = self.ids[first - start : end - start]
-            return (near, none) if len(near) == len(numbers) else (
-                near[side.logical(numbers) - first], none)  # fmt: skip
-        logical = side.logical(numbers)
-        at = np.minimum(np.searchsorted(self.index, logical), len(self.index) - 1)
-        return self.ids[at], np.flatnonzero(self.index[at] != logical)
+            return np.arange(len(logical))
+        at = np.searchsorted(self.index, logical)
+        return np.flatnonzero(self.index.take(at, mode="clip") != logical)
 
 
 def listed(layout: Layout, group: int, blocks: Blocks, side: str) -> Listed:
@@ -144,58 +132,23 @@ def _differ(ids: Ints, end: int) -> bool:
     return np.count_nonzero(seen) == len(ids)
 
 
-def pairs(
-    source: Listed, destination: Listed, tokens: Tokens, *, exact: bool
-) -> tuple[Pairs, Ints]:
-    """Every pair of listed blocks with tokens in common; and `(destination logical block,
-    first token, end token)` of those for which the source lists no block."""
-    cycle = period(source.span, destination.span)
-    held = destination.tokens
-    first, end = max(tokens.first, held.first), min(tokens.end, held.end)
-    missing = np.empty((3, 0), np.int64)
-    if first >= end:
-        none = missing[0]
-        return Pairs(source=none, destination=none, kind=none, kinds=(), most=0), missing
-    numbers = range(cycle.number(first), cycle.number(end - 1) + 1)
-    kinds, kind = cycle.kinds(numbers, (tokens.first, tokens.end), exact=exact)
-    here, lacking = source.of(cycle.source, numbers)
-    there, unasked = destination.of(cycle.destination, numbers)
-    if len(lacking) or len(unasked):
-        wanted = np.ones(len(numbers), np.bool_)
-        wanted[unasked] = False
-        missing = _stretches(cycle, numbers, lacking[wanted[lacking]], tokens)
-        wanted[lacking] = False
-        here, there, kind = here[wanted], there[wanted], kind[wanted]
-    ids, order = by_number(there, destination.end_id)
-    return Pairs(
-        source=here[order],
-        destination=ids,
-        kind=kind[order] if len(kinds) > 1 else kind,
-        kinds=kinds,
-        most=cycle.most,
-    ), missing
+def ascending(ids: Ints, end: int) -> tuple[Ints, Places]:
+    """Ids of `[0, end)`, of which no two are equal, in ascending order; and the place of each.
 
-
-def _stretches(cycle: Period, numbers: range, which: Ints, tokens: Tokens) -> Ints:
-    """Destination block, first and end token of some of the pairs."""
-    s_span, d_span = cycle.source.span, cycle.destination.span
-    s, d = (side.logical(numbers)[which] for side in (cycle.source, cycle.destination))
-    first = np.maximum(np.maximum(s * s_span, d * d_span), tokens.first)
-    end = np.minimum(np.minimum((s + 1) * s_span, (d + 1) * d_span), tokens.end)
-    return np.stack([d, first, end])
-
-
-def by_number(numbers: Ints, end: int) -> tuple[Ints, Ints]:
-    """Numbers of `[0, end)` in ascending order, and the place of each; equal ones by place.
-
-    Sorts number and place as one integer, where both fit: places sorted along with numbers
-    take several times as long.
+    A place for every block of the group costs less than sorting unless the ids are few. Few
+    are sorted with their places as one integer, where both fit: places sorted along with
+    numbers take several times as long.
     """
-    bits = len(numbers).bit_length()
+    if end <= FEW_IDS * len(ids):
+        places = np.full(end, -1, np.int32)
+        places[ids] = np.arange(len(ids), dtype=np.int32)
+        there = places >= 0
+        return np.flatnonzero(there), places[there]
+    bits = len(ids).bit_length()
     if end >> (63 - bits):
-        order = np.argsort(numbers, kind="stable")
-        return numbers[order], order
-    both, order = numbers << bits, np.arange(len(numbers))
+        order = np.argsort(ids)
+        return ids[order], order
+    both, order = ids << bits, np.arange(len(ids))
     both |= order
     both.sort()
     np.bitwise_and(both, (1 << bits) - 1, out=order)

@@ -14,31 +14,86 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.plan.blocklist import Ints
 from kvstow.plan.lanes import Overlap
 from kvstow.plan.overlap import Interval
 
-Kinds = npt.NDArray[np.int32]
+
+class Pattern(NamedTuple):
+    """Integers for all numbers from 0 on: the values, then the same with `step` more, and so
+    on."""
+
+    values: Ints
+    step: int
+
+    @staticmethod
+    def of(values: Sequence[int], step: int) -> "Pattern":
+        """The shortest pattern of those integers."""
+        num = len(values)
+        for length in range(1, num):
+            part, left = divmod(step * length, num)
+            if num % length or left:
+                continue
+            if all(values[i] + part == values[i + length] for i in range(num - length)):
+                return Pattern(np.array(values[:length], np.int64), part)
+        return Pattern(np.array(values, np.int64), step)
+
+    def at(self, numbers: Ints) -> Ints:
+        """The integers of some numbers."""
+        if len(self.values) == 1:  # and that is 0, as blocks and pairs are counted from there
+            return numbers * self.step if self.step != 1 else numbers
+        turns = numbers // len(self.values)
+        found = self.values.take(numbers - turns * len(self.values))
+        if self.step:
+            turns *= self.step
+            found += turns
+        return found
 
 
-class Side(NamedTuple):
+class Side:
     """One side of a period: tokens per block, blocks in the period, and which of them each
     pair has."""
 
-    span: int
-    num_blocks: int
-    blocks: tuple[int, ...]
+    def __init__(self, span: int, num_blocks: int, blocks: tuple[int, ...]) -> None:
+        self.span, self.num_blocks, self.blocks = span, num_blocks, blocks
+        self._blocks = Pattern.of(blocks, num_blocks)
+        firsts = [blocks.index(block) for block in range(num_blocks)]
+        self._firsts = Pattern.of(firsts, len(blocks))
 
     def block(self, number: int) -> int:
         """The logical block of a pair."""
         turn, i = divmod(number, len(self.blocks))
         return turn * self.num_blocks + self.blocks[i]
 
-    def logical(self, numbers: range) -> Ints:
+    def logical(self, numbers: Ints) -> Ints:
         """The logical blocks of pairs."""
-        return _repeated(self.blocks, numbers, self.num_blocks)
+        return self._blocks.at(numbers)
+
+    def first(self, blocks: Ints) -> Ints:
+        """The first pair of each logical block."""
+        return self._firsts.at(blocks)
+
+
+class Kinds(NamedTuple):
+    """How pairs overlap: `overlaps[k]`, where `k` is what `phases` says of their place in the
+    period, but for the pair `first` and those from `last` on, of which `edges` says it."""
+
+    overlaps: tuple[Overlap, ...]
+    phases: Pattern
+    first: int
+    last: int
+    edges: Sequence[int]
+
+    def of(self, numbers: Ints) -> Ints:
+        """Which of the overlaps each of some pairs has."""
+        if len(self.overlaps) == 1:
+            return np.zeros(len(numbers), np.int64)
+        found = self.phases.at(numbers)
+        inside = (numbers - (self.first + 1)).view(np.uint64)  # of a number before it, huge
+        for i in np.flatnonzero(inside >= self.last - self.first - 1).tolist():
+            found[i] = self.edges[max(int(numbers[i]) - self.last + 1, 0)]
+        return found
 
 
 class Period:
@@ -77,34 +132,25 @@ class Period:
             destination_filled=d_span if exact else min(d_span, end - d),
         )
 
-    def kinds(
-        self, numbers: range, tokens: Interval, *, exact: bool
-    ) -> tuple[tuple[Overlap, ...], Kinds]:
-        """How pairs overlap within some tokens, and which way each does. Only blocks that the
-        first or the last token cuts do not overlap as in every period."""
+    def kinds(self, numbers: range, tokens: Interval, *, exact: bool) -> Kinds:
+        """How pairs overlap within some tokens. Only blocks that the first or the last token
+        cuts do not overlap as in every period."""
         last = min(tokens[1] - tokens[1] % side.span for side in (self.source, self.destination))
         tail = range(max(numbers.start + 1, self.number(last)), numbers.stop)
         whole = range(numbers.start + 1, tail.start)
         phases = {number % len(self.begin): i for i, number in enumerate(whole[: len(self.begin)])}
         kinds = {self.overlaps[phase]: i for phase, i in phases.items()}
-        kind = np.zeros(len(numbers), np.int32)
-        if len(phases) > 1:
-            phase = [phases.get(phase, 0) for phase in range(len(self.begin))]
-            kind[:] = _repeated(phase, numbers, 0)
-        for number in (numbers.start, *tail):
-            overlap = self.overlap(number, tokens, exact=exact)
-            kind[number - numbers.start] = kinds.setdefault(overlap, len(kinds))
-        return tuple(kinds), kind
-
-
-def _repeated(values: Sequence[int], numbers: range, step: int) -> Ints:
-    """For each number, `values` at its remainder, plus `step` times the quotient."""
-    first, end = numbers.start // len(values), -(-numbers.stop // len(values))
-    turns = np.arange(first, end)
-    turns *= step
-    skip = first * len(values)
-    found = np.add.outer(turns, np.array(values, np.int64)).ravel()
-    return found[numbers.start - skip : numbers.stop - skip]
+        edges = [
+            kinds.setdefault(self.overlap(number, tokens, exact=exact), len(kinds))
+            for number in (numbers.start, *tail)
+        ]
+        return Kinds(
+            overlaps=tuple(kinds),
+            phases=Pattern.of([phases.get(phase, 0) for phase in range(len(self.begin))], 0),
+            first=numbers.start,
+            last=tail.start,
+            edges=edges,
+        )
 
 
 period = lru_cache(maxsize=1024)(Period)

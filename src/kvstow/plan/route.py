@@ -19,10 +19,12 @@ from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group
 from kvstow.plan.lanes import Lanes, Overlap, Strand, lanes
 from kvstow.plan.layout import Layout, Placement
-from kvstow.plan.moves import Moves, expanded
+from kvstow.plan.meeting import meeting
+from kvstow.plan.moves import Moves, Weave, expanded
 from kvstow.plan.overlap import Box, Part, parts
-from kvstow.plan.pairing import Tokens, block_span, check_covered, listed, pairs
+from kvstow.plan.pairing import Tokens, block_span, check_covered, listed
 from kvstow.plan.period import period
+from kvstow.plan.seams import seams
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.territory import Pieces, Territory, state_tokens, territory
 
@@ -67,6 +69,18 @@ class Crossing:
         return self._known[overlap]
 
     @cached_property
+    def _woven(self) -> dict[tuple[Overlap, ...], Weave]:
+        return {}
+
+    def weave(self, overlaps: tuple[Overlap, ...]) -> Weave:
+        """The copies of kinds of block pairs that come together; computed once for these."""
+        if overlaps not in self._woven:
+            kinds = tuple(map(self.lanes, overlaps))
+            most = period(*self.spans).most
+            self._woven[overlaps] = Weave(kinds=kinds, seams=seams(kinds, most))
+        return self._woven[overlaps]
+
+    @cached_property
     def period(self) -> tuple[Lanes, ...]:
         """The lanes of all kinds of full block pairs: block boundaries of the two sides
         meet again after the least common multiple of their tokens."""
@@ -76,10 +90,13 @@ class Crossing:
         """The moves of one request in these two groups."""
         ours = listed(self.layouts[0], self.groups[0], source, "source")
         theirs = listed(self.layouts[1], self.groups[1], destination, "destination")
-        found, missing = pairs(ours, theirs, tokens.of(self.destination), exact=exact)
-        if missing.size:
-            check_covered(self.destination, missing, tokens)
-        return expanded(found, self.lanes)
+        found = meeting(ours, theirs, tokens.of(self.destination), exact=exact)
+        if found is None:
+            return Pieces(*np.empty((3, 0), np.int64))
+        moves, missing = expanded(found, self.weave(found.kinds.overlaps))
+        if missing:
+            check_covered(self.destination, np.hstack(missing), tokens)
+        return moves
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
