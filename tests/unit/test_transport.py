@@ -38,10 +38,23 @@ def test_merged_copies_are_the_same_copies_in_the_fewest_pieces(spans):
     assert len(fewer) == (breaks + 1 if ordered else 0)
 
 
+def in_order(*parts: Spans) -> list[tuple[int, int]]:
+    """Which byte goes where, copy after copy."""
+    rows = [row for part in parts for row in zip(part.local.tolist(), part.remote.tolist(),
+                                                 part.nbytes.tolist(), strict=True)]  # fmt: skip
+    return [(a + i, b + i) for a, b, n in rows for i in range(n)]
+
+
 @given(copies(), st.integers(1, 20))
 def test_chunks_are_the_copies_in_order(spans, size):
     parts = chunks(spans, size)
-    assert [row for part in parts for row in part.local.tolist()] == spans.local.tolist()
-    assert [row for part in parts for row in part.nbytes.tolist()] == spans.nbytes.tolist()
-    longest = max(spans.nbytes.tolist(), default=0)
+    assert in_order(*parts) == in_order(spans)
+    longest = min(size, max(spans.nbytes.tolist(), default=0))
     assert all(0 < part.total < size + longest for part in parts)
+    if spans.total > size:
+        assert all((part.nbytes <= size).all() for part in parts)
+
+
+def test_one_long_copy_makes_as_many_chunks_as_short_ones():
+    one = Spans(*(np.array([number]) for number in (0, 1 << 40, 1000)))
+    assert [part.nbytes.tolist() for part in chunks(one, 300)] == [[250]] * 4

@@ -3,9 +3,12 @@
     raw         one contiguous buffer, posted to NIXL in one piece: the limit
     contiguous  the same bytes as packed rows in order, pulled by this library
     rows        … as scattered packed rows
+    one track   … read by the agent alone, where it would have had a second track
     sampled     … with a sample of the digest compared
     prepared    the same bytes as pieces of per-layer tensors, picked from prepared lists
     built       … from lists made for the request
+    prepared by threads, built by threads
+                … by a NIXL agent that has threads of its own, as engines give it; on a host
 
 Each is repeated, in turns, and the best of each counts. A pull counts from the call to
 acceptance: routes, descriptors, messages, fence. `ratio_to_per_layer` is against the
@@ -14,6 +17,7 @@ prepared pieces; `bench_baseline` says what each of them counts.
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,8 +31,13 @@ from kvstow.transfer.generations import Generations
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
 from kvstow.transfer.timed import TimedNixl
+from kvstow.transfer.track import TRACK_NAME
+from kvstow.transfer.transport import Region
 
 __all__ = ["Setting", "measured"]
+
+ENGINE_THREADS = 4
+"""What vLLM's connector gives its NIXL agent."""
 
 MILLION = Setting(rows=1_000_000, layers=1, piece=128)
 """A layout whose contact is timed; 256 bytes a row."""
@@ -48,12 +57,14 @@ class Run:
         self.contact = self.agent.service.contact(producer.address, "")
         seconds = self._met()
         producer.offer("in-order")  # says how long NIXL has taken there, after it has here
-        self.connect_ms = 1e3 * (self.transport.connecting + producer.connecting)
+        engines = [self.transport, *self.transport.beside]
+        self.connect_ms = 1e3 * (sum(each.connecting for each in engines) + producer.connecting)
         self.contact_ms = 1e3 * seconds - self.connect_ms
         assert self.contact.path is not None
         self.path = self.contact.path
         self.direction: Way = direction or self.path.direction
         self.descriptors: dict[str, int] = {}
+        self.track_seconds = 0.0
 
     def _met(self) -> float:
         """Seconds from hello to a measured path."""
@@ -84,16 +95,22 @@ class Run:
         return (self.contact.state, self.contact.heard_at, self.transport.starts, tuple(legs),
                 [transfer.done for transfer in self.agent.service.transfers])  # fmt: skip
 
-    def pull(self, order: str, digest: DigestPolicy) -> tuple[float, float]:
-        """Seconds from pull to acceptance, and processor time of our own in them."""
+    def pull(
+        self, order: str, digest: DigestPolicy, tracks: int | None = None
+    ) -> tuple[float, float]:
+        """Seconds from pull to acceptance, and processor time of our own in them. What a
+        second track does besides is in `track_seconds`."""
+        self.contact.path = replace(self.path, tracks=tracks or self.path.tracks)
         ticket = self.producer.offer(order)
         setting = self.setting
         into = {0: setting.in_order() if order == "in-order" else setting.scattered(seed=2)}
+        beside = self._beside_seconds()
         started, busy = time.perf_counter(), time.thread_time()
         transfer = self.agent.pull(ticket, into=into, digest=digest, direction=self.direction)
         own = time.thread_time() - busy
         own += self._turn(lambda: transfer.done)
         seconds = time.perf_counter() - started
+        self.track_seconds = self._beside_seconds() - beside
         stats = transfer.wait(0)
         assert stats.nbytes == setting.nbytes
         self.descriptors[order] = stats.descriptors
@@ -101,11 +118,27 @@ class Run:
         self.agent.tend()
         return seconds, own
 
-    def baseline(self) -> Baseline:
+    def _beside_seconds(self) -> float:
+        """Processor time of other tracks so far, the engines' share left out."""
+        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threading.enumerate()
+                  if thread.name == TRACK_NAME and thread.ident]  # fmt: skip
+        inside = sum(each.seconds for each in self.transport.beside)
+        return sum(time.clock_gettime(clock) for clock in clocks) - inside
+
+    def threaded(self) -> TimedNixl:
+        """A NIXL agent with threads of its own, connected to the same producer."""
+        card = self.contact.card
+        assert card is not None
+        made = TimedNixl(num_threads=ENGINE_THREADS)
+        made.register(Region(self.arena.address, self.arena.nbytes))
+        made.connect(card.metadata)
+        return made
+
+    def baseline(self, transport: TimedNixl) -> Baseline:
         """NIXL alone between the same two processes, in the direction that pulls take."""
         card = self.contact.card
         assert card is not None
-        return Baseline(self.transport.bare, card.start, self.setting,
+        return Baseline(transport.bare, card.start, self.setting,
                         (self.arena.address, card.base), self.agent.service.home.kinds(card),
                         "write" if self.direction == "write" else "read")  # fmt: skip
 
@@ -118,28 +151,40 @@ class Times:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._baseline = run.baseline()
-        names = ("raw", "contiguous", "rows", "sampled", "prepared", "built")
+        self._baseline = run.baseline(run.transport)
+        self._alone = {"raw": self._baseline.raw, "prepared": self._baseline.prepared,
+                       "built": self._baseline.built}  # fmt: skip
+        self._threaded: TimedNixl | None = None
+        if run.setting.device == "cpu":
+            self._threaded = run.threaded()
+            by_threads = run.baseline(self._threaded)
+            self._alone |= {"prepared by threads": by_threads.prepared,
+                            "built by threads": by_threads.built}  # fmt: skip
+        names = (*self._alone, "contiguous", "rows", "one track", "sampled")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.own: list[float] = []
+        self.track_own: list[float] = []
         self.producer_own: list[float] = []
 
     def repeat(self) -> None:
         """Everything once."""
-        self._alone("raw", self._baseline.raw)
-        self.seconds["contiguous"].append(self._run.pull("in-order", "off")[0])
-        seconds, own = self._run.pull("scattered", "off")
-        before = self._run.producer.busy_seconds
+        run = self._run
+        self.seconds["contiguous"].append(run.pull("in-order", "off")[0])
+        seconds, own = run.pull("scattered", "off")
+        self.track_own.append(run.track_seconds)
+        before = run.producer.busy_seconds
         self.seconds["rows"].append(seconds)
         self.own.append(own)
-        self.seconds["sampled"].append(self._run.pull("scattered", "sample")[0])
-        self.producer_own.append(self._run.producer.busy_seconds - before)
-        self._alone("prepared", self._baseline.prepared)
-        self._alone("built", self._baseline.built)
+        self.seconds["sampled"].append(run.pull("scattered", "sample")[0])
+        self.producer_own.append(run.producer.busy_seconds - before)
+        self.seconds["one track"].append(run.pull("scattered", "off", tracks=1)[0])
+        for name, move in self._alone.items():
+            run.producer.offer("in-order", awake_seconds=10.0)
+            self.seconds[name].append(move())
 
-    def _alone(self, name: str, move: Callable[[], float]) -> None:
-        self._run.producer.offer("in-order", awake_seconds=10.0)
-        self.seconds[name].append(move())
+    def close(self) -> None:
+        if self._threaded is not None:
+            self._threaded.close()
 
 
 def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
@@ -150,14 +195,20 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
         times = Times(run)
         for _ in range(1 + setting.repeats):
             times.repeat()
+        times.close()
         run.close()
     best = {name: min(each[1:]) for name, each in times.seconds.items()}
-    pieces, rows = 2 * setting.layers * setting.rows, run.descriptors["scattered"]
     return {
         "ratio_to_raw": best["raw"] / best["rows"],
+        "ratio_to_raw_one_track": best["raw"] / best["one track"],
         "ratio_to_per_layer": best["prepared"] / best["rows"],
         "ratio_to_per_layer_built": best["built"] / best["rows"],
+        "ratio_to_per_layer_by_threads": _over(best, "prepared by threads"),
+        "ratio_to_per_layer_built_by_threads": _over(best, "built by threads"),
+        "tracks": run.path.tracks,
+        "engine_threads": ENGINE_THREADS,
         "overhead_us_per_pull": 1e6 * min(times.own[1:]),
+        "track_us_per_pull": 1e6 * min(times.track_own[1:]),
         "producer_us_per_pull": 1e6 * min(times.producer_own[1:]),
         "machine": machine(setting.device),
         "digest_sample_cost": best["sampled"] / best["rows"] - 1,
@@ -166,8 +217,7 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
         "contact_million_rows_ms": contact_ms,
         "contact_million_rows_nixl_ms": connect_ms,
         "gigabytes_per_second": {k: setting.nbytes / s / 1e9 for k, s in best.items()},
-        "descriptors": {"raw": 1, "contiguous": run.descriptors["in-order"], "rows": rows,
-                        "sampled": rows, "prepared": pieces, "built": pieces},
+        "descriptors": {name: _descriptors(name, run) for name in best},
         "rows": setting.rows,
         "row_bytes": setting.row_bytes,
         "device": setting.device,
@@ -178,6 +228,23 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
         "ucx_tls": os.environ.get("UCX_TLS", ""),
         "seconds": {name: each[1:] for name, each in times.seconds.items()},
     }  # fmt: skip
+
+
+def _over(best: dict[str, float], name: str) -> float | None:
+    """How much faster rows are, where that was measured."""
+    return best[name] / best["rows"] if name in best else None
+
+
+def _descriptors(name: str, run: Run) -> int:
+    match name:
+        case "raw":
+            return 1
+        case "contiguous":
+            return run.descriptors["in-order"]
+        case "rows" | "one track" | "sampled":
+            return run.descriptors["scattered"]
+        case _:
+            return 2 * run.setting.layers * run.setting.rows
 
 
 def contact_times(setting: Setting) -> tuple[float, float]:

@@ -54,15 +54,21 @@ def unframed(frame: bytes) -> bytes:
 
 
 class NixlTransport:
-    """One NIXL agent with a UCX backend, under a name that is fresh at every start."""
+    """One NIXL agent with a UCX backend, under a name that is fresh at every start.
 
-    def __init__(self) -> None:
+    `num_threads` is the backend's own option: long lists of descriptors are shared out.
+    """
+
+    def __init__(self, *, num_threads: int = 0) -> None:
         api = _api()
         self._name = f"kvstow-{secrets.token_hex(8)}"
         config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
         try:
             self._agent: Any = api.nixl_agent(self._name, config)
-            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+            options = {"ucx_error_handling_mode": "peer"}
+            if num_threads:
+                options["num_threads"] = str(num_threads)
+            self._agent.create_backend("UCX", options)
         except Exception as error:
             raise _foreign("start", error) from error
         self._registered: list[Any] = []

@@ -30,7 +30,7 @@ IDLE_MS = 20
 DOZE_MS = 1
 BUSY_SLEEP = 20e-6
 
-DOZE_AFTER = 20
+DOZE_AFTER = 8
 """After so many turns in which a guest that reads needed nothing of us, we wait for messages
 between turns: on one host it never does, and the processor is better used for its copies."""
 
@@ -46,8 +46,9 @@ class Service:
         self.channel = channel
         self.options = options
         self.leases = Leases()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.serving = Serving(home, channel, self.leases, self._ticket_of,
-                               lambda: status_document(self),
+                               lambda: status_document(self), self.wake,
                                SILENT_BEATS * options.heartbeat_seconds)  # fmt: skip
         self.contacts: dict[str, Contact] = {}
         self.transfers: list[Transfer] = []
@@ -57,7 +58,6 @@ class Service:
         self._pushes: dict[int, Push] = {}
         self._tickets: dict[int, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._any_quarantined = False
@@ -76,6 +76,10 @@ class Service:
     def submit(self, command: Callable[[], None]) -> None:
         """Have something done in the thread."""
         self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the wait for messages; from any thread."""
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
@@ -248,7 +252,7 @@ class Service:
         if self._closing.is_set():
             return
         self._closing.set()
-        os.eventfd_write(self._wake, 1)
+        self.wake()
         if self._thread is not None:
             self._thread.join()
         self._obey()

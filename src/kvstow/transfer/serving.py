@@ -64,6 +64,7 @@ class Serving:
         leases: Leases,
         ticket_of: Callable[[int], Ticket],
         status: Callable[[], bytes],
+        wake: Callable[[], None],
         silent_seconds: float,
     ) -> None:
         self.guests: dict[int, Guest] = {}
@@ -72,6 +73,7 @@ class Serving:
         self._leases = leases
         self._ticket_of = ticket_of
         self._status = status
+        self._wake = wake
         self._silent_seconds = silent_seconds
         self._writings: dict[tuple[int, int], Writing | Gathering] = {}
         self._probes: list[Probe] = []
@@ -84,8 +86,8 @@ class Serving:
 
     @property
     def works(self) -> bool:
-        """Whether something is being done here for a guest."""
-        return bool(self._writings or self._probes or self._digests)
+        """Whether this thread does something for a guest."""
+        return bool(self._writings or self._probes)
 
     @property
     def attends(self) -> bool:
@@ -166,6 +168,7 @@ class Serving:
                     digests, self._home.arena, ticket.blocks, begin.samples, claims
                 )
                 self._digests.append((guest, begin.transfer, told))
+                told.add_done_callback(lambda _: self._wake())
         except (KvstowError, ValueError, ArithmeticError, LookupError) as error:
             self._leases.shut(begin.lease, reader, accepted=False)
             kind: FaultKind = error.kind if isinstance(error, TransferError) else "ticket"

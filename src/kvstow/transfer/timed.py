@@ -16,8 +16,8 @@ class TimedNixl(NixlTransport):
     given. `connecting` is the wall time in which it loaded peers, and in which the first
     transfer ran: NIXL connects only then."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, num_threads: int = 0) -> None:
+        super().__init__(num_threads=num_threads)
         self.bare: Any = self._agent
         self.seconds = 0.0
         self.connecting = 0.0

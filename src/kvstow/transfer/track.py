@@ -26,6 +26,7 @@ from kvstow.transfer.transport import Direction, Kinds, Post, Region, Spans, Tra
 TRACKS = 2
 """Engines that work on one transfer at most, the agent's own included."""
 
+TRACK_NAME = "kvstow-track"
 PAUSE_SECONDS = 20e-6
 
 
@@ -99,7 +100,7 @@ class Track:
         self._peers: set[str] = set()
         self._using = threading.Lock()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvstow-track", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=TRACK_NAME, daemon=True)
         self._thread.start()
 
     def connect(self, peer: str, metadata: bytes) -> None:

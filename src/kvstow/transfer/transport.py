@@ -72,15 +72,27 @@ def merged(spans: Spans) -> Spans:
 
 
 def chunks(spans: Spans, nbytes: int) -> list[Spans]:
-    """The copies in pieces of about equal size, at most about `nbytes`; none of them cut, none
-    of them empty."""
+    """The copies in pieces of about equal size, none of them empty: of at most `nbytes` where
+    copies are much shorter, of at most twice as many otherwise. Longer copies are cut."""
     total = spans.total
     if len(spans) and total <= nbytes:
         return [spans]
     even = -(-total // -(-total // nbytes)) if total else nbytes
+    spans = _cut(spans, even)
     number = (spans.nbytes.cumsum() - spans.nbytes) // even
     cuts = ((number[1:] != number[:-1]).nonzero()[0] + 1).tolist()
     return [spans.part(lo, hi) for lo, hi in pairwise([0, *cuts, len(spans)]) if lo < hi]
+
+
+def _cut(spans: Spans, most: int) -> Spans:
+    """The same copies, each of at most `most` bytes."""
+    counts = -(-spans.nbytes // most)
+    if not np.logical_or.reduce(counts > 1):
+        return spans
+    which = np.repeat(np.arange(len(spans)), counts)
+    part = (np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)) * most
+    return Spans(spans.local[which] + part, spans.remote[which] + part,
+                 np.minimum(most, spans.nbytes[which] - part))  # fmt: skip
 
 
 class Post(Protocol):
