@@ -76,31 +76,41 @@ class Joined:
         self._ends: list[Ints] = []
         self._known: dict[tuple[int, int], _Tips] = {}
 
-    def of(self, pairs: Pairs) -> tuple[Ints, Ints] | None:
-        """Both sets of every pair; nothing if they are all empty."""
+    def of(self, pairs: Pairs, own: slice) -> Iterator[tuple[Pairs, tuple[Ints, Ints] | None]]:
+        """A lot's own pairs in up to three parts, with both sets of every pair; without them
+        where they are all empty."""
         found = [*self._neighbours(pairs)]
         if not found:
-            return None
+            yield pairs.some(own), None
+            return
         continuing, continued = np.zeros((2, len(pairs)), np.int64)
         for before, after, joints in found:
             self._continued.add(continued[before], joints)
             self.continuing.add(continuing[after], joints)
-        return continuing, continued
+        first = min(own.stop, *(max(part.start, own.start) for near in found for part in near[:2]))
+        end = max(first, *(min(part.stop, own.stop) for near in found for part in near[:2]))
+        some = slice(first, end)
+        yield pairs.some(slice(own.start, first)), None
+        yield pairs.some(some), (continuing[some], continued[some])
+        yield pairs.some(slice(end, own.stop)), None
 
     def _neighbours(self, pairs: Pairs) -> Iterator[tuple[slice, slice, Ints]]:
-        """Pairs, those so far from them, and the joint of each two, if any."""
+        """Pairs, those so far from them, and the joint of each two, or 0."""
         for apart in range(1, min(self._seams.reach, len(pairs) - 1) + 1):
-            here, there = slice(None, -apart), slice(apart, None)
-            s_step = pairs.source[there] - pairs.source[here]
-            d_step = pairs.destination[there] - pairs.destination[here]
+            s_step = pairs.source[apart:] - pairs.source[:-apart]
+            d_step = pairs.destination[apart:] - pairs.destination[:-apart]
             # 1 where each step is 0 or 1: for no two pairs are both 0.
             ahead = (s_step | d_step) == 1
-            if np.count_nonzero(ahead):
-                joints = self._joints(pairs, here, there, (2 * s_step + d_step) * ahead)
-                yield here, there, joints
-            if 2 * apart <= self._seams.reach:
-                back = (s_step == -1) & (d_step == 0)
-                yield there, here, self._joints(pairs, there, here, 2 * back)
+            for here in _hull(ahead):
+                there = slice(here.start + apart, here.stop + apart)
+                steps = (2 * s_step[here] + d_step[here]) * ahead[here]
+                yield here, there, self._joints(pairs, here, there, steps)
+            if 2 * apart > self._seams.reach:
+                continue
+            back = (s_step == -1) & (d_step == 0)
+            for here in _hull(back):
+                there = slice(here.start + apart, here.stop + apart)
+                yield there, here, self._joints(pairs, there, here, 2 * back[here])
 
     def _joints(self, pairs: Pairs, before: slice, after: slice, steps: Ints) -> Ints:
         code = steps * len(self._kinds)
@@ -152,6 +162,12 @@ class Joined:
         order = np.argsort(starts, kind="stable")
         ends = np.sort(np.concatenate(self._ends), kind="stable")
         nbytes[places[order]] = ends - starts[order]
+
+
+def _hull(flags: Flags) -> Iterator[slice]:
+    """From the first that is set to the last, if any is."""
+    if np.count_nonzero(flags):
+        yield slice(int(flags.argmax()), len(flags) - int(flags[::-1].argmax()))
 
 
 def _placed(lanes: Lanes, which: Ints, offsets: Ints, blocks: Ints) -> Ints:

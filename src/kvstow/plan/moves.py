@@ -82,6 +82,8 @@ class Forms:
     def write(self, rows: _Rows, num_forms: int, out: Ints) -> int:
         """Writes the moves of all rows, in their order, which have one of the first forms;
         returns how many these are."""
+        if not len(rows.form):
+            return 0
         used = tuple(range(num_forms))
         if len({int(size) for size in self.sizes[:num_forms]}) > 1:
             used = tuple(np.flatnonzero(np.bincount(rows.form)).tolist())
@@ -167,17 +169,16 @@ def expanded(meeting: Meeting, weave: Weave) -> tuple[Pieces, list[Ints]]:
     kinds, forms = weave.kinds, weave.forms
     joined, missing, end = Joined(kinds, weave.seams), list[Ints](), 0
     moves = np.empty((3, meeting.most * max(map(len, kinds))), np.int64)
-    for pairs, own, lacking in meeting.lots():
-        sets, pairs = joined.of(pairs), pairs.some(own)
-        form, num_forms = pairs.kind, len(kinds)
-        if sets is not None:
-            continuing, continued = (numbers[own] for numbers in sets)
-            form = np.where(continuing, continuing + (len(kinds) - 1), form)
-            num_forms = len(kinds) - 1 + len(joined.continuing)
-            forms = forms if num_forms == len(forms) else Forms(kinds, joined.continuing)
-            joined.note(pairs, continuing, continued, forms.sizes.take(form), end)
-        rows = _Rows(pairs.source, pairs.destination, form)
-        end += forms.write(rows, num_forms, moves[:, end:])
+    for lot, own, lacking in meeting.lots():
+        for pairs, sets in joined.of(lot, own):
+            form, num_forms = pairs.kind, len(kinds)
+            if sets is not None:
+                form = np.where(sets[0], sets[0] + (len(kinds) - 1), form)
+                num_forms = len(kinds) - 1 + len(joined.continuing)
+                forms = forms if num_forms == len(forms) else Forms(kinds, joined.continuing)
+                joined.note(pairs, *sets, forms.sizes.take(form), end)
+            rows = _Rows(pairs.source, pairs.destination, form)
+            end += forms.write(rows, num_forms, moves[:, end:])
         missing += [lacking] if lacking.size else []
     joined.lengthen(moves[2])
     found = moves[:, :end] if 2 * end > moves.shape[1] else moves[:, :end].copy()
