@@ -19,8 +19,14 @@ CHUNK_SECONDS = 0.08
 CHUNKS_EACH = 2
 """Chunks for every engine that works on a transfer: the faster one takes some of the other's."""
 
-WATCH_SECONDS = 1e-3
+WATCH_SECONDS = 2e-3
 """Posts under way are watched without pause for so long: some engines move bytes only then."""
+
+YIELD_SECONDS = 2e-4
+"""Other threads of this process wait so long at most meanwhile."""
+
+TRACK_SECONDS = 5e-3
+"""So long at a time we wait for the last chunk of a track."""
 
 STALLED_SECONDS = 8 * CHUNK_SECONDS
 """After so long without one that ended, posts are looked at only now and then."""
@@ -99,11 +105,7 @@ class Mover:
             self._poll()
             if self._posted:
                 self._watch()
-            for job in self._jobs:
-                if not self._waiting:
-                    job.withdraw()
-                if job.error is not None:
-                    raise job.error
+            self._follow()
         except TransferError as error:
             self.error = self.error or error
             self.sever()
@@ -146,14 +148,28 @@ class Mover:
     def _watch(self) -> None:
         """Look at the posts without pause for a while, but let other threads have their turn."""
         clock = self._home.clock
-        until = clock() + WATCH_SECONDS
-        if until - self._moved_at > STALLED_SECONDS:
+        now = clock()
+        until, turn = now + WATCH_SECONDS, now + YIELD_SECONDS
+        if now - self._moved_at > STALLED_SECONDS:
             return
         self._home.has_watched = True
         count = len(self._posted)
-        while len(self._posted) == count and clock() < until:
-            time.sleep(0)
+        while len(self._posted) == count and (now := clock()) < until:
+            if now > turn:
+                time.sleep(0)
+                turn = now + YIELD_SECONDS
             self._poll()
+
+    def _follow(self) -> None:
+        """See what the tracks do; where nothing is left for us, wait for them a little."""
+        for job in self._jobs:
+            if not self._waiting:
+                job.withdraw()
+                if not self._posted and not self._ready:
+                    self._home.has_watched = True
+                    job.wait(TRACK_SECONDS)
+            if job.error is not None:
+                raise job.error
 
     def sever(self) -> None:
         """Disconnect the peer: quiet from now on."""

@@ -42,18 +42,26 @@ class Job:
     """
 
     def __init__(self, direction: Direction, peer: str, kinds: Kinds, waiting: deque[Spans]):
-        self.over = False
         self.error: TransferError | None = None
+        self._over = threading.Event()
         self._direction: Direction = direction
         self._peer = peer
         self._kinds = kinds
         self._waiting = waiting
         self._has_begun = threading.Lock()
 
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Until it is over, but no longer than this."""
+        self._over.wait(seconds)
+
     def withdraw(self) -> None:
         """Over, unless it has begun."""
         if self._has_begun.acquire(blocking=False):
-            self.over = True
+            self._over.set()
 
     def run(self, transport: Transport, using: threading.Lock) -> None:
         """Copy chunk after chunk, holding `using` in every call of the engine."""
@@ -67,7 +75,7 @@ class Job:
         except Exception as error:  # nobody else would ever hear of it
             self.error = TransferError(f"track: {error!r}", kind="transport", peer=self._peer)
         finally:
-            self.over = True
+            self._over.set()
 
     def _copy(self, transport: Transport, using: threading.Lock) -> None:
         try:
