@@ -9,7 +9,7 @@ lanes. A move starts with a lane that continues none, and ends with one that is 
     continued     yes     yes                    it ends in c
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -120,13 +120,12 @@ class Joined:
         return self._seams.table.take(code)
 
     def note(
-        self, pairs: Pairs, continuing: Ints, continued: Ints, sizes: Ints, place: int
+        self, pairs: Pairs, continuing: Ints, continued: Ints, places: Callable[[], Ints]
     ) -> None:
-        """Remembers where moves of some pairs start and end. The pairs have so many moves,
-        which are written from `place` on."""
+        """Remembers where moves of some pairs start and end; `places` are those of the first
+        move of each pair."""
         some = np.flatnonzero(continuing | continued)
         code = continuing[some] * len(self._continued) + continued[some]
-        places = np.cumsum(sizes)
         for number in np.flatnonzero(np.bincount(code)).tolist():
             tips = self._tips(*divmod(number, len(self._continued)))
             if not len(tips.first) and not len(tips.last):
@@ -135,7 +134,7 @@ class Joined:
             blocks, lanes = pairs.destination[rows], tips.lanes
             if len(tips.first):
                 starts = _placed(lanes, tips.first, lanes.pieces.destination, blocks)
-                before = places[rows] - sizes[rows] + place
+                before = places()[rows]
                 self._starts.append((starts, np.add.outer(tips.inside, before).ravel()))
             if len(tips.last):
                 ends = lanes.pieces.destination + lanes.pieces.nbytes

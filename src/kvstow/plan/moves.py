@@ -9,7 +9,7 @@ neighbour's are not moves of their own: the move that they continue is longer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +79,11 @@ class Forms:
     def __len__(self) -> int:
         return len(self._each)
 
+    def places(self, form: Ints, start: int) -> Ints:
+        """Where the first move of each row is, if those of all are written from there on."""
+        sizes = self.sizes.take(form)
+        return np.cumsum(sizes) - sizes + start
+
     def write(self, rows: _Rows, num_forms: int, out: Ints) -> int:
         """Writes the moves of all rows, in their order, which have one of the first forms;
         returns how many these are."""
@@ -88,15 +93,17 @@ class Forms:
         if len({int(size) for size in self.sizes[:num_forms]}) > 1:
             used = tuple(np.flatnonzero(np.bincount(rows.form)).tolist())
         sizes = {int(self.sizes[form]) for form in used}
+        if sizes == {0}:
+            return 0
         if 0 in sizes:
             rows = rows.some(np.flatnonzero(self.sizes.take(rows.form)))
             sizes.remove(0)
         if len(sizes) > 1:
             return self._write_uneven(rows, out)
-        for size in sizes:
-            into = out[:, : len(rows.form) * size].reshape(3, -1, size)
-            self._write_even(self._table(used, size), rows, into)
-        return len(rows.form) * sum(sizes)
+        size = sizes.pop()
+        into = out[:, : len(rows.form) * size].reshape(3, -1, size)
+        self._write_even(self._table(used, size), rows, into)
+        return len(rows.form) * size
 
     def _table(self, used: tuple[int, ...], size: int) -> _Form:
         """Of forms that have so many lanes or none, the rows of each column, or the only row
@@ -176,7 +183,7 @@ def expanded(meeting: Meeting, weave: Weave) -> tuple[Pieces, list[Ints]]:
                 form = np.where(sets[0], sets[0] + (len(kinds) - 1), form)
                 num_forms = len(kinds) - 1 + len(joined.continuing)
                 forms = forms if num_forms == len(forms) else Forms(kinds, joined.continuing)
-                joined.note(pairs, *sets, forms.sizes.take(form), end)
+                joined.note(pairs, *sets, partial(forms.places, form, end))
             rows = _Rows(pairs.source, pairs.destination, form)
             end += forms.write(rows, num_forms, moves[:, end:])
         missing += [lacking] if lacking.size else []
