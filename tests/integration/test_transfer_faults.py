@@ -385,9 +385,10 @@ def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt
     producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
     one = {str(spoilt): [rows[:1] for rows in SOURCE[str(spoilt)]]}
     tripped: list[int] = []
+    offered: list[str] = []
 
     def in_the_middle(copy: int) -> None:
-        if producer.agent.service.leases and not tripped:
+        if offered and not tripped:
             guests = producer.agent.service.serving.guests
             wait_for(lambda: any(guest.reading for guest in tuple(guests.values())))
             producer.agent.service.home.worker.submit(int).result()  # it has its digest by now
@@ -404,8 +405,8 @@ def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt
     consumer.path(producer.address)
     if spoilt == 1:  # make sure that a byte within the window's reach is spoilt
         one["1"] = [rows[-1:] for rows in SOURCE["1"]]
-    ticket = producer.offer(SOURCE, TOKENS)
-    assert_failed(consumer.pull([ticket], TARGET, direction="read", digest="always"), "digest")
+    offered.append(producer.offer(SOURCE, TOKENS))
+    assert_failed(consumer.pull(offered, TARGET, direction="read", digest="always"), "digest")
     assert tripped
     consumer.close()
     producer.close()

@@ -301,7 +301,7 @@ class Channel:
 
 def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
     """Messages that have come, until there is none or the socket is closed."""
-    while not socket.closed:
+    while not socket.closed and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

@@ -16,8 +16,9 @@ MOST_CHUNK = 1 << 30
 CHUNK_SECONDS = 0.08
 """A post may block its caller while it copies: it shall not be longer than about this."""
 
-CHUNKS_EACH = 2
-"""Chunks for every engine that works on a transfer: the faster one takes some of the other's."""
+CHUNKS_EACH = 1
+"""Chunks at least for every engine that works on a transfer; of a longer one, the faster engine
+takes more."""
 
 WATCH_SECONDS = 2e-3
 """Posts under way are watched without pause for so long: some engines move bytes only then."""

@@ -2,7 +2,7 @@
 
 Between processes of one host an engine copies inside the call that starts a post, so bytes
 move as fast as one processor copies. A track takes chunks of the same transfer from the
-other end, each of the two as many as it can:
+other end; of many chunks, the faster of the two takes more:
 
     chunks   0 1 2 3 4 5 6 7
     agent    ▶ ▶ ▶ ▶ ▶
