@@ -228,7 +228,8 @@ class Contact:
         self._probe_started = now
         del self._probes[0]
         if not self._probes:
-            self._first_jobs = self._track_jobs() if probe.copies_inside else []
+            tries = probe.copies_inside or self._options.tracks is not None
+            self._first_jobs = self._track_jobs() if tries else []
             if not self._first_jobs:
                 self.send(AskProbe(PROBE_BYTES))
 

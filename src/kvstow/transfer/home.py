@@ -133,7 +133,9 @@ class Home:
 
     def beside(self, card: Card, tracks: int) -> tuple[Track, ...]:
         """All tracks but our own that shall work on transfers with an agent, connected to it;
-        fewer where the engine has no others. Raises TransferError."""
+        none with rows on a device, or where the engine has no others. Raises TransferError."""
+        if "VRAM" in self.kinds(card):
+            return ()
         self.make_tracks(tracks)
         found = tuple(self._tracks[: tracks - 1])
         for track in found:
