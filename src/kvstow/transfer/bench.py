@@ -25,9 +25,10 @@ from typing import Any
 
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.bench_baseline import Baseline
-from kvstow.transfer.bench_producer import Producer, producing
+from kvstow.transfer.bench_producer import Meter, Producer, producing
 from kvstow.transfer.bench_setting import Setting
 from kvstow.transfer.generations import Generations
+from kvstow.transfer.mover import Mover
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
 from kvstow.transfer.timed import TimedNixl
@@ -54,6 +55,8 @@ class Run:
         self.arena.bytes.fill_(1)
         self.agent = Agent(self.arena, Generations(self.arena.layout), transport=self.transport,
                            name="consumer", options=Options(direction=direction))  # fmt: skip
+        self._watching = Meter(self.transport)
+        self._watching.on(Mover, "watch")
         self.contact = self.agent.service.contact(producer.address, "")
         seconds = self._met()
         producer.offer("in-order")  # says how long NIXL has taken there, after it has here
@@ -77,15 +80,16 @@ class Run:
 
     def _turn(self, over: Callable[[], bool]) -> float:
         """Turn the agent until it is over, as its thread would; processor time of turns in
-        which something happened, the engine's share of it left out."""
+        which something happened, without the engine's share of it, and without the time in
+        which it only looked again and again whether a post is over."""
         own = 0.0
         while not over():
-            inside, before = self.transport.seconds, self._signature()
+            left_out, before = self.transport.seconds + self._watching.seconds, self._signature()
             started = time.thread_time()
             self.agent.service.step(0)
             seconds = time.thread_time() - started
             if self._signature() != before:
-                own += seconds - (self.transport.seconds - inside)
+                own += seconds - (self.transport.seconds + self._watching.seconds - left_out)
             else:
                 self.agent.service.pause()
         return own

@@ -105,7 +105,7 @@ class Mover:
             self._start()
             self._poll()
             if self._posted:
-                self._watch()
+                self.watch()
             self._follow()
         except TransferError as error:
             self.error = self.error or error
@@ -146,7 +146,7 @@ class Mover:
                 self._posted.remove(post)
                 self._moved_at = self._home.clock()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Look at the posts without pause for a while, but let other threads have their turn."""
         clock = self._home.clock
         now = clock()
