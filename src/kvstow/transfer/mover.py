@@ -1,6 +1,6 @@
 """Copies on their way: pieces started a few at a time, so that a stop is never far."""
 
-import time
+import select
 from collections import deque
 from collections.abc import Sequence
 
@@ -31,6 +31,11 @@ TRACK_SECONDS = 5e-3
 
 STALLED_SECONDS = 8 * CHUNK_SECONDS
 """After so long without one that ended, posts are looked at only now and then."""
+
+
+_others = select.poll()
+"""Asked for nothing, it only lets other threads of this process run: no sleep, after which
+another process would have our processor."""
 
 
 def chunk_bytes(bytes_per_second: float, kinds: Kinds, tracks: int = 1, nbytes: int = 0) -> int:
@@ -154,12 +159,12 @@ class Mover:
         if now - self._moved_at > STALLED_SECONDS:
             return
         self._home.has_watched = True
-        count = len(self._posted)
-        while len(self._posted) == count and (now := clock()) < until:
+        oldest = self._posted[0]  # asking for one moves all
+        while not oldest.poll() and (now := clock()) < until:
             if now > turn:
-                time.sleep(0)
+                _others.poll(0)
                 turn = now + YIELD_SECONDS
-            self._poll()
+        self._poll()
 
     def _follow(self) -> None:
         """See what the tracks do; where nothing is left for us, wait for them a little."""
