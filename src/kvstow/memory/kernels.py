@@ -253,7 +253,7 @@ def paged_decode(
         dim**-0.5, block_tokens, block_table.stride(0),
         *keys.stride()[:3], *values.stride()[:3],
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim,
-        WIDTH=max(16, triton.next_power_of_2(dim)), STEP=step, num_warps=4, num_stages=2,
+        WIDTH=max(16, triton.next_power_of_2(dim)), STEP=step, num_warps=4, num_stages=3,
     )  # fmt: skip
     shrink = torch.exp(peaks - peaks.amax(0))
     total = (sums * shrink[..., None]).sum(0) / (weights * shrink).sum(0)[..., None]
