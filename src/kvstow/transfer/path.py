@@ -44,8 +44,9 @@ def chosen(
     tracks: int = 1,
 ) -> Path:
     """The fastest way, unless one is forced; the simpler one where they are about equal."""
-    best: Way = "write" if write_rate > PREFER_READ * read_rate else "read"
-    if staged_rate > PREFER_READ * max(read_rate, write_rate):
+    reading = tracks * read_rate
+    best: Way = "write" if write_rate > PREFER_READ * reading else "read"
+    if staged_rate > PREFER_READ * max(reading, write_rate):
         best = "staged"
     return Path(
         direction=forced or best,
