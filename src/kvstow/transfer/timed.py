@@ -52,15 +52,13 @@ Took = Callable[[str, float, float, Any], None]
 
 
 class _TimedAgent:
-    """Passes everything on to `inner`, and times the engine's calls."""
+    """The calls of `inner`; those of the engine are timed."""
 
     def __init__(self, inner: Any, took: Took) -> None:
-        self._inner = inner
-        for name in ENGINE:
-            setattr(self, name, _timed(name, getattr(inner, name), took))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        for name in dir(inner):
+            call = getattr(inner, name)
+            if callable(call) and not name.startswith("_"):
+                setattr(self, name, _timed(name, call, took) if name in ENGINE else call)
 
 
 def _timed(name: str, call: Callable[..., Any], took: Took) -> Callable[..., Any]:
