@@ -33,11 +33,6 @@ STALLED_SECONDS = 8 * CHUNK_SECONDS
 """After so long without one that ended, posts are looked at only now and then."""
 
 
-_others = select.poll()
-"""Asked for nothing, it only lets other threads of this process run: no sleep, after which
-another process would have our processor."""
-
-
 def chunk_bytes(bytes_per_second: float, kinds: Kinds, tracks: int = 1, nbytes: int = 0) -> int:
     """How much of `nbytes` to post at once over a path of this rate; 0 where it is not known."""
     if bytes_per_second == 0:
@@ -162,7 +157,7 @@ class Mover:
         oldest = self._posted[0]  # asking for one moves all
         while not oldest.poll() and (now := clock()) < until:
             if now > turn:
-                _others.poll(0)
+                select.select((), (), (), 0)  # without the interpreter's lock
                 turn = now + YIELD_SECONDS
         self._poll()
 
