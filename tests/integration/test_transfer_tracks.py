@@ -56,6 +56,20 @@ def consumer(engine):
     node.close()
 
 
+def held_back(engine, monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Set when the engine is about to copy; and what it then waits for."""
+    waits, go = threading.Event(), threading.Event()
+    prepare = engine.prepare
+
+    def late(*arguments):
+        waits.set()
+        assert go.wait(10)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(engine, "prepare", late)
+    return waits, go
+
+
 def test_every_byte_arrives_whichever_track_brings_it(producer, consumer, engine):
     assert consumer.path(producer.address)["tracks"] == 2
     (second,) = engine.beside
@@ -78,15 +92,7 @@ def test_a_producer_that_dies_is_an_error_and_no_track_writes_afterwards(
     """The second track is held back until the producer is dead, and then goes on."""
     consumer.path(producer.address)
     (second,) = engine.beside
-    dead, waits = threading.Event(), threading.Event()
-    prepare = second.prepare
-
-    def late(*arguments):
-        waits.set()
-        assert dead.wait(10)
-        return prepare(*arguments)
-
-    monkeypatch.setattr(second, "prepare", late)
+    waits, dead = held_back(second, monkeypatch)
     producer.fill(SOURCE, 3)
     number = consumer.begin_pull([producer.offer(SOURCE, TOKENS)], TARGET, direction="read")
     assert waits.wait(10)
@@ -103,15 +109,7 @@ def test_a_pull_that_is_aborted_is_quiet_only_when_the_second_track_is(
 ):
     consumer.path(producer.address)
     (second,) = engine.beside
-    go, waits = threading.Event(), threading.Event()
-    prepare = second.prepare
-
-    def late(*arguments):
-        waits.set()
-        assert go.wait(10)
-        return prepare(*arguments)
-
-    monkeypatch.setattr(second, "prepare", late)
+    waits, go = held_back(second, monkeypatch)
     producer.fill(SOURCE, 4)
     number = consumer.begin_pull([producer.offer(SOURCE, TOKENS)], TARGET, direction="read")
     assert waits.wait(10)
@@ -199,6 +197,39 @@ def test_a_job_whose_peer_is_disconnected_ends_as_an_error_and_writes_no_more(pa
     assert job.error is not None
     assert job.error.kind == "peer"
     assert (pair.here == 0).all()
+
+
+class Held(deque):
+    """Whoever takes a chunk off the end has it in hand until `go`."""
+
+    def __init__(self, chunks):
+        super().__init__(chunks)
+        self.taken, self.go = threading.Event(), threading.Event()
+
+    def pop(self):
+        chunk = super().pop()
+        self.taken.set()
+        assert self.go.wait(10)
+        return chunk
+
+
+def test_a_chunk_in_hand_when_its_peer_is_disconnected_is_not_copied_after_another_connection(pair):
+    waiting = Held([pair.chunk(0)])
+    job = pair.track.copy("read", pair.peer.name, Kinds(), waiting)
+    assert waiting.taken.wait(10)
+    pair.track.disconnect(pair.peer.name)
+    pair.track.connect(pair.peer.name, pair.peer.metadata())
+    waiting.go.set()
+    assert pair.over(job)
+    assert (pair.here == 0).all()
+    assert job.error is not None
+    assert job.error.kind == "peer"
+
+
+def test_nothing_is_copied_from_a_peer_that_is_not_connected(pair):
+    pair.track.disconnect(pair.peer.name)
+    with pytest.raises(TransferError, match="not connected"):
+        pair.track.copy("read", pair.peer.name, Kinds(), deque([pair.chunk(0)]))
 
 
 def test_an_engine_that_cannot_be_made_is_an_error_where_it_is_first_needed():

@@ -21,7 +21,15 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from kvstow.errors import TransferError
-from kvstow.transfer.transport import Direction, Kinds, Post, Region, Spans, Transport
+from kvstow.transfer.transport import (
+    Direction,
+    Kinds,
+    Post,
+    Region,
+    Spans,
+    Transport,
+    lost,
+)
 
 TRACKS = 2
 """Engines that work on one transfer at most, the agent's own included."""
@@ -35,14 +43,30 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Connection:
+    """A track's connection to a peer, from one `connect` to the next `disconnect`."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+
 class Job:
-    """Chunks that a track copies: all that it finds, from the last one on.
+    """Chunks that a track copies: all that it finds, from the last one on, while the connection
+    is open that it was made for. The peer may be connected again: that is another one.
 
     `over` says that nothing of it moves a byte any more; `error` then holds the first one.
     """
 
-    def __init__(self, direction: Direction, peer: str, kinds: Kinds, waiting: deque[Spans]):
+    def __init__(
+        self,
+        direction: Direction,
+        peer: str,
+        kinds: Kinds,
+        waiting: deque[Spans],
+        connection: Connection,
+    ) -> None:
         self.error: TransferError | None = None
+        self._connection = connection
         self._over = threading.Event()
         self._direction: Direction = direction
         self._peer = peer
@@ -83,11 +107,17 @@ class Job:
         except IndexError:  # the agent was faster
             return
         with using:
+            self._check()
             post = transport.prepare(self._direction, self._peer, self._kinds, spans)
         with using:
+            self._check()
             post.start()
         while not self._polled(post, using):
             time.sleep(PAUSE_SECONDS)
+
+    def _check(self) -> None:
+        if not self._connection.is_open:
+            raise lost(self._peer, "disconnected")
 
     def _polled(self, post: Post, using: threading.Lock) -> bool:
         with using:
@@ -105,7 +135,7 @@ class Track:
         self._made: Future[Transport] = Future()
         self._make = make
         self._regions = regions
-        self._peers: set[str] = set()
+        self._peers: dict[str, Connection] = {}
         self._using = threading.Lock()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=TRACK_NAME, daemon=True)
@@ -117,18 +147,22 @@ class Track:
             transport = self._made.result()
             with self._using:
                 transport.connect(metadata)
-            self._peers.add(peer)
+            self._peers[peer] = Connection()
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer: nothing here reads from it or writes to it any more."""
-        if peer in self._peers:
-            self._peers.discard(peer)
+        connection = self._peers.pop(peer, None)
+        if connection is not None:
             with self._using:
+                connection.is_open = False
                 self._made.result().disconnect(peer)
 
     def copy(self, direction: Direction, peer: str, kinds: Kinds, waiting: deque[Spans]) -> Job:
-        """Begin to take chunks off the right end of `waiting`, when earlier jobs are over."""
-        job = Job(direction, peer, kinds, waiting)
+        """Begin to take chunks off the right end of `waiting`, when earlier jobs are over.
+        Raises TransferError if the peer is not connected."""
+        if peer not in self._peers:
+            raise lost(peer, "not connected")
+        job = Job(direction, peer, kinds, waiting, self._peers[peer])
         self._jobs.put(job)
         return job
 
