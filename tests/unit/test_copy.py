@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, CopyError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import choose_method, copy
-from kvstow.memory.cuda import GROWTH, OPENING, cut, gather, rounds, word_bytes
+from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, shortened, word_bytes
 from kvstow.memory.moves import Spans, merged, row_moves
 from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
@@ -264,7 +264,7 @@ def test_the_gather_kernel_shares_long_moves_and_cuts_uneven_ones():
 def test_moves_that_are_cut_cover_the_same_bytes_and_are_no_longer_than_asked(data):
     moves = data.draw(scattered(512))
     size = data.draw(st.sampled_from([1, 16, 64, 1024]))
-    pieces = cut(moves, size)
+    pieces = shortened(moves, size)
     assert (pieces.nbytes <= size).all()
     assert (pieces.nbytes > 0).all()
     assert sorted(byte_pairs(pieces)) == sorted(byte_pairs(moves))

@@ -77,7 +77,7 @@ NAMES = {
     "prepared by threads": "pieces picked from lists, NIXL alone with threads",
     "built by threads": "pieces listed per request, NIXL alone with threads",
 }
-"""What is measured; on a device, NIXL has no threads of its own."""
+"""What is measured; pieces by threads of NIXL's on the host only."""
 
 
 def _shown(found: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
-from kvstow.memory.moves import Spans, merged
+from kvstow.memory.moves import Spans, cut, merged
 from kvstow.plan.view import align_up
 
 CudaMethod = Literal["batch", "kernel", "staged", "plain"]
@@ -192,7 +192,7 @@ def gather(
     word = word_bytes(source.data_ptr(), destination.data_ptr(), moves)
     mean = int(moves.nbytes.mean())
     limit = align_up(UNEVEN * mean, TILE_BYTES)
-    even = moves if int(moves.nbytes.max()) <= limit else cut(moves, limit)
+    even = moves if int(moves.nbytes.max()) <= limit else shortened(moves, limit)
     table = torch.as_tensor(np.stack(even) // word)
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
@@ -209,17 +209,10 @@ def word_bytes(source: int, destination: int, moves: Spans) -> int:
     return bits & -bits
 
 
-def cut(moves: Spans, limit: int) -> Spans:
+def shortened(moves: Spans, limit: int) -> Spans:
     """The same moves in pieces of at most `limit` bytes."""
-    counts = -(-moves.nbytes // limit)
-    first = np.cumsum(counts) - counts
-    which = np.repeat(np.arange(len(counts)), counts)
-    start = (np.arange(len(which)) - first[which]) * limit
-    return Spans(
-        moves.source[which] + start,
-        moves.destination[which] + start,
-        np.minimum(moves.nbytes[which] - start, limit),
-    )
+    which, start, nbytes = cut(moves.nbytes, limit)
+    return Spans(moves.source[which] + start, moves.destination[which] + start, nbytes)
 
 
 def _staged(

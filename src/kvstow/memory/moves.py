@@ -78,6 +78,15 @@ def merged(moves: Spans, *, along: int = 0) -> Spans:
     return Spans(source[starts], destination[starts], np.add.reduceat(nbytes, starts))
 
 
+def cut(nbytes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Lengths in pieces of at most `most` bytes: which one each piece is of, where it starts in
+    that, and how long it is."""
+    counts = -(-nbytes // most)
+    which = np.repeat(np.arange(len(counts)), counts)
+    start = (np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)) * most
+    return which, start, np.minimum(nbytes[which] - start, most)
+
+
 def check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: str) -> None:
     """Refuses ranges that are not each inside one region."""
     ordered = sorted(regions)

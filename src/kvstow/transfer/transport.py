@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import TransferError
+from kvstow.memory.moves import cut
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,13 +87,10 @@ def chunks(spans: Spans, nbytes: int) -> list[Spans]:
 
 def _cut(spans: Spans, most: int) -> Spans:
     """The same copies, each of at most `most` bytes."""
-    counts = -(-spans.nbytes // most)
-    if not np.logical_or.reduce(counts > 1):
+    if not np.logical_or.reduce(spans.nbytes > most):
         return spans
-    which = np.repeat(np.arange(len(spans)), counts)
-    part = (np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)) * most
-    return Spans(spans.local[which] + part, spans.remote[which] + part,
-                 np.minimum(most, spans.nbytes[which] - part))  # fmt: skip
+    which, start, nbytes = cut(spans.nbytes, most)
+    return Spans(spans.local[which] + start, spans.remote[which] + start, nbytes)
 
 
 class Post(Protocol):
