@@ -27,7 +27,7 @@ from kvstow.plan.layout import ORDERS
 
 DEVICE = torch.device("cuda:0")
 SEQUENCES, TOKENS, QUERY_HEADS = 64, 8192, 32
-PARTS = 4
+PARTS = 2  # 1,024 programs
 MODELS = (
     ("Llama-3.1-8B, half of it", 16, ORDERS[1:]),
     ("Qwen3-8B, half of it", 18, ("BLHNC", "BLNHC", "BHLNC")),

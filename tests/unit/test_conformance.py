@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvstow.errors import SpecError
+from kvstow.memory.arena import Arena
 from kvstow.plan.align import Alignment, Demand, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
@@ -17,12 +18,12 @@ DEFAULT = Alignment()
 
 def cache(
     order: str = "BLHNC", *, heads: int = 2, dim: int = 4, tokens: int = 4,
-    dtype: DType = DType.FLOAT32, alignment: Alignment = DEFAULT,
+    dtype: DType = DType.FLOAT32, alignment: Alignment = DEFAULT, num_slabs: int = 24,
 ) -> Layout:  # fmt: skip
     layers = [
         attention(f"l.{i}", heads=heads, dim=dim, tokens=tokens, dtype=dtype) for i in range(2)
     ]
-    return packed(grouped(layers), num_slabs=24, site=Site(order=order, alignment=alignment))
+    return packed(grouped(layers), num_slabs=num_slabs, site=Site(order=order, alignment=alignment))
 
 
 def gathered(query, keys, values, table, lengths):
@@ -58,10 +59,10 @@ def test_torch_attention_honours_every_stride_in_every_type(dtype):
 
 
 def paged(query, keys, values, table, lengths):
-    """Our kernel, sequences in two parts, short steps for the interpreter's sake."""
+    """Our kernel, sequences in two parts."""
     from kvstow.memory.kernels import paged_decode
 
-    return paged_decode(query, keys, values, table, lengths, num_parts=2, step=16)
+    return paged_decode(query, keys, values, table, lengths, num_parts=2)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -76,6 +77,25 @@ def test_the_paged_decode_kernel_honours_every_stride(dtype):
     report = check_attention(paged, cache(heads=1, tokens=4, dim=6, dtype=dtype))
     assert report.ok, report
     assert not report.needs_clean_tail
+
+
+@pytest.mark.parametrize("tokens", [16, 24, 32])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens, num_parts):
+    """Steps inside one block and across blocks, heads that start at different steps, parts
+    without a token."""
+    from kvstow.memory.kernels import paged_decode
+
+    arena = Arena(cache(heads=8, tokens=tokens, dim=16, num_slabs=48))
+    keys, values = arena.field("l.0", "k"), arena.field("l.0", "v")
+    for view in (keys, values):
+        view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(len(view))))
+    per_sequence = -(-320 // tokens)
+    table = torch.randperm(len(keys) - 1)[: 2 * per_sequence].reshape(2, -1).int() + 1
+    lengths = torch.tensor([313, 17], dtype=torch.int32)
+    query = torch.randn(2, 16, 16)
+    found = paged_decode(query, keys, values, table, lengths, num_parts=num_parts)
+    torch.testing.assert_close(found, gathered(query, keys, values, table, lengths))
 
 
 # ── flex_attention, compiled for the CPU: it skips blocks that the mask leaves out ────
