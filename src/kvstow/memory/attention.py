@@ -53,14 +53,23 @@ def _attend(
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
         there = (token < high) & (token >= oldest)
-        block = tl.load(
-            table_at + sequence * t_sequence + token // BLOCK - first_block, mask=there, other=0
-        ).to(tl.int64)
-        slot = token % BLOCK
+        row_at = table_at + sequence * t_sequence - first_block
+        if BLOCK % TOKENS == 0:  # one look-up, and what is read lies together
+            block = tl.load(row_at + at // BLOCK)
+            slot = at % BLOCK + tl.arange(0, TOKENS)
+        else:
+            block = tl.load(row_at + token // BLOCK, mask=there, other=0)
+            slot = token % BLOCK
+        block = block.to(tl.int64)
+        k_there, v_there = there[None, :], there[:, None]
+        if K_DIM < K_WIDTH:
+            k_there = k_there & (k_column < K_DIM)[:, None]
+        if V_DIM < V_WIDTH:
+            v_there = v_there & (v_column < V_DIM)[None, :]
         k = tl.load(
             key_at + (block * k_block + head * k_head + slot * k_token)[None, :]
             + k_column[:, None],
-            mask=there[None, :] & (k_column < K_DIM)[:, None], other=0.0,
+            mask=k_there, other=0.0,
         )  # fmt: skip
         score = tl.dot(q, k, input_precision="ieee") * scale
         distance = (past + query)[:, None] - token[None, :]
@@ -73,7 +82,7 @@ def _attend(
         v = tl.load(
             value_at + (block * v_block + head * v_head + slot * v_token)[:, None]
             + v_column[None, :],
-            mask=there[:, None] & (v_column < V_DIM)[None, :], other=0.0,
+            mask=v_there, other=0.0,
         )  # fmt: skip
         total = total * shrink[:, None] + tl.dot(part.to(v.dtype), v, input_precision="ieee")
         weight = weight * shrink + tl.sum(part, 1)
@@ -161,7 +170,8 @@ def paged_attention(
     size = num_queries * group
     rows = 16 if size <= 16 else 32 if size <= 32 else 64
     tiles = triton.cdiv(size, rows)
-    tokens = 64 if k_dim <= 128 else 32
+    by_block = rows == 16 and block_tokens % 16 == 0
+    tokens = 16 if by_block else 64 if k_dim <= 128 else 32
     reach = min(num_tokens, window or num_tokens)
     splits = splits or _splits(sequences * kv_heads * tiles, reach, tokens)
     v_width = max(16, triton.next_power_of_2(v_dim))
@@ -181,7 +191,7 @@ def paged_attention(
         HEADS=kv_heads, GROUP=group, BLOCK=block_tokens,
         K_DIM=k_dim, K_WIDTH=max(16, triton.next_power_of_2(k_dim)), V_DIM=v_dim, V_WIDTH=v_width,
         ROWS=rows, TOKENS=tokens, SPLITS=splits, SINK=sinks is not None,
-        num_warps=4, num_stages=3 if rows == 16 else 2,
+        num_warps=2 if by_block else 4, num_stages=5 if by_block else 3 if rows == 16 else 2,
     )  # fmt: skip
     if splits > 1:
         _join[(sequences * kv_heads * size,)](

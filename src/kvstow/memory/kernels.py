@@ -240,6 +240,25 @@ def _paged_decode(
     tl.store(weights + place, weight, mask=row < GROUP)
 
 
+@triton.jit
+def _join_parts(
+    sums, peaks, weights, out, rows, num_parts,
+    PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One query head of one sequence: its parts, weighed against each other."""
+    part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    there = part < num_parts
+    place = part * rows + tl.program_id(0)
+    peak = tl.load(peaks + place, mask=there, other=-float("inf"))
+    shrink = tl.exp(peak - tl.max(peak, 0))
+    weight = tl.load(weights + place, mask=there, other=0.0)
+    real = there[:, None] & (column < DIM)[None, :]
+    total = tl.load(sums + place[:, None] * DIM + column[None, :], mask=real, other=0.0)
+    found = tl.sum(total * shrink[:, None], 0) / tl.sum(weight * shrink, 0)
+    at = out + tl.program_id(0) * DIM + column
+    tl.store(at, found.to(out.dtype.element_ty), mask=column < DIM)
+
+
 def paged_decode(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -270,6 +289,9 @@ def paged_decode(
         WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block_tokens, STEP=_STEP,
         SPREAD=_SPREAD, num_warps=2, num_stages=6,
     )  # fmt: skip
-    shrink = torch.exp(peaks - peaks.amax(0))
-    total = (sums * shrink[..., None]).sum(0) / (weights * shrink).sum(0)[..., None]
-    return total.to(query.dtype)
+    out = torch.empty_like(query)
+    _join_parts[(sequences * heads,)](
+        sums, peaks, weights, out, sequences * heads, num_parts,
+        PARTS=triton.next_power_of_2(num_parts), DIM=dim, WIDTH=triton.next_power_of_2(dim),
+    )  # fmt: skip
+    return out
