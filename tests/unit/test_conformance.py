@@ -80,13 +80,13 @@ def test_the_paged_decode_kernel_honours_every_stride(dtype):
 
 
 @pytest.mark.parametrize("tokens", [16, 24, 32])
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens, num_parts):
+@pytest.mark.parametrize(("order", "num_parts"), [("BLHNC", 1), ("BHLNC", 1), ("BHLNC", 3)])
+def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens, order, num_parts):
     """Steps inside one block and across blocks, heads that start at different steps, parts
     without a token."""
     from kvstow.memory.kernels import paged_decode
 
-    arena = Arena(cache(heads=8, tokens=tokens, dim=16, num_slabs=48))
+    arena = Arena(cache(order, heads=8, tokens=tokens, dim=16, num_slabs=48))
     keys, values = arena.field("l.0", "k"), arena.field("l.0", "v")
     for view in (keys, values):
         view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(len(view))))

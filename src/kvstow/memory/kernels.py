@@ -181,7 +181,7 @@ def digest_cells(
 
 
 _STEP = 16  # tokens that a program takes at a time
-_SPREAD = 4
+_SPREAD = 6
 
 
 @triton.jit
@@ -203,10 +203,11 @@ def _paged_decode(
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.full((ROWS,), 0.0, tl.float32)
     total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
-    # Heads of one sequence run side by side. Starting at different steps they read different
-    # blocks, which costs nothing where heads lie together and gains 2 % where they lie apart.
+    # Heads of one sequence run side by side. Where their pages lie side by side, they read on in
+    # step, a block at a time; where they lie apart, starting at different blocks gains 1 %.
     steps = tl.cdiv(end - start, STEP)
-    ahead = head * steps // (SPREAD * tl.num_programs(0))
+    apart = k_head > BLOCK * k_token
+    ahead = tl.where(apart, head * steps // (SPREAD * tl.num_programs(0)), 0)
     for i in range(steps):
         step = tl.where(i + ahead < steps, i + ahead, i + ahead - steps)
         at = start + step * STEP
