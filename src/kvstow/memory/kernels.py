@@ -181,7 +181,6 @@ def digest_cells(
 
 
 _STEP = 16  # tokens that a program takes at a time
-_SPREAD = 3
 
 
 @triton.jit
@@ -203,11 +202,13 @@ def _paged_decode(
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.full((ROWS,), 0.0, tl.float32)
     total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
-    # Heads of one sequence run side by side and read on in step. Small pages a power of two apart
-    # meet in the same DRAM banks: there the heads start at different blocks.
+    # Heads of one sequence run side by side. Reading the same block in step is best where a token's
+    # heads lie together; where each head has its page, starting apart is, as pages at a distance
+    # that is a power of two meet in the same DRAM banks.
     steps = tl.cdiv(end - start, STEP)
-    collide = (BLOCK == STEP) & (k_head > BLOCK * k_token) & ((k_head & (k_head - 1)) == 0)
-    ahead = tl.where(collide, head * steps // (SPREAD * tl.num_programs(0)), 0)
+    ahead = 0
+    if SPREAD:
+        ahead = tl.where(k_head > k_token, head * steps // (SPREAD * tl.num_programs(0)), 0)
     for i in range(steps):
         step = tl.where(i + ahead < steps, i + ahead, i + ahead - steps)
         at = start + step * STEP
@@ -268,13 +269,15 @@ def paged_decode(
     lengths: torch.Tensor,
     *,
     num_parts: int = 1,
+    spread: int = 6,
 ) -> torch.Tensor:
     """Attention of one new token per sequence to its cached tokens, read where they lie.
 
     `query` is `[sequence, head, dim]`, contiguous; `keys` and `values` are views `[block, head,
     token, dim]` of any strides but the last, which is 1; `block_table` is `[sequence, logical
     block]`, and `lengths` says how many tokens each sequence has. An H200 runs 1,320 programs
-    at once, one per sequence, kv head and part: parts that just fill it are best.
+    at once, one per sequence, kv head and part: parts that just fill it are best. Heads with pages
+    of their own start spread over the first `1 / spread` of their part, with 0 all in step.
     """
     sequences, heads, dim = query.shape
     kv_heads, block_tokens = keys.shape[1], keys.shape[2]
@@ -288,7 +291,7 @@ def paged_decode(
         dim**-0.5, block_table.stride(0), *keys.stride()[:3], *values.stride()[:3],
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block_tokens, STEP=_STEP,
-        SPREAD=_SPREAD, num_warps=2, num_stages=6,
+        SPREAD=spread, num_warps=2, num_stages=6,
     )  # fmt: skip
     out = torch.empty_like(query)
     _join_parts[(sequences * heads,)](
