@@ -28,11 +28,11 @@ from kvstow.transfer.bench_baseline import Baseline
 from kvstow.transfer.bench_producer import Meter, Producer, producing
 from kvstow.transfer.bench_setting import Setting
 from kvstow.transfer.generations import Generations
-from kvstow.transfer.mover import Mover
+from kvstow.transfer.home import Home
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
 from kvstow.transfer.timed import TimedNixl
-from kvstow.transfer.track import TRACK_NAME
+from kvstow.transfer.track import TRACK_NAME, Job
 from kvstow.transfer.transport import Region
 
 __all__ = ["Setting", "measured"]
@@ -56,7 +56,8 @@ class Run:
         self.agent = Agent(self.arena, Generations(self.arena.layout), transport=self.transport,
                            name="consumer", options=Options(direction=direction))  # fmt: skip
         self._watching = Meter(self.transport)
-        self._watching.on(Mover, "watch")
+        self._watching.on(Home, "watch")
+        self._watching.on(Job, "wait")
         self.contact = self.agent.service.contact(producer.address, "")
         seconds = self._met()
         producer.offer("in-order")  # says how long NIXL has taken there, after it has here

@@ -17,10 +17,13 @@ from kvstow.plan.agree import differences
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
 from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.fencing import Fence
 from kvstow.transfer.home import PROBE_BYTES, Home
+from kvstow.transfer.mirror import Mirror, MirrorFence, is_worth
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.options import Options
 from kvstow.transfer.path import Path, chosen
+from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.track import TRACKS, Job, processors
 from kvstow.transfer.transport import Kinds, Spans, lost
 from kvstow.transfer.wire import (
@@ -84,6 +87,7 @@ class Contact:
         self._rates: dict[str, float] = {}
         self._tracks = 1
         self._first_jobs: list[Job] = []
+        self._mirror: Mirror | None = None
 
     @property
     def name(self) -> str:
@@ -281,6 +285,18 @@ class Contact:
             "staged_rate": path.staged_rate, "forced": path.forced, "tracks": path.tracks,
         })  # fmt: skip
 
+    # ── fences ────────────────────────────────────────────────────────────────────
+
+    def fence(self, ticket: Ticket) -> Fence | MirrorFence:
+        """What reads the counters of a ticket's blocks again. Raises TransferError."""
+        assert self.card is not None
+        assert self.layout is not None
+        if not is_worth(self.layout, ticket):
+            return Fence(self._home, self.card, ticket)
+        if self._mirror is None:
+            self._mirror = Mirror(self._home, self.card, self.layout)
+        return MirrorFence(self._mirror, ticket)
+
     # ── staying in touch ──────────────────────────────────────────────────────────
 
     def advance(self, now: float) -> None:
@@ -313,6 +329,9 @@ class Contact:
             self._line = None
         if self.card is not None:
             self._home.sever(self.card.start)
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
         if was_ready:
             self._home.metrics.peers.dec()
         self._home.note("disconnected", {"peer": self.name, "address": self.address,

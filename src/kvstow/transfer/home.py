@@ -1,5 +1,6 @@
 """This process's side of every transfer: its arena, its counters, its engine."""
 
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,12 @@ from kvstow.transfer.wire import Card, RegionCard
 
 PROBE_BYTES = 4 << 20
 _SLOTS = 128
+
+WATCH_SECONDS = 2e-3
+"""Posts under way are watched without pause for so long: some engines move bytes only then."""
+
+YIELD_SECONDS = 2e-4
+"""Other threads of this process wait so long at most meanwhile."""
 
 
 class Home:
@@ -58,6 +65,7 @@ class Home:
         self.slots: Ints = np.zeros((_SLOTS, SLOT_ENTRIES), np.int64)
         self._free_slots = deque(range(_SLOTS))
         self._slots_at = self.slots.ctypes.data
+        self._spare_counters: list[Ints] = []
         self._attached: dict[str, int] = {}
         self._counters: dict[tuple[Counter, str], Counter] = {}
         self._tracks: list[Track] = []
@@ -158,6 +166,18 @@ class Home:
     def is_attached(self, start: str) -> bool:
         return start in self._attached
 
+    def watch(self, poll: Callable[[], bool]) -> bool:
+        """Ask without pause for a while whether a post is over, but let other threads have
+        their turn."""
+        self.has_watched = True
+        now = self.clock()
+        until, turn = now + WATCH_SECONDS, now + YIELD_SECONDS
+        while not (over := poll()) and (now := self.clock()) < until:
+            if now > turn:
+                select.select((), (), (), 0)  # without the interpreter's lock
+                turn = now + YIELD_SECONDS
+        return over
+
     # ── counters ──────────────────────────────────────────────────────────────────
 
     @property
@@ -173,6 +193,19 @@ class Home:
 
     def slot_address(self, slot: int) -> int:
         return self._slots_at + slot * SLOT_ENTRIES * ENTRY
+
+    def take_counters(self, count: int) -> Ints:
+        """Registered memory for at least so many counters. Raises TransferError."""
+        for i, spare in enumerate(self._spare_counters):
+            if len(spare) >= count:
+                return self._spare_counters.pop(i)
+        fresh: Ints = np.zeros(-(-count // SLOT_ENTRIES) * SLOT_ENTRIES, np.int64)
+        self.transport.register(Region(fresh.ctypes.data, fresh.nbytes))
+        return fresh
+
+    def give_counters(self, memory: Ints) -> None:
+        """Nothing writes to it any more."""
+        self._spare_counters.append(memory)
 
     def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
         """The counters of these blocks, now."""

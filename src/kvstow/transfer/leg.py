@@ -20,6 +20,7 @@ from kvstow.transfer.fencing import Fence
 from kvstow.transfer.fetching import Fetching
 from kvstow.transfer.home import Home, check_blocks
 from kvstow.transfer.lease import Leases
+from kvstow.transfer.mirror import MirrorFence
 from kvstow.transfer.mover import Mover, chunk_bytes
 from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.path import Way
@@ -90,7 +91,7 @@ class Leg:
         self._begun = False
         self._arrived = False
         self._writer_quiet = True
-        self._fence: Fence | None = None
+        self._fence: Fence | MirrorFence | None = None
         self._slot_bytes = 0
         self._greeted = False
         self._drain_until = 0.0
@@ -161,6 +162,7 @@ class Leg:
                     f"ticket is for layout {ticket.fingerprint[:16]}, agent {contact.name!r} has "
                     f"{contact.fingerprint[:16]}", kind="ticket", peer=contact.name)  # fmt: skip
             check_blocks(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
+            self._fence = contact.fence(ticket)
             if plan.ways is None:
                 self.direction, self._arrived = "read", True
             elif self.direction == "read":
@@ -182,7 +184,6 @@ class Leg:
             samples, self.told = (), tuple(0 for _ in samples)
         contact.send(Begin(self.id, ticket.lease, ticket.digest, plan.claims, self._write_order(),
                            self._slot_bytes, samples))  # fmt: skip
-        self._fence = Fence(self._home, contact.card, ticket)  # while the producer reads that
         if spans is not None:
             kinds = self._home.kinds(contact.card)
             size = chunk_bytes(contact.path.rate, kinds, 1 + len(beside), spans.total)

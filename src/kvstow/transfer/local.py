@@ -175,6 +175,7 @@ class _LocalPost:
         return nbytes
 
     def start(self) -> None:
+        self.done = 0
         self._owner.begin(self)
 
     def poll(self) -> bool:

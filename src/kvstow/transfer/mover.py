@@ -1,6 +1,5 @@
 """Copies on their way: pieces started a few at a time, so that a stop is never far."""
 
-import select
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,12 +18,6 @@ CHUNK_SECONDS = 0.08
 CHUNKS_EACH = 1
 """Chunks at least for every engine that works on a transfer; of a longer one, the faster engine
 takes more."""
-
-WATCH_SECONDS = 2e-3
-"""Posts under way are watched without pause for so long: some engines move bytes only then."""
-
-YIELD_SECONDS = 2e-4
-"""Other threads of this process wait so long at most meanwhile."""
 
 TRACK_SECONDS = 5e-3
 """So long at a time we wait for the last chunk of a track."""
@@ -105,7 +98,7 @@ class Mover:
             self._start()
             self._poll()
             if self._posted:
-                self.watch()
+                self._watch()
             self._follow()
         except TransferError as error:
             self.error = self.error or error
@@ -146,20 +139,11 @@ class Mover:
                 self._posted.remove(post)
                 self._moved_at = self._home.clock()
 
-    def watch(self) -> None:
-        """Look at the posts without pause for a while, but let other threads have their turn."""
-        clock = self._home.clock
-        now = clock()
-        until, turn = now + WATCH_SECONDS, now + YIELD_SECONDS
-        if now - self._moved_at > STALLED_SECONDS:
-            return
-        self._home.has_watched = True
-        oldest = self._posted[0]  # asking for one moves all
-        while not oldest.poll() and (now := clock()) < until:
-            if now > turn:
-                select.select((), (), (), 0)  # without the interpreter's lock
-                turn = now + YIELD_SECONDS
-        self._poll()
+    def _watch(self) -> None:
+        """Stay with the oldest post for a while, unless nothing moves any more."""
+        if self._home.clock() - self._moved_at <= STALLED_SECONDS:
+            self._home.watch(self._posted[0].poll)  # asking for one moves all
+            self._poll()
 
     def _follow(self) -> None:
         """See what the tracks do; where nothing is left for us, wait for them a little."""

@@ -165,6 +165,7 @@ class _NixlPost:
     def start(self) -> None:
         if self._error is not None:
             raise self._error
+        self._done = False
         try:
             self._note(self._agent.transfer(self._handle))
         except Exception as error:
@@ -172,10 +173,10 @@ class _NixlPost:
             raise self._error from error
 
     def poll(self) -> bool:
-        if self._error is not None:
-            raise self._error
         if self._done:
             return True
+        if self._error is not None:
+            raise self._error
         try:
             state = self._agent.check_xfer_state(self._handle)
         except Exception as error:
@@ -188,7 +189,6 @@ class _NixlPost:
         """Take in a state that NIXL has reported."""
         if state == "DONE":
             self._done = True
-            self._live.discard(self)
         elif state != "PROC":
             self._error = TransferError(f"nixl: peer {self._peer!r}: transfer state {state!r}",
                                         kind="transport", peer=self._peer)  # fmt: skip
@@ -203,10 +203,9 @@ class _NixlPost:
             self._handle = None
 
     def abandon(self) -> None:
-        """Its peer is being removed: it will never be done."""
-        if not self._done:
-            self._error = TransferError(f"peer {self._peer!r} is gone: disconnected here",
-                                        kind="peer", peer=self._peer)  # fmt: skip
+        """Its peer is being removed: it will never copy again."""
+        self._error = TransferError(f"peer {self._peer!r} is gone: disconnected here",
+                                    kind="peer", peer=self._peer)  # fmt: skip
         try:
             self._handle.release()
             self._handle = None

@@ -94,10 +94,11 @@ def _cut(spans: Spans, most: int) -> Spans:
 
 
 class Post(Protocol):
-    """Copies that the engine knows of: prepared, then started, then over."""
+    """Copies that the engine knows of: prepared, then started, then over, then perhaps started
+    again."""
 
     def start(self) -> None:
-        """Begin to copy, once. Raises TransferError if the engine refuses."""
+        """Begin to copy; not while it copies. Raises TransferError if the engine refuses."""
         ...
 
     def poll(self) -> bool:
