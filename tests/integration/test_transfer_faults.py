@@ -94,9 +94,13 @@ def fabric() -> Fabric:
     return Fabric()
 
 
-@pytest.fixture
-def nodes(fabric: Fabric) -> Iterator[tuple[Node, Node]]:
-    """Producer and consumer in this process, over the local transport."""
+@pytest.fixture(params=["all counters", "lists of counters"])
+def nodes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fabric: Fabric
+) -> Iterator[tuple[Node, Node]]:
+    """Producer and consumer in this process, over the local transport, with either fence."""
+    if request.param == "lists of counters":
+        monkeypatch.setattr("kvstow.transfer.mirror.MOST_ENTRIES", 0)
     pair = tuple(Node(encode(LAYOUT), fabric, name=n, options=HURRY) for n in ("p", "c"))
     yield pair  # type: ignore[misc]
     for node in pair:

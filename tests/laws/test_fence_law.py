@@ -6,6 +6,8 @@ that is accepted has brought the offered bytes, in every group; and one during w
 nothing was reused is accepted.
 """
 
+from unittest import mock
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,13 +68,15 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
         producer.close()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.integers(0, 16), st.lists(st.sampled_from(BLOCKS), max_size=3), max_size=4),
     st.sampled_from(["read", "write"]),
+    st.sampled_from([0, 1 << 16]),
 )
-def test_what_is_accepted_is_what_was_offered(moments, direction):
-    result, clumsy, wrong = pulled(moments, direction)
+def test_what_is_accepted_is_what_was_offered(moments, direction, most_entries):
+    with mock.patch("kvstow.transfer.mirror.MOST_ENTRIES", most_entries):
+        result, clumsy, wrong = pulled(moments, direction)
     if "error" not in result:
         assert wrong == ""
     else:

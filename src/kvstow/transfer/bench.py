@@ -40,6 +40,8 @@ __all__ = ["Setting", "measured"]
 ENGINE_THREADS = 4
 """What vLLM's connector gives its NIXL agent."""
 
+CONTACTS = 3
+
 MILLION = Setting(rows=1_000_000, layers=1, piece=128)
 """A layout whose contact is timed; 256 bytes a row."""
 
@@ -253,11 +255,15 @@ def _descriptors(name: str, run: Run) -> int:
 
 
 def contact_times(setting: Setting) -> tuple[float, float]:
-    """Milliseconds from hello to a measured path, NIXL's connecting left out, and NIXL's."""
-    with producing(setting) as producer:
-        run = Run(setting, producer, None)
-        run.close()
-    return run.contact_ms, run.connect_ms
+    """Milliseconds from hello to a measured path, NIXL's connecting left out, and NIXL's; of
+    several contacts, each between fresh processes, the best."""
+    times: list[tuple[float, float]] = []
+    for _ in range(CONTACTS):
+        with producing(setting) as producer:
+            run = Run(setting, producer, None)
+            run.close()
+        times.append((run.contact_ms, run.connect_ms))
+    return min(times)
 
 
 def machine(device: str) -> str:

@@ -35,6 +35,7 @@ from kvstow.transfer.wire import (
 log = logging.getLogger(__name__)
 
 HIGH_WATER = 10_000
+_READABLE = int(zmq.POLLIN)  # a flag of its own type is slower to compare
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -301,9 +302,11 @@ class Channel:
 
 def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
     """Messages that have come, until there is none or the socket is closed."""
-    while not socket.closed and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+    ready = _READABLE  # it was polled
+    while ready & _READABLE:
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
         yield parts
+        ready = 0 if socket.closed else int(socket.get(zmq.EVENTS))

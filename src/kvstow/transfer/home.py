@@ -231,24 +231,29 @@ class Home:
         self.events.emit("transfer", what, {"agent": self.name, **facts})
 
 
-def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
-    """TransferError unless every block exists in the layout and is listed once."""
+def check_known(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout."""
     for g, listed in blocks.items():
         if not 0 <= g < len(layout.groups):
             raise TransferError(f"{whose}: group {g} is not one of {len(layout.groups)}",
                                 kind="ticket")  # fmt: skip
-        name = layout.groups[g].group.name
-        least, count = layout.groups[g].rows_per_slab, layout.num_blocks(g)
-        if not len(listed):
-            continue
-        ordered = listed.ids.copy()
-        ordered.sort()
-        if ordered[0] < least or ordered[-1] >= count:
-            wrong = listed.ids[(listed.ids < least) | (listed.ids >= count)]
+        least, count, ids = layout.groups[g].rows_per_slab, layout.num_blocks(g), listed.ids
+        if len(ids) and not least <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < count:
+            name = layout.groups[g].group.name
+            wrong = ids[(ids < least) | (ids >= count)]
             raise TransferError(f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
                                 f"[{least}, {count})", kind="ticket",
                                 blocks={name: tuple(wrong.tolist())})  # fmt: skip
+
+
+def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout and is listed once."""
+    check_known(layout, blocks, whose=whose)
+    for g, listed in blocks.items():
+        ordered = listed.ids.copy()
+        ordered.sort()
         if np.logical_or.reduce(ordered[1:] == ordered[:-1]):
+            name = layout.groups[g].group.name
             raise TransferError(f"{whose}: group {name!r}: some block is listed twice",
                                 kind="ticket")  # fmt: skip
 

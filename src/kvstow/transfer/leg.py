@@ -18,7 +18,7 @@ from kvstow.plan.route import Route
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.fencing import Fence
 from kvstow.transfer.fetching import Fetching
-from kvstow.transfer.home import Home, check_blocks
+from kvstow.transfer.home import Home, check_known
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.mirror import MirrorFence
 from kvstow.transfer.mover import Mover, chunk_bytes
@@ -161,7 +161,7 @@ class Leg:
                 raise TransferError(
                     f"ticket is for layout {ticket.fingerprint[:16]}, agent {contact.name!r} has "
                     f"{contact.fingerprint[:16]}", kind="ticket", peer=contact.name)  # fmt: skip
-            check_blocks(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
+            check_known(contact.layout, ticket.blocks, whose=f"ticket of {contact.name!r}")
             self._fence = contact.fence(ticket)
             if plan.ways is None:
                 self.direction, self._arrived = "read", True
@@ -219,7 +219,7 @@ class Leg:
         )
 
     def _move(self, now: float) -> None:
-        if self._mover is not None:
+        if self._mover is not None and not self._arrived:
             self._arrived = self._mover.advance()
             if self._mover.error is not None:
                 self._broken(self._mover.error, now)

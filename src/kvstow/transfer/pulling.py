@@ -1,7 +1,6 @@
 """A transfer: legs from one or several sources into the same rows, accepted together or not
 at all."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from kvstow.transfer.digesting import (
 )
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home, named
+from kvstow.transfer.latch import Latch
 from kvstow.transfer.leg import Goal, Leg, Plan
 from kvstow.transfer.path import Way
 from kvstow.transfer.straight import Ways
@@ -75,8 +75,8 @@ class Transfer:
         self._generations = home.generations(goal.into)
         self.done = False
         self.quiet = False
-        self._has_ended = threading.Event()
-        self._is_quiet = threading.Event()
+        self._has_ended = Latch()
+        self._is_quiet = Latch()
         self._begun = False
         self._aborted = False
         self._samples: tuple[Sample, ...] = ()

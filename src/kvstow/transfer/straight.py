@@ -19,6 +19,10 @@ from kvstow.plan.pairing import Tokens
 from kvstow.plan.route import Crossing, Route
 from kvstow.transfer.transport import Ints, Spans, merged
 
+_ABOVE = 32
+_BELOW = (1 << _ABOVE) - 1
+_NEXT = (1 << _ABOVE) + 1
+
 
 class Copy(NamedTuple):
     """The single copy of a pair of blocks 0."""
@@ -116,7 +120,9 @@ def _paired(
     if wanted.first >= wanted.end or first >= end or wanted.first > first * span:
         return None
     filled = min(span, wanted.end - (end - 1) * span)
-    last = _single(way.crossing.lanes(Overlap(0, 0, filled, filled, filled)))
+    last = way.copy
+    if filled < span:
+        last = _single(way.crossing.lanes(Overlap(0, 0, filled, filled, filled)))
     from_, to = _listed(ours, first, end), _listed(theirs, first, end)
     if from_ is None or to is None or last is None or last[:2] != way.copy[:2]:
         return None
@@ -136,23 +142,27 @@ def _listed(blocks: Blocks, first: int, end: int) -> Ints | None:
 
 
 def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
-    """Pairs by destination, those that follow each other on both sides as one."""
-    count, order = len(pairs.source), pairs.destination.argsort()
-    source, destination = pairs.source.take(order), pairs.destination.take(order)
+    """Pairs by destination, those that follow each other on both sides as one.
+
+    A pair is one number, the destination's id above the source's: so they are sorted, and
+    compared, together.
+    """
     here, there, nbytes = way.copy
-    apart = np.empty(count, np.bool_)
-    apart[0], apart[1:] = (
-        True,
-        (source[1:] - source[:-1] != 1) | (destination[1:] - destination[:-1] != 1),
-    )
-    heads = apart.nonzero()[0]
-    ends = np.empty_like(heads)
-    ends[:-1], ends[-1] = heads[1:], count
-    lengths = (ends - heads) * nbytes
+    both = pairs.destination << _ABOVE
+    both += pairs.source
+    last = both[-1]
+    both.sort()
+    ends = (both[1:] - both[:-1] != _NEXT).nonzero()[0]
+    heads = np.zeros(len(ends) + 1, np.int64)
+    np.add(ends, 1, heads[1:])
+    counts = np.empty_like(heads)
+    counts[:-1], counts[-1] = heads[1:], len(both)
+    counts -= heads
+    first, lengths = both.take(heads), counts * nbytes
     if pairs.tail != nbytes:
-        lengths[order.take(ends - 1) == count - 1] -= nbytes - pairs.tail
-    return Spans(destination.take(heads) * nbytes + (there + bases[1]),
-                 source.take(heads) * nbytes + (here + bases[0]), lengths)  # fmt: skip
+        lengths[first + (counts - 1) * _NEXT == last] -= nbytes - pairs.tail
+    return Spans((first >> _ABOVE) * nbytes + (there + bases[1]),
+                 (first & _BELOW) * nbytes + (here + bases[0]), lengths)  # fmt: skip
 
 
 def _joined(parts: Sequence[Spans]) -> Spans:

@@ -22,10 +22,10 @@ class TimedNixl(NixlTransport):
         self.seconds = 0.0
         self.connecting = 0.0
         self.starts = 0
+        self.is_connected = False
         self.beside: list[TimedNixl] = []
         self._first_started: float | None = None
-        self._is_connected = False
-        self._agent = _TimedAgent(self.bare, self._took)
+        self._agent = _TimedAgent(self.bare, self)
 
     @property
     def another(self) -> "Callable[[], TimedNixl]":
@@ -35,40 +35,41 @@ class TimedNixl(NixlTransport):
         self.beside.append(TimedNixl())
         return self.beside[-1]
 
-    def _took(self, call: str, busy: float, started: float, result: Any) -> None:
-        self.seconds += busy
+    def took(self, call: str, started: float, result: Any) -> None:
+        """A call has ended that may have connected."""
         now = time.perf_counter()
         if call == "add_remote_agent":
             self.connecting += now - started
         elif call == "transfer":
-            self.starts += 1
             self._first_started = self._first_started or started
-        if result == "DONE" and not self._is_connected and self._first_started is not None:
-            self._is_connected = True
+        if result == "DONE" and not self.is_connected and self._first_started is not None:
+            self.is_connected = True
             self.connecting += now - self._first_started
-
-
-Took = Callable[[str, float, float, Any], None]
 
 
 class _TimedAgent:
     """The calls of `inner`; those of the engine are timed."""
 
-    def __init__(self, inner: Any, took: Took) -> None:
+    def __init__(self, inner: Any, meter: TimedNixl) -> None:
         for name in dir(inner):
             call = getattr(inner, name)
             if callable(call) and not name.startswith("_"):
-                setattr(self, name, _timed(name, call, took) if name in ENGINE else call)
+                setattr(self, name, _timed(name, call, meter) if name in ENGINE else call)
 
 
-def _timed(name: str, call: Callable[..., Any], took: Took) -> Callable[..., Any]:
+def _timed(name: str, call: Callable[..., Any], meter: TimedNixl) -> Callable[..., Any]:
+    clock, starts = time.thread_time, name == "transfer"
+
     def timed(*args: Any) -> Any:
-        started, busy = time.perf_counter(), time.thread_time()
-        result = None
+        started = 0.0 if meter.is_connected else time.perf_counter()
+        meter.starts += starts
+        busy, result = clock(), None
         try:
             result = call(*args)
             return result
         finally:
-            took(name, time.thread_time() - busy, started, result)
+            meter.seconds += clock() - busy
+            if started:
+                meter.took(name, started, result)
 
     return timed

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from kvstow.errors import TransferError
+from kvstow.transfer.latch import Latch
 from kvstow.transfer.transport import (
     Direction,
     Kinds,
@@ -67,7 +68,7 @@ class Job:
     ) -> None:
         self.error: TransferError | None = None
         self._connection = connection
-        self._over = threading.Event()
+        self._over = Latch()
         self._direction: Direction = direction
         self._peer = peer
         self._kinds = kinds
@@ -76,7 +77,7 @@ class Job:
 
     @property
     def over(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set
 
     def wait(self, seconds: float) -> None:
         """Until it is over, but no longer than this."""
