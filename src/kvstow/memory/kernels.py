@@ -203,11 +203,11 @@ def _paged_decode(
     weight = tl.full((ROWS,), 0.0, tl.float32)
     total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
     # Heads of one sequence run side by side. Reading the same block in step is best where a token's
-    # heads lie together; where each head has its page, starting apart is, as pages at a distance
-    # that is a power of two meet in the same DRAM banks.
+    # heads lie together, or pages are large; small ones, a page per head, are better read apart:
+    # at a distance that is a power of two they meet in the same DRAM banks.
     steps = tl.cdiv(end - start, STEP)
     ahead = 0
-    if SPREAD:
+    if SPREAD and BLOCK == STEP:
         ahead = tl.where(k_head > k_token, head * steps // (SPREAD * tl.num_programs(0)), 0)
     for i in range(steps):
         step = tl.where(i + ahead < steps, i + ahead, i + ahead - steps)
@@ -276,8 +276,8 @@ def paged_decode(
     `query` is `[sequence, head, dim]`, contiguous; `keys` and `values` are views `[block, head,
     token, dim]` of any strides but the last, which is 1; `block_table` is `[sequence, logical
     block]`, and `lengths` says how many tokens each sequence has. An H200 runs 1,320 programs
-    at once, one per sequence, kv head and part: parts that just fill it are best. Heads with pages
-    of their own start spread over the first `1 / spread` of their part, with 0 all in step.
+    at once, one per sequence, kv head and part: parts that just fill it are best. Heads with small
+    pages of their own start spread over the first `1 / spread` of their part, with 0 in step.
     """
     sequences, heads, dim = query.shape
     kv_heads, block_tokens = keys.shape[1], keys.shape[2]
