@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
 # ruff: noqa: N803
 """Attention that reads keys and values where they lie: prompts, chunks and single tokens.
 

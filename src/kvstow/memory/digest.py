@@ -142,7 +142,7 @@ def _picked(
     """The states that leave `phase`, each as a block of its own that holds one state."""
     one = layers[0]
     found = [np.arange(low + (phase - low) % every, high, every) for low, high in intervals]
-    states = np.union1d(*found)
+    states = np.union1d(*found) if len(found[1]) else found[0]
     rows, slots = ids[np.searchsorted(index, states // one.states)], states % one.states
     unit = gcd(one.block_stride, one.place.token_stride)
     blocks = (rows * one.block_stride + slots * one.place.token_stride) // unit
@@ -195,12 +195,13 @@ def _cells(
     """Cells of a layer in words: block, then head and token as they lie, then word."""
     place = layer.place
     heads, words = table_shape
-    flat = arena.bytes.numpy()[place.offset :]
     axes = [(heads, place.head_stride), (layer.states, place.token_stride)]
     outer, inner = axes if layer.heads_outside else reversed(axes)
-    return np.lib.stride_tricks.as_strided(
-        flat[: flat.size // unit * unit].view(f"<u{unit}"),
+    return np.ndarray(
         (num_blocks, outer[0], inner[0], words),
+        f"<u{unit}",
+        arena.bytes.numpy(),
+        place.offset,
         (layer.block_stride, outer[1], inner[1], unit),
     )
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
 # ruff: noqa: N803
 """Triton kernels, and the only module that imports triton.
 
