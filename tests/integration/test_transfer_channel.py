@@ -110,7 +110,7 @@ def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabri
         "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
         "truncated": good[:-1],
         "version": skewed,
-        "body": struct.pack(">4sHQQI", b"KVSW", 1, 0, 1, 2) + b"\xc1\xc1",
+        "body": struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, 2) + b"\xc1\xc1",
         "session": good,
     }
     for reason, data in broken.items():
@@ -128,7 +128,7 @@ def test_another_version_is_told_both_numbers(node, stranger):
     stranger.say(good[:4] + struct.pack(">H", 9) + good[6:])
     message = stranger.answer().message
     assert isinstance(message, wire.Refused)
-    assert message.reasons == ("wire version 1 there, 9 here",)
+    assert message.reasons == (f"wire version {wire.VERSION} there, 9 here",)
 
 
 def test_an_oversized_message_is_cut_off_and_others_are_still_heard(node, stranger, fabric):
@@ -178,7 +178,9 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
 
 MESSAGES = [
     wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), 0, ()),
-    wire.Begin(1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), 0, 9, 4, 1),)),
+    wire.Begin(
+        1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), (2, 3), 0, 9, 4, 1),)
+    ),
     wire.End(1, 2, "accepted"),
     wire.Stop(7),
     wire.Renew((1, 2, 3)),

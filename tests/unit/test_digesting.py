@@ -3,23 +3,24 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import counted_states
+from kvstow.memory.digest import MODULUS, counted_states, digest
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import Full, Sink, State, Window
+from kvstow.plan.spec import Extent, Full, Sink, State, Window
 from kvstow.transfer.digesting import LEAST_SHARE, digests, mismatches, samples
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
 
 
-def rows_of(num_layers: int, tokens: int = 4, num_slabs: int = 34) -> Layout:
-    return packed(grouped([attention(f"l.{i}", heads=1, dim=4, tokens=tokens)
+def rows_of(num_layers: int, tokens: int = 4, num_slabs: int = 34, heads: int = 1) -> Layout:
+    return packed(grouped([attention(f"l.{i}", heads=heads, dim=4, tokens=tokens)
                            for i in range(num_layers)]), num_slabs=num_slabs)  # fmt: skip
 
 
@@ -49,6 +50,10 @@ def test_a_sample_has_one_layer_of_every_group_and_is_never_empty(data):
     assert len(found) == len(layouts[0].groups)
     for sample, rows in zip(found, layouts[0].groups, strict=True):
         assert len(sample.layers) == 1
+        first, end = sample.heads
+        held = layouts[0].layers[sample.layers[0]][1].heads
+        assert end == first + 1
+        assert any(low <= first < high for low, high in held.pieces)
         assert sample.layers[0] in {layer.name for layer in rows.group.layers}
         counted = counted_states(rows.group, layouts[0].layers[sample.layers[0]][1], num_tokens, 0)
         if any(low < high for low, high in counted):
@@ -63,10 +68,36 @@ def test_a_sample_has_a_state_of_every_full_row_where_there_are_layers_enough():
         assert {state // 4 for state in picked(mine, sample, 64)} == set(range(16))
 
 
-@given(st.integers(1, 200))
-def test_a_sample_is_at_most_a_small_share_of_the_cells(num_layers):
-    (sample,) = samples((rows_of(num_layers, num_slabs=3),), 0, 8, "sample")
-    assert sample.every * num_layers >= LEAST_SHARE
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_a_sample_is_at_most_a_small_share_of_the_cells(num_layers, heads):
+    (sample,) = samples((rows_of(num_layers, num_slabs=3, heads=heads),), 0, 8, "sample")
+    assert sample.every * num_layers * heads >= LEAST_SHARE
+
+
+def test_samples_of_heads_make_a_whole_on_any_ranks():
+    """One head at a time, on ranks that hold several pieces of them, or one alike."""
+    whole, *ranks = (
+        [layer] for layer in (
+            attention("l.0", heads=6, dim=4, tokens=4),
+            *(replace(attention("l.0", heads=1, dim=4, tokens=4), heads=Extent("head", 6, pieces))
+              for pieces in (((4, 6), (0, 1)), ((1, 3),), ((3, 4),))),
+        )
+    )  # fmt: skip
+    blocks = {0: Blocks.first(np.array([3, 1, 2]))}
+    content = np.random.default_rng(5).integers(-9999, 9999, (3, 6, 4, 8)).astype(np.int16)
+    found = []
+    for layers in (whole, *ranks):
+        layout = packed(grouped(layers), num_slabs=5)
+        heads = np.concatenate([np.arange(*piece) for piece in layers[0].heads.pieces])
+        with Arena(layout) as arena:
+            cells = arena.tensor("l.0").view(torch.int16)
+            cells[blocks[0].ids] = torch.as_tensor(content[:, heads])
+            few = [digest(arena, blocks, 11, heads=(h, h + 1)) for h in range(6)]
+            assert sum(few) % MODULUS == digest(arena, blocks, 11)
+            assert digest(arena, blocks, 11, heads=(0, 6)) == digest(arena, blocks, 11)
+            assert [h for h in range(6) if few[h]] == sorted(heads)
+            found.append(few)
+    assert [sum(column) for column in zip(*found[1:], strict=True)] == found[0]
 
 
 def test_samples_of_two_pulls_are_not_the_same():

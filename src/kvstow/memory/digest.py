@@ -19,9 +19,10 @@ from kvstow.memory.keys import CellKeys, Words, cell_keys, seed, shares, state_k
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Placement
+from kvstow.plan.overlap import Interval
 from kvstow.plan.pairing import Tokens
 from kvstow.plan.route import Claims
-from kvstow.plan.spec import LayerSpec
+from kvstow.plan.spec import Extent, LayerSpec
 from kvstow.plan.territory import state_tokens
 
 __all__ = ["counted_states", "digest", "shares"]
@@ -43,17 +44,18 @@ def digest(
     layers: Collection[str] | None = None,
     start_token: int = 0,
     claims: Claims | None = None,
+    heads: Interval | None = None,
     every: int = 1,
     phase: int = 0,
 ) -> int:
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
     Sums over ranks, modulo 2^64, are digests of all that the ranks hold. `claims` restricts it
-    to parts of fields, `layers` to some layers; `shares` makes claims by which several ranks
-    count what they hold alike only once. Blocks of a window group count as far as the window of
-    the next token reaches. Of the states that count, those count whose number, divided by
-    `every`, leaves `phase`; no other is read. On CUDA it runs in the current stream, and waits
-    for the result.
+    to parts of fields, `layers` to some layers, `heads` to some of the model's heads; `shares`
+    makes claims by which several ranks count what they hold alike only once. Blocks of a window
+    group count as far as the window of the next token reaches. Of the states that count, those
+    count whose number, divided by `every`, leaves `phase`; no other is read. On CUDA it runs in
+    the current stream, and waits for the result.
     """
     total = 0
     for group, held in blocks.items():
@@ -64,6 +66,8 @@ def digest(
             for spec, place in zip(rows.group.layers, rows.placements, strict=True)
             if layers is None or spec.name in layers
         ]
+        if heads is not None:
+            wanted = [few for layer in wanted if (few := _with_heads(layer, heads)) is not None]
         if not wanted:
             continue
         for kind in _alike(wanted):
@@ -126,6 +130,28 @@ class _Layer:
     @property
     def heads_outside(self) -> bool:
         return self.place.head_stride > self.place.token_stride
+
+
+def _with_heads(layer: _Layer, heads: Interval) -> _Layer | None:
+    """The part of a layer that some heads are, if it holds any of them."""
+    found = _few_heads(layer.keys, layer.spec.heads, heads)
+    if found is None:
+        return None
+    first, keys = found
+    place = replace(layer.place, offset=layer.place.offset + first * layer.place.head_stride)
+    return replace(layer, keys=keys, place=place)
+
+
+@lru_cache(maxsize=256)
+def _few_heads(keys: CellKeys, held: Extent, heads: Interval) -> tuple[int, CellKeys] | None:
+    """The first head that is one of these, as it lies, and the keys from there to the last."""
+    numbers = np.concatenate([np.arange(*piece) for piece in held.pieces])
+    inside = (numbers >= heads[0]) & (numbers < heads[1])
+    if not inside.any():
+        return None
+    where = np.flatnonzero(inside)
+    some = slice(where[0], where[-1] + 1)
+    return int(where[0]), replace(keys, table=keys.table[some] * inside[some, None])
 
 
 def _alike(layers: list[_Layer]) -> list[list[_Layer]]:

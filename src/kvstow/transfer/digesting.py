@@ -7,6 +7,7 @@ over sources is the consumer's number, whatever tp, order or tokens per block ei
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, Intervals, counted_states, digest
@@ -37,22 +38,24 @@ def samples(
     """What to compare: everything, a little of every group chosen at random, or nothing.
 
     `layouts` are the consumer's, whose groups they are, and those of the sources. A little is
-    one layer and one state of every row, on whichever side rows are shorter; of fewer rows
-    where that would be more than a `LEAST_SHARE` of the group's bytes.
+    one head of one layer and one state of every row, on whichever side rows are shorter; of
+    fewer rows where that would be more than a `LEAST_SHARE` of the group's bytes.
     """
     if policy == "off":
         return ()
     found: list[Sample] = []
     for rows in layouts[0].groups:
         names = tuple(layer.name for layer in rows.group.layers)
-        every, phase = 1, 0
+        heads, every, phase = None, 1, 0
         if policy == "sample":
             name = _random.choice(names)
-            every = max(_states(layouts, name), -(-LEAST_SHARE // len(names)))
             spec = layouts[0].layers[name][1]
+            head = _random.choice([*chain(*(range(*piece) for piece in spec.heads.pieces))])
+            heads = head, head + 1
+            every = max(_states(layouts, name), -(-LEAST_SHARE // (len(names) * spec.heads.size)))
             counted = counted_states(rows.group, spec, num_tokens, start_token)
             names, phase = (name,), _state_among(counted) % every
-        found.append(Sample(names, start_token, num_tokens, every, phase))
+        found.append(Sample(names, heads, start_token, num_tokens, every, phase))
     return tuple(found)
 
 
@@ -79,7 +82,7 @@ def digests(
         listed = {g: blocks[g] for g in groups if g in blocks}
         found.append(
             digest(arena, listed, sample.stop_token, layers=held, start_token=sample.start_token,
-                   claims=claims, every=sample.every, phase=sample.phase)
+                   claims=claims, heads=sample.heads, every=sample.every, phase=sample.phase)
         )  # fmt: skip
     return tuple(found)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kvstow.errors import FaultKind
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"KVSW"
 MAX_FRAME = 32 << 20
 
@@ -104,9 +104,11 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `[start_token, stop_token)` of some layers, whose digest is compared: of their
-    states those whose number, divided by `every`, leaves `phase`."""
+    states those whose number, divided by `every`, leaves `phase`, and of these the model's
+    heads `[first, end)`, or all."""
 
     layers: tuple[str, ...]
+    heads: tuple[int, int] | None
     start_token: int
     stop_token: int
     every: Annotated[int, msgspec.Meta(ge=1)]
