@@ -2,6 +2,7 @@
 written out in Python integers over a dictionary of logical bytes."""
 
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -129,8 +130,9 @@ def test_the_digest_is_its_definition_spelled_out(kind, order):
 
 
 def kernel_digest(
-    arena: Arena, blocks: dict[int, Blocks], num_tokens: int, every: int = 1, phase: int = 0
-) -> int:
+    arena: Arena, blocks: dict[int, Blocks], num_tokens: int, every: int = 1, phase: int = 0,
+    heads: tuple[int, int] | None = None,
+) -> int:  # fmt: skip
     """What the Triton kernel makes of host memory, in its interpreter."""
     from kvstow.memory import digest as module
 
@@ -143,6 +145,8 @@ def kernel_digest(
             )
             for spec, place in zip(rows.group.layers, rows.placements, strict=True)
         ]
+        if heads is not None:
+            layers = [few for one in layers if (few := module._with_heads(one, heads)) is not None]
         for kind in module._alike(layers):
             states = counted_states(rows.group, kind[0].spec, num_tokens, 0)
             pages = kind, held.ids, held.index
@@ -164,6 +168,23 @@ def test_the_kernel_and_the_host_find_the_same_number(data):
     with Arena(layout) as arena:
         arena.bytes.random_(0, 256)
         assert kernel_digest(arena, blocks, num_tokens) == digest(arena, blocks, num_tokens)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_some_heads_are_the_same_on_host_and_kernel_and_all_heads_add_up(data):
+    model = data.draw(models(most_layers=2))
+    num_tokens = data.draw(st.integers(1, 6))
+    layout = data.draw(served(model, most_tokens=4)).layout(model, 0, 0, num_tokens)
+    blocks = data.draw(listed(layout, num_tokens))
+    most = max(spec.heads.total for _, spec, _ in layout.layers.values())
+    cuts = sorted(data.draw(st.sets(st.integers(1, most), max_size=3)) | {0, most})
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        parts = [digest(arena, blocks, num_tokens, heads=heads) for heads in pairwise(cuts)]
+        assert sum(parts) & MASK == digest(arena, blocks, num_tokens)
+        for heads, part in zip(pairwise(cuts), parts, strict=True):
+            assert kernel_digest(arena, blocks, num_tokens, heads=heads) == part
 
 
 @settings(max_examples=25)

@@ -104,14 +104,28 @@ def test_a_peer_that_leaves_is_an_error_and_the_memory_serves_the_next_mirror(pa
     assert fence.quiet
     assert not idle.advance()
     assert idle.error is not None
+    unread = pair.fence(mirror)
     mirror.close()
     pair.heal()
+    assert not unread.advance()
+    assert unread.error.kind == "peer"
     num_regions = len(pair.here.transport.regions)
     pair.here.attach(pair.there.card)
     again = pair.mirror()
     assert len(pair.here.transport.regions) == num_regions
     fence = pair.fence(again)
     assert fence.advance()
+
+
+def test_tables_that_are_nowhere_are_an_error_and_take_no_memory(pair):
+    pair.here.sever(pair.there.transport.name)
+    for _ in range(3):
+        with pytest.raises(TransferError):
+            pair.mirror()
+    num_regions = len(pair.here.transport.regions)
+    pair.here.attach(pair.there.card)
+    pair.mirror()
+    assert len(pair.here.transport.regions) == num_regions
 
 
 def test_a_mirror_is_for_small_tables_or_many_blocks():

@@ -15,8 +15,9 @@ from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.home import Home
+from kvstow.transfer.mover import STALLED_SECONDS
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Ints, Kinds, Spans
+from kvstow.transfer.transport import Ints, Kinds, Spans, lost
 from kvstow.transfer.wire import Card
 
 MOST_ENTRIES = 1 << 16
@@ -45,8 +46,14 @@ class Mirror:
         local = self._memory.ctypes.data + (ends - counts) * ENTRY
         some = counts > 0
         spans = Spans(local[some], np.array(card.tables)[some], counts[some] * ENTRY)
-        self._post = home.transport.prepare("read", card.start, Kinds(), spans)
+        try:
+            self._post = home.transport.prepare("read", card.start, Kinds(), spans)
+        except TransferError:
+            home.give_counters(self._memory)
+            raise
         self._begun = self._over = self._wanted = 0
+        self._begun_at = 0.0
+        self._is_closed = False
 
     def ask(self) -> int:
         """The number of a read that has not begun."""
@@ -55,19 +62,29 @@ class Mirror:
 
     def has_read(self, number: int) -> bool:
         """Whether that read is over; begins it when the one before it is."""
+        if self._is_closed:
+            raise lost(self.peer, "disconnected")
         self._look()
         if self._begun == self._over < self._wanted:
             self._begun += 1
+            self._begun_at = self.home.clock()
             self._post.start()
             self._look()
         return self._over >= number
 
     def _look(self) -> None:
-        if self._begun > self._over and (self._post.poll() or self.home.watch(self._post.poll)):
+        if self._begun > self._over and (self._post.poll() or self._watch()):
             self._over = self._begun
 
+    def _watch(self) -> bool:
+        """Stay with the read for a while, unless nothing moves any more."""
+        stalled = self.home.clock() - self._begun_at > STALLED_SECONDS
+        return not stalled and self.home.watch(self._post.poll)
+
     def close(self) -> None:
-        """Give the memory back; only when the peer was disconnected."""
+        """Give the memory back; only when the peer was disconnected. Who asks now gets an error:
+        the memory may hold another peer's counters."""
+        self._is_closed = True
         self.home.give_counters(self._memory)
 
 

@@ -31,11 +31,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
     """Any message; its name goes first on the wire."""
 
 
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Of memory, or a length of it: what can be added to another without overflowing."""
+
+
 class RegionCard(msgspec.Struct, frozen=True, array_like=True):
     """Registered memory, as peers see it."""
 
-    address: int
-    nbytes: int
+    address: Address
+    nbytes: Address
     kind: Literal["DRAM", "VRAM"]
     device: int
 
@@ -52,10 +56,10 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     start: str
     manifest: bytes
     metadata: bytes
-    base: int
+    base: Address
     kind: Literal["DRAM", "VRAM"]
     device: int
-    tables: tuple[int, ...]
+    tables: tuple[Address, ...]
     probe: RegionCard
     stage: RegionCard | None
 
