@@ -92,6 +92,24 @@ def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, 
     producer.close()
 
 
+@pytest.mark.parametrize(("count", "reads_all"), [(3, False), (60, True)])
+def test_few_blocks_of_a_large_pool_are_fenced_by_a_list_of_their_counters(other, count, reads_all):
+    layout = packed(grouped([attention("layers.0", Full())]), num_slabs=6000)
+    producer = other.node(encode(layout), f"producer-{count}")
+    consumer = Node(encode(layout))
+    source, target = ([list(range(first, 6000, 97))[:count], list(range(count))]
+                      for first in (5, 9))  # fmt: skip
+    for salt in (1, 2):
+        producer.fill({"0": source}, salt)
+        stats = consumer.pull([producer.offer({"0": source}, 4 * count)], {"0": target})
+        assert stats["fence"] == "passed"
+        assert consumer.check({"0": target}, 0, 4 * count, salt) == ""
+    (contact,) = consumer.agent.service.contacts.values()
+    assert (contact._mirror is not None) == reads_all
+    consumer.close()
+    producer.close()
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(64, 64), (64, None), (None, 64), (1 << 20, 128), (40, 1 << 16)]
 )
