@@ -65,7 +65,7 @@ def test_a_longer_frame_is_refused():
 def test_another_version_is_refused_with_both_numbers():
     data = bytearray(encode(FRAME))
     data[4:6] = struct.pack(">H", 77)
-    with pytest.raises(Unreadable, match="77 is not 1") as caught:
+    with pytest.raises(Unreadable, match="77 is not 2") as caught:
         decode(bytes(data))
     assert (caught.value.reason, caught.value.version) == ("version", 77)
 
@@ -108,7 +108,7 @@ def test_deeply_nested_bodies_do_not_exhaust_the_stack():
 def test_the_header_is_where_the_documentation_says():
     data = encode(FRAME)
     assert data[:4] == b"KVSW"
-    assert int.from_bytes(data[4:6], "big") == 1
+    assert int.from_bytes(data[4:6], "big") == 2
     assert int.from_bytes(data[6:14], "big") == 5
     assert int.from_bytes(data[14:22], "big") == 9
     assert int.from_bytes(data[22:26], "big") == len(data) - 26
