@@ -52,8 +52,8 @@ def transfer(
     from kvstow.transfer.bench import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
-    note(f"moving {human(setting.nbytes)} some {len(NAMES) * (1 + repeats)} times between two "
-         f"processes")  # fmt: skip
+    note(f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
+         f"{len(NAMES)} ways")  # fmt: skip
     found = measured(setting, direction)
     if output is not None:
         import json as json_

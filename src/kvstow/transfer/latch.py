@@ -4,7 +4,7 @@ import threading
 
 
 class Latch:
-    """What an `Event` is to those who only wait for its first `set`, and made in a tenth of its
+    """What an `Event` is to those who only wait for its first `set`, and made in a fifth of its
     time: transfers make several."""
 
     def __init__(self) -> None:

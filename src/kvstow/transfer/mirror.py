@@ -22,7 +22,8 @@ from kvstow.transfer.wire import Card
 
 MOST_ENTRIES = 1 << 16
 ENTRIES_EACH = 128
-"""Counters that are read as fast as one more descriptor is made and posted."""
+"""Counters read for each block at most. It could be more: of a pool of 65,000, all were read in
+less time than just those of 64 scattered blocks were listed and read, on one host and over TCP."""
 
 
 def is_worth(layout: Layout, ticket: Ticket) -> bool:
