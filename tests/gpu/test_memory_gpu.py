@@ -333,7 +333,7 @@ def test_both_directions_at_once_are_byte_exact():
 # ── digests ───────────────────────────────────────────────────────────────────────────
 
 
-def test_the_device_finds_the_hosts_digest_for_every_order_kind_and_length():
+def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head():
     rng = np.random.default_rng(2)
     for order in ORDERS:
         for sizes in ({}, {"heads": 1, "dim": 5, "tokens": 1}, {"heads": 3, "dim": 6, "tokens": 3},
@@ -349,7 +349,12 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_and_length():
                 ids = rng.permutation(layout.num_blocks(group) - 1)[:count] + 1
                 blocks[group] = Blocks.first(ids)
             for num_tokens in (1, 2 * tokens, 3 * tokens - 1, 3 * tokens):
-                assert digest(host, blocks, num_tokens) == digest(there, blocks, num_tokens)
+                whole = digest(host, blocks, num_tokens)
+                assert whole == digest(there, blocks, num_tokens)
+                parts = [digest(there, blocks, num_tokens, heads=(i, i + 1)) for i in range(8)]
+                assert parts == [digest(host, blocks, num_tokens, heads=(i, i + 1))
+                                 for i in range(8)]  # fmt: skip
+                assert sum(parts) % 2**64 == whole
             there.field("l.1", "v")[blocks[0].ids[0], 0, 0].view(torch.uint8)[0] ^= 1
             assert digest(host, blocks, 1) != digest(there, blocks, 1)
 
@@ -363,7 +368,7 @@ def test_the_paged_decode_kernel_honours_every_stride_on_the_device():
     for order in ORDERS:
         for heads, tokens, dim, dtype in (
             (1, 1, 16, DType.BFLOAT16), (2, 2, 16, DType.BFLOAT16), (4, 4, 64, DType.FLOAT16),
-            (8, 16, 128, DType.BFLOAT16),
+            (8, 16, 128, DType.BFLOAT16), (8, 64, 128, DType.BFLOAT16),
         ):  # fmt: skip
             layers = [layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype)
                       for i in range(2)]  # fmt: skip

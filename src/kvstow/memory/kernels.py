@@ -188,27 +188,25 @@ def _paged_decode(
     query, keys, values, table, lengths, sums, peaks, weights,
     scale, table_width, k_block, k_head, k_token, v_block, v_head, v_token,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one kv head, one part of the tokens: an unnormalised softmax average."""
-    head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    share = tl.cdiv(tl.cdiv(length, STEP), tl.num_programs(2)) * STEP
+    share = tl.cdiv(tl.cdiv(length, STEP), tl.num_programs(1)) * STEP
     start, end = part * share, tl.minimum((part + 1) * share, length)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     real = (row < GROUP)[:, None] & (column < DIM)[None, :]
-    first = (sequence * tl.num_programs(0) + head) * GROUP
+    first = (sequence * tl.num_programs(2) + head) * GROUP
     q = tl.load(query + (first + row)[:, None] * DIM + column[None, :], mask=real, other=0.0)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.full((ROWS,), 0.0, tl.float32)
     total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
-    # Heads of one sequence run side by side. Reading the same block in step is best where a token's
-    # heads lie together, or pages are large; small ones, a page per head, are better read apart:
-    # at a distance that is a power of two they meet in the same DRAM banks.
+    # Heads of one sequence run at the same time: on the same block where their pages lie together,
+    # on blocks far from each other where they lie apart, as pages at distances of a power of two
+    # would wait for the same parts of DRAM.
     steps = tl.cdiv(end - start, STEP)
-    ahead = 0
-    if SPREAD and BLOCK == STEP:
-        ahead = tl.where(k_head > k_token, head * steps // (SPREAD * tl.num_programs(0)), 0)
+    ahead = head * steps // tl.num_programs(2) if APART else 0
     for i in range(steps):
         step = tl.where(i + ahead < steps, i + ahead, i + ahead - steps)
         at = start + step * STEP
@@ -236,7 +234,7 @@ def _paged_decode(
         total = total * shrink[:, None] + tl.dot(part_of.to(v.dtype), v)
         weight = weight * shrink + tl.sum(part_of, axis=1)
         peak = higher
-    place = part * tl.num_programs(0) * tl.num_programs(1) * GROUP + first + row
+    place = part * tl.num_programs(0) * tl.num_programs(2) * GROUP + first + row
     tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=real)
     tl.store(peaks + place, peak, mask=row < GROUP)
     tl.store(weights + place, weight, mask=row < GROUP)
@@ -269,15 +267,13 @@ def paged_decode(
     lengths: torch.Tensor,
     *,
     num_parts: int = 1,
-    spread: int = 6,
 ) -> torch.Tensor:
     """Attention of one new token per sequence to its cached tokens, read where they lie.
 
     `query` is `[sequence, head, dim]`, contiguous; `keys` and `values` are views `[block, head,
     token, dim]` of any strides but the last, which is 1; `block_table` is `[sequence, logical
     block]`, and `lengths` says how many tokens each sequence has. An H200 runs 1,320 programs
-    at once, one per sequence, kv head and part: parts that just fill it are best. Heads with small
-    pages of their own start spread over the first `1 / spread` of their part, with 0 in step.
+    at once, one per sequence, kv head and part: parts that just fill it are best.
     """
     sequences, heads, dim = query.shape
     kv_heads, block_tokens = keys.shape[1], keys.shape[2]
@@ -286,12 +282,12 @@ def paged_decode(
     sums = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
     peaks = torch.empty(shape, dtype=torch.float32, device=query.device)
     weights = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _paged_decode[(kv_heads, sequences, num_parts)](
+    _paged_decode[(sequences, num_parts, kv_heads)](
         query, keys, values, block_table, lengths, sums, peaks, weights,
         dim**-0.5, block_table.stride(0), *keys.stride()[:3], *values.stride()[:3],
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block_tokens, STEP=_STEP,
-        SPREAD=spread, num_warps=2, num_stages=6,
+        APART=keys.stride(1) > block_tokens * keys.stride(2), num_warps=1, num_stages=6,
     )  # fmt: skip
     out = torch.empty_like(query)
     _join_parts[(sequences * heads,)](
