@@ -98,6 +98,29 @@ def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens,
     torch.testing.assert_close(found, gathered(query, keys, values, table, lengths))
 
 
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_attention"])
+def test_kernels_reach_heads_whose_distance_does_not_fit_31_bits(tmp_path, kernel):
+    """The last head lies 2^31 elements behind the first, in a file that is nearly all holes."""
+    from kvstow.memory.attention import paged_attention
+    from kvstow.memory.kernels import paged_decode
+
+    dim, tokens, num_blocks, heads, apart = 16, 16, 4, 3, 1 << 30
+    size = 2 * apart + num_blocks * tokens * 2 * dim
+    memory = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=torch.float16)
+    shape, strides = (num_blocks, heads, tokens, dim), (tokens * 2 * dim, apart, 2 * dim, 1)
+    keys, values = (torch.as_strided(memory, shape, strides, at) for at in (0, dim))
+    for view in (keys, values):
+        view.copy_(torch.randn(shape))
+    query = torch.randn(1, 2 * heads, dim).half()
+    table, lengths = torch.tensor([[3, 1, 2]], dtype=torch.int32), torch.tensor([37])
+    if kernel == "paged_decode":
+        found = paged_decode(query, keys, values, table, lengths.int())
+    else:
+        found = paged_attention(query[:, :, None], keys, values, table, num_tokens=37)[:, 0]
+    expected = gathered(query, keys, values, table, lengths)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
 # ── flex_attention, compiled for the CPU: it skips blocks that the mask leaves out ────
 
 

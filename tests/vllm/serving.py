@@ -186,10 +186,11 @@ def start(launch: Launch, logs: Path) -> Server:
     """Start a server; it is not yet ready."""
     port = free_port()
     log = logs / f"{launch.name}-{port}.log"
+    sockets = {"VLLM_RPC_BASE_PATH": str(logs)}  # a killed server leaves them behind
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command(launch, port), env=environment(launch), stdout=out, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command(launch, port), env=environment(launch) | sockets, stdout=out,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     return Server(launch, port, process, log)
 

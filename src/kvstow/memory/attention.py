@@ -30,12 +30,12 @@ def _attend(
     sequence = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     split = tl.program_id(2)
-    query, mine = rows // GROUP, head * GROUP + rows % GROUP
-    real = query < num_queries
+    query, mine = rows // GROUP, (head * GROUP + rows % GROUP).to(tl.int64)
+    real, far = query < num_queries, query.to(tl.int64)
     past = num_tokens - num_queries
     k_column, v_column = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
     q = tl.load(
-        query_at + sequence * q_sequence + mine[:, None] * q_head + query[:, None] * q_token
+        query_at + sequence * q_sequence + mine[:, None] * q_head + far[:, None] * q_token
         + k_column[None, :],
         mask=real[:, None] & (k_column < K_DIM)[None, :], other=0.0,
     )  # fmt: skip
@@ -50,10 +50,12 @@ def _attend(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    row_at = table_at + sequence * t_sequence - first_block
+    key_at += head.to(tl.int64) * k_head
+    value_at += head.to(tl.int64) * v_head
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
         there = (token < high) & (token >= oldest)
-        row_at = table_at + sequence * t_sequence - first_block
         if BLOCK % TOKENS == 0:  # one look-up, and what is read lies together
             block = tl.load(row_at + at // BLOCK)
             slot = at % BLOCK + tl.arange(0, TOKENS)
@@ -67,8 +69,7 @@ def _attend(
         if V_DIM < V_WIDTH:
             v_there = v_there & (v_column < V_DIM)[None, :]
         k = tl.load(
-            key_at + (block * k_block + head * k_head + slot * k_token)[None, :]
-            + k_column[:, None],
+            key_at + (block * k_block + slot * k_token)[None, :] + k_column[:, None],
             mask=k_there, other=0.0,
         )  # fmt: skip
         score = tl.dot(q, k, input_precision="ieee") * scale
@@ -80,8 +81,7 @@ def _attend(
         part = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(peak - safe)
         v = tl.load(
-            value_at + (block * v_block + head * v_head + slot * v_token)[:, None]
-            + v_column[None, :],
+            value_at + (block * v_block + slot * v_token)[:, None] + v_column[None, :],
             mask=v_there, other=0.0,
         )  # fmt: skip
         total = total * shrink[:, None] + tl.dot(part.to(v.dtype), v, input_precision="ieee")
@@ -96,7 +96,7 @@ def _attend(
             weight = weight * shrink + tl.exp2(sink - higher)
         weight = tl.where(weight == 0.0, 1.0, weight)
         tl.store(
-            out_at + sequence * o_sequence + query[:, None] * o_token + mine[:, None] * o_head
+            out_at + sequence * o_sequence + far[:, None] * o_token + mine[:, None] * o_head
             + v_column[None, :],
             (total / weight[:, None]).to(out_at.dtype.element_ty),
             mask=real[:, None] & (v_column < V_DIM)[None, :],

@@ -191,7 +191,7 @@ def _paged_decode(
     BLOCK: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one kv head, one part of the tokens: an unnormalised softmax average."""
-    sequence, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, part, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     share = tl.cdiv(tl.cdiv(length, STEP), tl.num_programs(1)) * STEP
     start, end = part * share, tl.minimum((part + 1) * share, length)
@@ -202,6 +202,9 @@ def _paged_decode(
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.full((ROWS,), 0.0, tl.float32)
     total = tl.full((ROWS, WIDTH), 0.0, tl.float32)
+    row_at = table + sequence * table_width
+    keys += head.to(tl.int64) * k_head
+    values += head.to(tl.int64) * v_head
     # Heads of one sequence run at the same time: on the same block where their pages lie together,
     # on blocks far from each other where they lie apart, as pages at distances of a power of two
     # would wait for the same parts of DRAM.
@@ -213,23 +216,23 @@ def _paged_decode(
         token = at + tl.arange(0, STEP)
         there = token < end
         if BLOCK % STEP == 0:  # one look-up, and what is read lies together
-            block = tl.load(table + sequence * table_width + at // BLOCK)
+            block = tl.load(row_at + at // BLOCK)
             slot = at % BLOCK + tl.arange(0, STEP)
         else:
-            block = tl.load(table + sequence * table_width + token // BLOCK, mask=there, other=0)
+            block = tl.load(row_at + token // BLOCK, mask=there, other=0)
             slot = token % BLOCK
         block = block.to(tl.int64)
         seen = there[:, None]
         if DIM < WIDTH:
             seen = seen & (column < DIM)[None, :]
-        k_at = block * k_block + head * k_head + slot * k_token
+        k_at = block * k_block + slot * k_token
         k = tl.load(keys + k_at[:, None] + column[None, :], mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
         scores = tl.where(there[None, :], scores, -float("inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         part_of = tl.exp(scores - higher[:, None])
         shrink = tl.exp(peak - higher)
-        v_at = block * v_block + head * v_head + slot * v_token
+        v_at = block * v_block + slot * v_token
         v = tl.load(values + v_at[:, None] + column[None, :], mask=seen, other=0.0)
         total = total * shrink[:, None] + tl.dot(part_of.to(v.dtype), v)
         weight = weight * shrink + tl.sum(part_of, axis=1)
