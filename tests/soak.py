@@ -150,12 +150,12 @@ class Soak:
             [ticket], target, direction=chance.choice(["read", "write", None]),
             deadline=DEADLINE, digest=chance.choice(["always", "sample", "off"]),
         )  # fmt: skip
-        trouble = chance.random()
-        if trouble < 0.1:
+        trouble = chance.choices(["abort", "reuse", "withdraw", "none"], [1, 1, 1, 7])[0]
+        if trouble == "abort":
             node.abort(number)
-        elif trouble < 0.2:
+        elif trouble == "reuse":
             maker.reuse(source, 99)
-        elif trouble < 0.3:
+        elif trouble == "withdraw":
             maker.withdraw(ticket)
         result = node.end_pull(number, DEADLINE + SLACK)
         if time.monotonic() - started > DEADLINE + SLACK:
@@ -163,6 +163,8 @@ class Soak:
         if "error" in result:
             if set(result["blocks"]) != {rows.group.name for rows in LAYOUT.groups}:
                 raise Wrong(f"{result['kind']} names only {sorted(result['blocks'])}")
+            if result["kind"] == "digest" and trouble != "reuse":
+                raise Wrong(f"refused by its digest, and nobody had touched its rows: {result}")
         else:
             bad = node.check(target, 0, tokens, salt)
             if bad:
