@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Paged decode attention in place: every order against per-layer `LBHNC`, on one CUDA machine.
 
-    PYTHONPATH=src python bench/attention.py --json bench/results/attention_h200.json
+    PYTHONPATH=src python bench/attention.py --json bench/results/attention_gpu.json
 
 64 sequences of 8,192 tokens, 32 query heads on 8 kv heads of 128, bf16; all layers of a model, or
 half of them where two arenas would not fit: 16, where every stride is a power of two, and 18 and

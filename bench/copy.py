@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Rows between device and host, and inside the device, on one CUDA machine.
 
-    PYTHONPATH=src python bench/copy.py --json bench/results/copy_h200.json
+    PYTHONPATH=src python bench/copy.py --json bench/results/copy_gpu.json
 
 Everything is a ratio within one run: to one big copy of as many bytes, and to per-layer segments
 of the same bytes, K and V apart as engines have them. Between host and device, times are from the

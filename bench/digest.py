@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Digest rates: on the device against read bandwidth, on the host against one core's.
 
-PYTHONPATH=src python bench/digest.py --json bench/results/digest_h200.json
+PYTHONPATH=src python bench/digest.py --json bench/results/digest_gpu.json
 """
 
 import os

@@ -105,16 +105,17 @@ def test_kernels_reach_heads_whose_distance_does_not_fit_31_bits(tmp_path, kerne
     from kvstow.memory.kernels import paged_decode
 
     dim, tokens, num_blocks, heads, apart = 16, 16, 4, 3, 1 << 30
-    size = 2 * apart + num_blocks * tokens * 2 * dim
-    memory = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=torch.float16)
+    pages = num_blocks * tokens * 2 * dim
+    memory = torch.from_file(str(tmp_path / "arena"), shared=True, size=2 * apart + pages + dim,
+                             dtype=torch.float16)  # fmt: skip
     shape, strides = (num_blocks, heads, tokens, dim), (tokens * 2 * dim, apart, 2 * dim, 1)
     keys, values = (torch.as_strided(memory, shape, strides, at) for at in (0, dim))
-    for view in (keys, values):
-        view.copy_(torch.randn(shape))
-    query = torch.randn(1, 2 * heads, dim).half()
+    query = torch.as_strided(memory, (1, heads, dim), (apart, apart, 1), pages)
+    for view in (keys, values, query):
+        view.copy_(torch.randn(view.shape))
     table, lengths = torch.tensor([[3, 1, 2]], dtype=torch.int32), torch.tensor([37])
     if kernel == "paged_decode":
-        found = paged_decode(query, keys, values, table, lengths.int())
+        found = paged_decode(query.contiguous(), keys, values, table, lengths.int())
     else:
         found = paged_attention(query[:, :, None], keys, values, table, num_tokens=37)[:, 0]
     expected = gathered(query, keys, values, table, lengths)
