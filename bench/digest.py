@@ -69,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, object] = {}
     for cache in CACHES:
-        for order in ("BLHNC", "BLNHC", "LBHNC"):
+        for order in ("BLHNC", "BLNHC", "BHLNC", "LBHNC"):
             for device in ("cpu", "cuda:0") if cuda else ("cpu",):
                 on_host = device == "cpu"
                 if on_host and cuda and order != "BLHNC":

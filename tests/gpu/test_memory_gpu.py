@@ -11,7 +11,7 @@ from kvstow.memory import cuda
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import choose_method, copy
-from kvstow.memory.digest import digest
+from kvstow.memory.digest import digest, prepared
 from kvstow.memory.moves import Spans, row_moves
 from kvstow.plan.align import Alignment, Site
 from kvstow.plan.blocklist import Blocks
@@ -337,7 +337,7 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
     rng = np.random.default_rng(2)
     for order in ORDERS:
         for sizes in ({}, {"heads": 1, "dim": 5, "tokens": 1}, {"heads": 3, "dim": 6, "tokens": 3},
-                      {"heads": 8, "dim": 128, "tokens": 16},
+                      {"heads": 8, "dim": 128, "tokens": 16}, {"heads": 2, "dim": 72, "tokens": 40},
                       {"heads": 2, "dim": 7, "tokens": 2, "dtype": DType.FLOAT8_E4M3}):  # fmt: skip
             layout = hybrid(order, num_slabs=16, **sizes)
             host = filled(layout, "cpu", 5)
@@ -355,8 +355,15 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
                 assert parts == [digest(host, blocks, num_tokens, heads=(i, i + 1))
                                  for i in range(8)]  # fmt: skip
                 assert sum(parts) % 2**64 == whole
+                for which in ({"every": 3, "phase": 1}, {"start_token": num_tokens // 2},
+                              {"every": tokens, "heads": (0, 1), "layers": ["l.1"]}):  # fmt: skip
+                    assert digest(there, blocks, num_tokens, **which) == digest(
+                        host, blocks, num_tokens, **which)  # fmt: skip
+            take = prepared(there, blocks, 3 * tokens)
+            assert take() == take() == digest(host, blocks, 3 * tokens)
             there.field("l.1", "v")[blocks[0].ids[0], 0, 0].view(torch.uint8)[0] ^= 1
             assert digest(host, blocks, 1) != digest(there, blocks, 1)
+            assert take() == digest(there, blocks, 3 * tokens) != digest(host, blocks, 3 * tokens)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────

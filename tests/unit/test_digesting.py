@@ -8,13 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, counted_states, digest
+from kvstow.memory.digest import MODULUS, counted_states, digest, prepared
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
 from kvstow.plan.spec import Extent, Full, Sink, State, Window
-from kvstow.transfer.digesting import LEAST_SHARE, digests, mismatches, samples
+from kvstow.transfer.digesting import (
+    LEAST_SHARE,
+    digests,
+    mismatches,
+    sample_bytes,
+    samples,
+)
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
 
@@ -158,3 +164,29 @@ def test_policies_that_are_not_samples_compare_everything_or_nothing():
     (whole,) = samples((layout,), 4, 9, "always")
     assert (whole.layers, whole.start_token, whole.stop_token) == (("l.0", "l.1", "l.2"), 4, 9)
     assert (whole.every, whole.phase) == (1, 0)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_sample_is_no_larger_than_was_said(data):
+    model = data.draw(models())
+    num_tokens = data.draw(st.integers(1, 40))
+    start_token = data.draw(st.integers(0, num_tokens - 1))
+    layouts = two_layouts(data, model, num_tokens)
+    for sample in samples(layouts, start_token, num_tokens, "sample"):
+        spec = layouts[0].layers[sample.layers[0]][1]
+        states = picked(layouts[0], sample, num_tokens)
+        assert len(states) * spec.cell_bytes <= sample_bytes(layouts[0], [sample])
+
+
+def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():
+    layout = rows_of(4)
+    blocks = {0: Blocks.first(np.array([3, 1, 2]))}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        for which in ({}, {"heads": (0, 1), "layers": ["l.2"], "every": 4, "phase": 1}):
+            take = prepared(arena, blocks, 11, **which)
+            before = take()
+            assert before == take() == digest(arena, blocks, 11, **which)
+            arena.bytes.random_(0, 256)
+            assert before != take() == digest(arena, blocks, 11, **which)

@@ -4,10 +4,12 @@ Two sides with different order, tensor parallelism or tokens per block get the s
 the same content; `docs/concepts/digest.md` says what it detects, and how surely.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
+from typing import TypedDict, Unpack
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +20,14 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.keys import CellKeys, Words, cell_keys, seed, shares, state_keys
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Placement
+from kvstow.plan.layout import Rows
 from kvstow.plan.overlap import Interval
 from kvstow.plan.pairing import Tokens
 from kvstow.plan.route import Claims
 from kvstow.plan.spec import Extent, LayerSpec
 from kvstow.plan.territory import state_tokens
 
-__all__ = ["counted_states", "digest", "shares"]
+__all__ = ["counted_states", "digest", "prepared", "shares"]
 
 CHUNK_BYTES = 512 << 10
 """Cells gathered at a time on the host: they stay in the second-level cache."""
@@ -36,17 +38,19 @@ Ints = npt.NDArray[np.int64]
 Intervals = tuple[tuple[int, int], tuple[int, int]]
 
 
+class Which(TypedDict, total=False):
+    """Which of the bytes count: all that the blocks hold, but for what is said here."""
+
+    layers: Collection[str] | None
+    start_token: int
+    claims: Claims | None
+    heads: Interval | None
+    every: int
+    phase: int
+
+
 def digest(
-    arena: Arena,
-    blocks: Mapping[int, Blocks],
-    num_tokens: int,
-    *,
-    layers: Collection[str] | None = None,
-    start_token: int = 0,
-    claims: Claims | None = None,
-    heads: Interval | None = None,
-    every: int = 1,
-    phase: int = 0,
+    arena: Arena, blocks: Mapping[int, Blocks], num_tokens: int, **which: Unpack[Which]
 ) -> int:
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
@@ -57,32 +61,41 @@ def digest(
     count whose number, divided by `every`, leaves `phase`; no other is read. On CUDA it runs in
     the current stream, and waits for the result.
     """
-    total = 0
+    return prepared(arena, blocks, num_tokens, **which)()
+
+
+def prepared(
+    arena: Arena,
+    blocks: Mapping[int, Blocks],
+    num_tokens: int,
+    *,
+    layers: Collection[str] | None = None,
+    start_token: int = 0,
+    claims: Claims | None = None,
+    heads: Interval | None = None,
+    every: int = 1,
+    phase: int = 0,
+) -> Callable[[], int]:
+    """A digest, ready to be taken: what can be done before the bytes are there is done."""
+    on = _on_device if arena.device.type == "cuda" else _on_host
+    counts: list[Callable[[], int | torch.Tensor]] = []
     for group, held in blocks.items():
         ids = arena.checked(group, held.ids)
         rows = arena.layout.groups[group]
-        wanted = [
-            _Layer(spec, place, cell_keys(spec, claims), spec.states, place.block_stride)
-            for spec, place in zip(rows.group.layers, rows.placements, strict=True)
-            if layers is None or spec.name in layers
-        ]
-        if heads is not None:
-            wanted = [few for layer in wanted if (few := _with_heads(layer, heads)) is not None]
-        if not wanted:
-            continue
-        for kind in _alike(wanted):
-            intervals = counted_states(rows.group, kind[0].spec, num_tokens, start_token)
-            _check_listed(rows.group, kind[0].spec, held, intervals)
-            pages = kind, ids, held.index
+        for pages in _pages(arena, group, layers, claims, heads):
+            intervals = counted_states(rows.group, pages.spec, num_tokens, start_token)
+            counting = _counting(rows.group, pages.spec, held.index, intervals)
+            part = pages, ids[counting], held.index[counting]
             if every > 1:
-                pages = _picked(*pages, intervals, every, phase)
-            if not len(pages[1]):
-                continue
-            if arena.device.type == "cuda":
-                total += _on_device(arena, *pages, intervals)
-            else:
-                total += sum(_on_host(arena, one, *pages[1:], intervals) for one in pages[0])
-    return total % MODULUS
+                part = _picked(*part, intervals, every, phase)
+            if len(part[1]):
+                counts.append(on(arena, *part, intervals))
+
+    def taken() -> int:
+        running = [count() for count in counts]  # on CUDA all run before one is waited for
+        return sum(map(int, running)) % MODULUS
+
+    return taken
 
 
 def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Intervals:
@@ -99,47 +112,99 @@ def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: 
     return found[0], found[1] if len(found) > 1 else (0, 0)
 
 
-def _check_listed(group: Group, spec: LayerSpec, held: Blocks, intervals: Intervals) -> None:
-    """Refuses a list of blocks that lacks one of those that count."""
+def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) -> slice | Ints:
+    """Which of the listed blocks count; refuses a list that lacks one."""
+    found: list[slice] = []
     for low, high in intervals:
         first, end = low // spec.states, -(-high // spec.states)
-        found = np.searchsorted(held.index, [first, end])
-        if found[1] - found[0] != end - first:
-            missing = np.setdiff1d(np.arange(first, end), held.index)
+        start, stop = np.searchsorted(index, (first, end)).tolist()
+        if stop - start != end - first:
+            missing = np.setdiff1d(np.arange(first, end), index)
             raise BlockError(
                 f"group {group.name!r}: the digest needs logical blocks {missing[:8].tolist()}, "
-                f"the request lists {held.index[:8].tolist()}"
+                f"the request lists {index[:8].tolist()}"
             )
+        found.append(slice(start, stop))
+    one, other = found
+    return one if other.start == other.stop else np.union1d(np.r_[one], np.r_[other])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    """A layer whose block `b` starts at `offset + b · block_stride` and holds `states` states."""
+class _Pages:
+    """Layers whose pages differ only in where they start, one `offset` and `seed` for each.
+
+    Block `b` starts at `offset + b · block_stride` and holds `states` states. `spec` is the
+    first layer's.
+    """
 
     spec: LayerSpec
-    place: Placement
     keys: CellKeys
     states: int
     block_stride: int
-
-    @property
-    def geometry(self) -> tuple[int, ...]:
-        p = self.place
-        return (id(self.keys), self.block_stride, p.head_stride, p.token_stride, self.states)
+    head_stride: int
+    token_stride: int
+    offsets: Ints
+    seeds: Words
 
     @property
     def heads_outside(self) -> bool:
-        return self.place.head_stride > self.place.token_stride
+        return self.head_stride > self.token_stride
+
+    def all_multiples(self, number: int) -> bool:
+        """Whether every cell starts at a multiple of this many bytes from the arena's base."""
+        strides = self.block_stride, self.head_stride, self.token_stride
+        return not any(stride % number for stride in strides) and not (self.offsets % number).any()
 
 
-def _with_heads(layer: _Layer, heads: Interval) -> _Layer | None:
-    """The part of a layer that some heads are, if it holds any of them."""
-    found = _few_heads(layer.keys, layer.spec.heads, heads)
+_whole: WeakKeyDictionary[Arena, dict[int, list[_Pages]]] = WeakKeyDictionary()
+"""The pages of whole groups: an arena's never change, and large models have many layers."""
+
+
+def _pages(
+    arena: Arena,
+    group: int,
+    layers: Collection[str] | None,
+    claims: Claims | None,
+    heads: Interval | None,
+) -> list[_Pages]:
+    """A group's layers, or some of them, or some of their heads; those with like pages together."""
+    rows = arena.layout.groups[group]
+    if layers is not None or claims is not None:
+        found = _alike(rows, layers, claims)
+    else:
+        known = _whole.setdefault(arena, {})
+        found = known.get(group) or known.setdefault(group, _alike(rows, None, None))
+    if heads is None:
+        return found
+    return [few for pages in found if (few := _with_heads(pages, heads)) is not None]
+
+
+def _alike(rows: Rows, layers: Collection[str] | None, claims: Claims | None) -> list[_Pages]:
+    kinds: dict[tuple[CellKeys, tuple[int, ...]], list[tuple[LayerSpec, int]]] = {}
+    for spec, place in zip(rows.group.layers, rows.placements, strict=True):
+        if layers is None or spec.name in layers:
+            numbers = spec.states, place.block_stride, place.head_stride, place.token_stride
+            kind = cell_keys(spec, claims), numbers
+            kinds.setdefault(kind, []).append((spec, place.offset))
+    return [
+        _Pages(
+            found[0][0],
+            keys,
+            *numbers,
+            offsets=np.array([offset for _, offset in found]),
+            seeds=np.array([seed("layer", spec.name) for spec, _ in found], np.uint64),
+        )
+        for (keys, numbers), found in kinds.items()
+    ]
+
+
+def _with_heads(pages: _Pages, heads: Interval) -> _Pages | None:
+    """The part of the pages that some heads are, if they hold any of them."""
+    found = _few_heads(pages.keys, pages.spec.heads, heads)
     if found is None:
         return None
     first, keys = found
-    place = replace(layer.place, offset=layer.place.offset + first * layer.place.head_stride)
-    return replace(layer, keys=keys, place=place)
+    return replace(pages, keys=keys, offsets=pages.offsets + first * pages.head_stride)
 
 
 @lru_cache(maxsize=256)
@@ -154,32 +219,21 @@ def _few_heads(keys: CellKeys, held: Extent, heads: Interval) -> tuple[int, Cell
     return int(where[0]), replace(keys, table=keys.table[some] * inside[some, None])
 
 
-def _alike(layers: list[_Layer]) -> list[list[_Layer]]:
-    """Layers whose pages differ only in where they start."""
-    kinds: dict[tuple[int, ...], list[_Layer]] = {}
-    for layer in layers:
-        kinds.setdefault(layer.geometry, []).append(layer)
-    return list(kinds.values())
-
-
 def _picked(
-    layers: list[_Layer], ids: Ints, index: Ints, intervals: Intervals, every: int, phase: int
-) -> tuple[list[_Layer], Ints, Ints]:
+    pages: _Pages, ids: Ints, index: Ints, intervals: Intervals, every: int, phase: int
+) -> tuple[_Pages, Ints, Ints]:
     """The states that leave `phase`, each as a block of its own that holds one state."""
-    one = layers[0]
     found = [np.arange(low + (phase - low) % every, high, every) for low, high in intervals]
     states = np.union1d(*found) if len(found[1]) else found[0]
-    rows, slots = ids[np.searchsorted(index, states // one.states)], states % one.states
-    unit = gcd(one.block_stride, one.place.token_stride)
-    blocks = (rows * one.block_stride + slots * one.place.token_stride) // unit
-    return [replace(layer, states=1, block_stride=unit) for layer in layers], blocks, states
+    rows, slots = ids[np.searchsorted(index, states // pages.states)], states % pages.states
+    unit = gcd(pages.block_stride, pages.token_stride)
+    blocks = (rows * pages.block_stride + slots * pages.token_stride) // unit
+    return replace(pages, states=1, block_stride=unit), blocks, states
 
 
-def _unit(layer: _Layer) -> int:
-    """The length of words; single bytes where pages do not start at words' multiples."""
-    keys, place = layer.keys, layer.place
-    numbers = (place.offset, layer.block_stride, place.head_stride, place.token_stride)
-    return 1 if any(number % keys.unit for number in numbers) else keys.unit
+def _unit(pages: _Pages) -> int:
+    """The length of words; single bytes where cells do not start at words' multiples."""
+    return pages.keys.unit if pages.all_multiples(pages.keys.unit) else 1
 
 
 def _keys_in(keys: CellKeys, unit: int) -> Words:
@@ -191,44 +245,51 @@ def _keys_in(keys: CellKeys, unit: int) -> Words:
 
 
 def _on_host(
-    arena: Arena,
-    layer: _Layer,
-    ids: Ints,
-    index: Ints,
-    intervals: Intervals,
-) -> int:
-    unit = _unit(layer)
-    table = _keys_in(layer.keys, unit)
-    cells = _cells(arena, layer, table.shape, unit, int(ids.max(initial=0)) + 1)
-    states = layer.states
+    arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
+) -> Callable[[], int]:
+    return partial(_host_sum, arena, pages, ids, index, intervals)
+
+
+def _host_sum(arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals) -> int:
+    unit, states = _unit(pages), pages.states
+    table = _keys_in(pages.keys, unit)
     states_at = index[:, None] * states + np.arange(states)
-    factors = state_keys(layer.spec.name, states_at) * _inside(states_at, intervals)
+    counted = _inside(states_at, intervals)
     step = max(1, CHUNK_BYTES // (states * table.size * unit))
     sums = np.zeros((), np.uint64)
-    for at in range(0, len(ids), step):
-        part = cells[ids[at : at + step]]  # in the order in which it lies: head or token outside
-        if layer.heads_outside:
-            inner = np.einsum("bhnw,hw->bhn", part, table).sum(axis=1, dtype=np.uint64)
-        else:
-            inner = np.einsum("bnj,j->bn", part.reshape(*part.shape[:2], -1), table.reshape(-1))
-        sums += (inner * factors[at : at + step]).sum(dtype=np.uint64)
+    for offset, layer in zip(pages.offsets.tolist(), pages.seeds, strict=True):
+        cells = _cells(arena, pages, offset, table.shape, unit, int(ids.max()) + 1)
+        factors = state_keys(layer, states_at) * counted
+        for at in range(0, len(ids), step):
+            part = cells[
+                ids[at : at + step]
+            ]  # in the order in which it lies: head or token outside
+            if pages.heads_outside:
+                inner = np.einsum("bhnw,hw->bhn", part, table).sum(axis=1, dtype=np.uint64)
+            else:
+                inner = np.einsum("bnj,j->bn", part.reshape(*part.shape[:2], -1), table.reshape(-1))
+            sums += (inner * factors[at : at + step]).sum(dtype=np.uint64)
     return int(sums)
 
 
 def _cells(
-    arena: Arena, layer: _Layer, table_shape: tuple[int, ...], unit: int, num_blocks: int
+    arena: Arena,
+    pages: _Pages,
+    offset: int,
+    table_shape: tuple[int, ...],
+    unit: int,
+    num_blocks: int,
 ) -> npt.NDArray[np.uint32]:
     """Cells of a layer in words: block, then head and token as they lie, then word."""
-    place = layer.place
     heads, words = table_shape
-    axes = [(heads, place.head_stride), (layer.states, place.token_stride)]
-    outer, inner = axes if layer.heads_outside else reversed(axes)
+    axes = [(heads, pages.head_stride), (pages.states, pages.token_stride)]
+    outer, inner = axes if pages.heads_outside else reversed(axes)
     return np.ndarray(
         (num_blocks, outer[0], inner[0], words),
         f"<u{unit}",
         arena.bytes.numpy(),
-        place.offset,
-        (layer.block_stride, outer[1], inner[1], unit),
+        offset,
+        (pages.block_stride, outer[1], inner[1], unit),
     )
 
 
@@ -239,32 +300,25 @@ def _inside(states: Ints, intervals: Intervals) -> Words:
 
 
 def _on_device(
-    arena: Arena, layers: list[_Layer], ids: Ints, index: Ints, intervals: Intervals
-) -> int:
-    from kvstow.memory.kernels import digest_cells
+    arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
+) -> Callable[[], torch.Tensor]:
+    from kvstow.memory.kernels import cell_sums
 
-    one = layers[0]
-    unit = _unit(one)
-    if any(_unit(layer) != unit for layer in layers):
-        return sum(_on_device(arena, [layer], ids, index, intervals) for layer in layers)
-    place = one.place
-    strides = (one.block_stride // unit, place.head_stride // unit, place.token_stride // unit)
-    offsets = np.array([layer.place.offset // unit for layer in layers])
-    seeds = np.array([seed("layer", layer.spec.name) for layer in layers], np.uint64)
-    numbers = np.concatenate((ids, index, offsets, seeds.view(np.int64)))  # one copy for all
+    unit = _unit(pages)
+    offsets = pages.offsets // unit
+    numbers = np.concatenate((ids, index, offsets, pages.seeds.view(np.int64)))  # one copy for all
     there = torch.as_tensor(numbers, device=arena.device)
-    n, m = len(ids), len(layers)
-    return digest_cells(
+    n, m = len(ids), len(offsets)
+    return cell_sums(
         arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
-        _device_keys(one.keys, unit, arena.device),
+        _device_keys(pages.keys, unit, arena.device),
         (there[:n], there[n : 2 * n]),
         (there[2 * n : 2 * n + m], there[2 * n + m :]),
-        strides,
-        one.states,
+        (pages.block_stride // unit, pages.head_stride // unit, pages.token_stride // unit),
+        pages.states,
         (*intervals[0], *intervals[1]),
-        aligned=unit == 4 and arena.address % 16 == 0 and not any(
-            number % 4 for number in (*strides, *offsets.tolist())),
-    )  # fmt: skip
+        aligned=unit == 4 and arena.address % 16 == 0 and pages.all_multiples(16),
+    )
 
 
 @lru_cache(maxsize=64)

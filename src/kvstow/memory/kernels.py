@@ -1,10 +1,13 @@
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: N803
 """Triton kernels, and the only module that imports triton.
 
 Without a CUDA device they run in Triton's interpreter: set TRITON_INTERPRET=1 before the first
 import.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -85,8 +88,11 @@ def _words(memory: torch.Tensor, unit: int) -> torch.Tensor:
 # ── digest ────────────────────────────────────────────────────────────────────────────────
 
 
-PROGRAMS = 1024
+PROGRAMS = 4096
 """As many as keep a device busy: fewer would each have a longer way to go."""
+
+CHUNK_BYTES = 256 << 10
+"""What a program reads at most before it multiplies by keys and adds up."""
 
 
 @triton.jit
@@ -118,25 +124,27 @@ def _digest_cells(
     inside = word < cell_words
     base = tl.load(offsets + layer) + head * head_stride
     factors = state_keys + layer.to(tl.int64) * num_blocks * states
+    steps = tl.cdiv(states, TOKENS)
     total = tl.full((TOKENS, WORDS), 0, tl.uint64)
-    for i in range(part * chunk, tl.minimum((part + 1) * chunk, num_blocks)):
-        page = base + tl.load(ids + i) * block_stride
-        for done in range(0, states, TOKENS):
-            token = done + tl.arange(0, TOKENS)
-            factor = tl.load(factors + i * states + token, mask=token < states, other=0)
-            cell = page + token * token_stride
-            if ALIGNED:
-                cell = tl.multiple_of(cell, 4)
-            where = memory + cell[:, None] + word[None, :]
-            words = tl.load(where, mask=(factor != 0)[:, None] & inside[None, :], other=0)
-            total += words.to(tl.uint64) * factor.to(tl.uint64)[:, None]
+    start, end = part * chunk, tl.minimum((part + 1) * chunk, num_blocks)
+    for at in tl.range(start * steps, end * steps, num_stages=4):  # one loop: loads run ahead
+        i = at // steps
+        token = (at % steps) * TOKENS + tl.arange(0, TOKENS)
+        there = token < states
+        cell = base + tl.load(ids + i) * block_stride + token * token_stride
+        if ALIGNED:
+            cell = tl.multiple_of(cell, 4)
+        where = memory + cell[:, None] + word[None, :]
+        words = tl.load(where, mask=there[:, None] & inside[None, :], other=0)
+        factor = tl.load(factors + i * states + token, mask=there, other=0)
+        total += words.to(tl.uint64) * factor.to(tl.uint64)[:, None]
     key = tl.load(keys + head * cell_words + word, mask=inside, other=0).to(tl.uint64)
     found = tl.sum(tl.sum(total * key[None, :], axis=1), axis=0)
     slot = (layer * tl.num_programs(1) + part) * tl.num_programs(0) + tile
     tl.store(sums + slot, found.to(tl.int64))
 
 
-def digest_cells(
+def cell_sums(
     memory: torch.Tensor,
     keys: torch.Tensor,
     blocks: tuple[torch.Tensor, torch.Tensor],
@@ -146,13 +154,13 @@ def digest_cells(
     counted: tuple[int, int, int, int],
     *,
     aligned: bool,
-) -> int:
+) -> Callable[[], torch.Tensor]:
     """Σ word · key(layer, state) · keys[head, word] modulo 2^64, over pages of one geometry.
 
-    `memory` is the arena in words; `blocks` are ids and logical indices, `layers` offsets and
-    seeds, `strides` those of block, head and token; all in words. `counted` are two
-    half-open intervals of states. `aligned`: every cell starts at a multiple of four words
-    of 4 bytes.
+    What it returns launches the sum; the states' keys are found now. `memory` is the arena in
+    words; `blocks` are ids and logical indices, `layers` offsets and seeds, `strides` those of
+    block, head and token; all in words. `counted` are two half-open intervals of states.
+    `aligned`: every cell starts at a multiple of four words of 4 bytes.
     """
     ids, index = blocks
     offsets, seeds = layers
@@ -163,18 +171,22 @@ def digest_cells(
         index, seeds, state_keys, num_states, states, *counted, SIZE=256
     )
     tokens = min(16, triton.next_power_of_2(states))
-    words = min(triton.next_power_of_2(cell_words), 2048 // tokens)
+    words = min(triton.next_power_of_2(cell_words), 1024 // tokens)
     tiles_per_head = triton.cdiv(cell_words, words)
     share = heads * tiles_per_head * len(offsets) * len(ids) // PROGRAMS
-    chunk = max(1, min(share, (64 << 10) // (words * states * memory.element_size())))
+    chunk = max(1, min(share, CHUNK_BYTES // (words * states * memory.element_size())))
     grid = (heads * tiles_per_head, triton.cdiv(len(ids), chunk), len(offsets))
     sums = torch.empty(grid, dtype=torch.int64, device=memory.device)
-    _digest_cells[grid](
-        memory, keys, state_keys, ids, offsets, sums,
-        len(ids), chunk, states, cell_words, tiles_per_head, *strides,
-        TOKENS=tokens, WORDS=words, ALIGNED=aligned, num_warps=4,
-    )  # fmt: skip
-    return int(sums.sum().item())
+
+    def launched() -> torch.Tensor:
+        _digest_cells[grid](
+            memory, keys, state_keys, ids, offsets, sums,
+            len(ids), chunk, states, cell_words, tiles_per_head, *strides,
+            TOKENS=tokens, WORDS=words, ALIGNED=aligned, num_warps=1,
+        )  # fmt: skip
+        return sums.sum()
+
+    return launched
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────

@@ -43,9 +43,9 @@ def seed(*names: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
-def state_keys(layer: str, states: npt.NDArray[np.int64]) -> Words:
+def state_keys(layer_seed: np.uint64, states: npt.NDArray[np.int64]) -> Words:
     """T(layer, state)."""
-    return mixed(np.uint64(seed("layer", layer)) + (states + 1).astype(np.uint64) * STEP)
+    return mixed(layer_seed + (states + 1).astype(np.uint64) * STEP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

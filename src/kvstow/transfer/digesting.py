@@ -5,12 +5,12 @@ over sources is the consumer's number, whatever tp, order or tokens per block ei
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, Intervals, counted_states, digest
+from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
 from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
 from kvstow.plan.route import Claims
@@ -59,6 +59,20 @@ def samples(
     return tuple(found)
 
 
+def sample_bytes(layout: Layout, wanted: Sequence[Sample]) -> int:
+    """At most so many bytes of an arena count for these samples."""
+    total = 0
+    for sample in wanted:
+        for name in sample.layers:
+            group, spec, _ = layout.layers[name]
+            first, end = sample.heads or (0, spec.heads.size)
+            counted = counted_states(layout.groups[group].group, spec, sample.stop_token,
+                                     sample.start_token)  # fmt: skip
+            states = sum(-(-(high - low) // sample.every) for low, high in counted)
+            total += states * (end - first) * spec.cell_bytes
+    return total
+
+
 def _states(layouts: Sequence[Layout], layer: str) -> int:
     """States of a layer in a row, where rows are shortest."""
     return min(each.layers[layer][1].states for each in layouts if layer in each.layers)
@@ -71,20 +85,30 @@ def _state_among(intervals: Intervals) -> int:
     return intervals[0][0] + at if at < lengths[0] else intervals[1][0] + at - lengths[0]
 
 
-def digests(
+def prepared_digests(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> tuple[int, ...]:
-    """The digest of each sample; layers that this arena does not hold count nothing."""
-    found: list[int] = []
+) -> Callable[[], tuple[int, ...]]:
+    """The digest of each sample, ready to be taken.
+
+    Layers that this arena does not hold count nothing.
+    """
+    found: list[Callable[[], int]] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
         listed = {g: blocks[g] for g in groups if g in blocks}
         found.append(
-            digest(arena, listed, sample.stop_token, layers=held, start_token=sample.start_token,
-                   claims=claims, heads=sample.heads, every=sample.every, phase=sample.phase)
+            prepared(arena, listed, sample.stop_token, layers=held, start_token=sample.start_token,
+                     claims=claims, heads=sample.heads, every=sample.every, phase=sample.phase)
         )  # fmt: skip
-    return tuple(found)
+    return lambda: tuple(take() for take in found)
+
+
+def digests(
+    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+) -> tuple[int, ...]:
+    """The digest of each sample, taken now."""
+    return prepared_digests(arena, blocks, wanted, claims)()
 
 
 def mismatches(

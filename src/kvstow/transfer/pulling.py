@@ -10,10 +10,11 @@ from kvstow.errors import RouteError, TransferError
 from kvstow.plan.sources import sources
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.digesting import (
-    LEAST_SHARE,
     digests,
     mismatches,
     packed_claims,
+    prepared_digests,
+    sample_bytes,
     samples,
 )
 from kvstow.transfer.generations import ids_of
@@ -25,8 +26,8 @@ from kvstow.transfer.straight import Ways
 from kvstow.transfer.wire import Sample
 
 INLINE_BYTES = 8 << 20
-"""A sample that is certainly no larger is counted in the agent's own thread: in another one
-it would start too late."""
+"""A sample that is no larger is counted in the agent's own thread, made ready while the rows
+move: in another thread it would start too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Transfer:
         self._begun = False
         self._aborted = False
         self._samples: tuple[Sample, ...] = ()
+        self._take: Callable[[], tuple[int, ...]] | None = None
         self._local: Future[tuple[int, ...]] | None = None
 
     # ── for the caller ────────────────────────────────────────────────────────────
@@ -148,6 +150,9 @@ class Transfer:
             leg.begin(plan, self._samples, now)
         for leg in self.legs:
             leg.advance(now)
+        home = self._home
+        if goal.digest == "sample" and sample_bytes(home.layout, self._samples) <= INLINE_BYTES:
+            self._take = prepared_digests(home.arena, goal.into, self._samples, None)
 
     def _judge(self, now: float) -> None:
         failed = next((leg.error for leg in self.legs if leg.error is not None), None)
@@ -185,12 +190,12 @@ class Transfer:
 
     def _counted(self) -> Future[tuple[int, ...]]:
         """The digests of what lies here now: at once if they are small, else beside us."""
-        what = (self._home.arena, self.goal.into, self._samples, None)
-        nbytes = sum(leg.nbytes for leg in self.legs)
-        if self.goal.digest == "always" or nbytes // LEAST_SHARE > INLINE_BYTES:
+        if self._take is None:
+            what = (self._home.arena, self.goal.into, self._samples, None)
             return self._home.worker.submit(digests, *what)
         counted: Future[tuple[int, ...]] = Future()
-        counted.set_result(digests(*what))
+        counted.set_result(self._take())
+        self._take = None
         return counted
 
     def _accept(self, now: float) -> None:
