@@ -1,6 +1,6 @@
 """Tokens in rows: written where a block table says, gathered in the order of the tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ class Table:
     ids: Tensor
     first: int
     block_tokens: int
+    _columns: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many tokens end in a block that is listed already.
@@ -25,33 +26,39 @@ class Table:
         """
         return num_tokens <= (self.first + self.ids.shape[1]) * self.block_tokens
 
+    def column(self, token: int) -> Tensor:
+        """Block id `[batch]` of one token: every layer asks for the same, so it is kept."""
+        at = token // self.block_tokens - self.first
+        if at not in self._columns:
+            self._columns[at] = self.ids[:, at].contiguous()
+        return self._columns[at]
+
     def places(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Block id `[batch, token]` and slot `[token]` of the tokens `[start, end)`."""
         tokens = torch.arange(start, end, device=self.ids.device)
         return self.ids[:, tokens // self.block_tokens - self.first], tokens % self.block_tokens
 
 
-def write(field: Tensor, table: Table, states: Tensor, start: int) -> None:
+def write(pages: Tensor, table: Table, states: Tensor, start: int) -> None:
     """Store `[batch, head, token, content]` as the tokens from `start` on."""
-    by_token = field.transpose(1, 2)
     tokens = states.shape[2]
     if tokens == 1:
-        column = table.ids[:, start // table.block_tokens - table.first].contiguous()
-        by_token.select(1, start % table.block_tokens).index_copy_(0, column, states[:, :, 0])
+        slot = pages.select(2, start % table.block_tokens)
+        slot.index_copy_(0, table.column(start), states.select(2, 0))
         return
     blocks, slots = table.places(start, start + tokens)
-    by_token[blocks, slots.expand_as(blocks)] = states.transpose(1, 2)
+    pages.transpose(1, 2)[blocks, slots.expand_as(blocks)] = states.transpose(1, 2)
 
 
-def gathered(field: Tensor, table: Table, start: int, end: int) -> Tensor:
+def gathered(pages: Tensor, table: Table, start: int, end: int) -> Tensor:
     """The tokens `[start, end)` of all sequences: `[batch, head, token, content]`, contiguous."""
     low = start // table.block_tokens
     high = -(-end // table.block_tokens)
     ids = table.ids[:, low - table.first : high - table.first]
     batch, blocks = ids.shape
-    pages = field.transpose(0, 1).index_select(1, ids.reshape(-1))
-    heads, _, tokens, content = pages.shape
-    whole = pages.view(heads, batch, blocks * tokens, content).transpose(0, 1)
+    listed = pages.transpose(0, 1).index_select(1, ids.reshape(-1))
+    heads, _, tokens, content = listed.shape
+    whole = listed.view(heads, batch, blocks * tokens, content).transpose(0, 1)
     skipped = start - low * table.block_tokens
     return whole[:, :, skipped : skipped + end - start].contiguous()
 
