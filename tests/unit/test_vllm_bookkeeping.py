@@ -195,6 +195,13 @@ def test_whole_seconds_are_seconds():
     assert Settings.of({"lease_seconds": 3}).lease_seconds == 3
 
 
+def test_times_and_digests_reach_the_agent():
+    times = {"lease_seconds": 3, "transfer_seconds": 4, "contact_seconds": 2.5}
+    made = Settings.of({**times, "digest": "off"}).agent
+    assert {name: getattr(made, name) for name in times} == times
+    assert made.digest == "off"
+
+
 def test_a_disk_without_a_host_tier_is_refused():
     with pytest.raises(SpecError, match="disk tier"):
         Settings.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})

@@ -26,6 +26,7 @@ class Settings:
     keys_file: str = ""
     lease_seconds: float = 60.0
     transfer_seconds: float = 60.0
+    contact_seconds: float = 5.0
     digest: DigestPolicy = "sample"
     consumer_ranks: int = 1
     host_bytes: int = 0
@@ -69,6 +70,7 @@ class Settings:
         return Options(
             lease_seconds=self.lease_seconds,
             transfer_seconds=self.transfer_seconds,
+            contact_seconds=self.contact_seconds,
             digest=self.digest,
         )
 
