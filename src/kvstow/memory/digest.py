@@ -76,7 +76,11 @@ def prepared(
     every: int = 1,
     phase: int = 0,
 ) -> Callable[[], int]:
-    """A digest, ready to be taken: what can be done before the bytes are there is done."""
+    """A digest, ready to be taken: what can be done before the bytes are there is done.
+
+    What is returned counts the bytes as they lie when it is called, as often as it is called;
+    on CUDA, in the stream that is current now, and not in two threads at once.
+    """
     on = _on_device if arena.device.type == "cuda" else _on_host
     counts: list[Callable[[], int | torch.Tensor]] = []
     for group, held in blocks.items():
