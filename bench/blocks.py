@@ -28,7 +28,8 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Retention, Window
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 8192

@@ -18,7 +18,7 @@ from bench.machine import arguments, interleaved, write
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import digest
-from kvstow.plan.blocklist import Blocks
+from kvstow.route.blocks import Blocks
 
 
 def measured(cache: Cache, order: str, total: int, repeats: int, device: str) -> dict[str, object]:

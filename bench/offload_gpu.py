@@ -39,7 +39,8 @@ from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 LAYERS = 46
 REPEATS = 5

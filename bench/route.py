@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from bench.machine import machine, write
 
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.fleet import Fleet
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.route import Route, route
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import Route, route
 
 ROUNDS = 7
 SECONDS = 1.0

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstow.blocks.simulate import Pace, Replay, Report, synthetic
-from kvstow.blocks.simulate.policy import POLICIES, layout_of
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.models import catalogue, model_layers
+from kvstow.simulate import Pace, Replay, Report, synthetic
+from kvstow.simulate.policy import POLICIES, layout_of
 
 MODELS = ("deepseek-v4-flash", "gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b", "jamba-mini")
 MEMORY = 40 << 30

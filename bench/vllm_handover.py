@@ -25,7 +25,7 @@ import numpy as np
 from bench.machine import arguments, write
 from serving import Launch, Server, free_port, running
 
-from kvstow.adapters.weights import SMOLLM2, unpacked
+from kvstow.demo.weights import SMOLLM2, unpacked
 
 TOKENS = 768
 PROMPTS = 5

@@ -8,11 +8,12 @@ import torch
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
-from kvstow.plan.route import route
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
 
 NUM_BLOCKS, HEADS, BLOCK_TOKENS, DIM = 64, 4, 16, 32
 

@@ -14,7 +14,8 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.ticket import Ticket

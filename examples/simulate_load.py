@@ -5,10 +5,10 @@ python examples/simulate_load.py [MODEL] [GIB] [REQUESTS]
 
 import sys
 
-from kvstow.blocks.simulate import Pace, Replay, Report, synthetic
-from kvstow.blocks.simulate.policy import POLICIES, layout_of
 from kvstow.plan.group import grouped
 from kvstow.plan.models import load_model, model_layers
+from kvstow.simulate import Pace, Replay, Report, synthetic
+from kvstow.simulate.policy import POLICIES, layout_of
 
 
 def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") -> None:

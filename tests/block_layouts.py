@@ -5,7 +5,8 @@ from dataclasses import replace
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.spec import Chunk, Encoder, LayerSpec, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Retention, Sink, State, Window
+from kvstow.plan.spec import LayerSpec
 from planning import attention, recurrent
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,6 +38,9 @@ settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
 )
 
+if TYPE_CHECKING:
+    from transfer_process import Process, Zygote
+
 left_out = pytest.StashKey[Counter[str]]()
 
 
@@ -55,3 +60,21 @@ def pytest_terminal_summary(
     for reason, count in sorted(config.stash[left_out].items()):
         hint = f" (run them with: scripts/test -m {reason})" if reason in OPT_IN_MARKERS else ""
         terminalreporter.write_line(f"not run, {reason}: {count}{hint}")
+
+
+@pytest.fixture(scope="session")
+def zygote() -> "Iterator[Zygote]":
+    """Forks processes that hold agents."""
+    from transfer_process import Zygote
+
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def other(zygote: "Zygote") -> "Iterator[Process]":
+    """One other process, for tests that do not harm it."""
+    process = zygote.process()
+    yield process
+    process.close()

@@ -9,7 +9,8 @@ from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Retention, State, Window
+from kvstow.plan.retention import Full, Retention, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,12 +1,13 @@
 """What vLLM 0.32 was seen to declare for real models on CPUs, in plain values.
 
-tests/unit uses it without vLLM; tests/vllm compares it with what running servers declare.
+tests/adapters/vllm uses it without vLLM; tests/vllm compares it with what running servers declare.
 """
 
 from collections.abc import Sequence
 
 from kvstow.adapters.connector.declared import Declaration, Page, Region
-from kvstow.plan.spec import DType, Extent, Full, Retention, Window
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Extent
 
 FULL = Full()
 

@@ -12,23 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvstow.plan.align import Alignment, Site
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.spec import (
-    Chunk,
-    DType,
-    Encoder,
-    Extent,
-    Field,
-    Full,
-    LayerSpec,
-    Retention,
-    Sink,
-    State,
-    Window,
-)
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
 
 PACKS = {"packed": packed, "union": union, "separate": separate}
 

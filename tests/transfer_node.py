@@ -14,24 +14,13 @@ import numpy as np
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.align import Site
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import (
-    Chunk,
-    DType,
-    Encoder,
-    Extent,
-    Field,
-    Full,
-    LayerSpec,
-    Retention,
-    Sink,
-    State,
-    Window,
-)
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel import Keys
 from kvstow.transfer.generations import Generations

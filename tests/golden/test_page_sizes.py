@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.plan.spec import Full, State
+from kvstow.plan.retention import Full, State
 
 GOLDEN = Path(__file__).with_name("page_sizes.json")
 KIB, MIB = 1024, 1024 * 1024

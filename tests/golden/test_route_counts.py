@@ -5,8 +5,8 @@ import pytest
 
 from kvstow.plan.fleet import Fleet
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.price import price
-from kvstow.plan.sources import sources
+from kvstow.route.price import price
+from kvstow.route.sources import sources
 
 Counts = dict[str, dict[int, int]]
 

@@ -14,12 +14,13 @@ from kvstow.memory.copy import choose_method, copy
 from kvstow.memory.digest import digest, prepared
 from kvstow.memory.moves import Spans, row_moves
 from kvstow.plan.align import Alignment, Site
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.route import route
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Retention, State, Window
+from kvstow.plan.retention import Full, Retention, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
 from kvstow.testing.attention import check_attention
 from kvstow.testing.patterns import pattern
 
@@ -277,7 +278,8 @@ from kvstow.memory.copy import Copy
 from kvstow.memory.moves import Spans
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.retention import Full
 spec = LayerSpec(name="l", retention=Full(), block_tokens=4, states=4,
                  heads=Extent.whole("head", 2),
                  fields=(Field("k", DType.BFLOAT16, (Extent.whole("c", 8),)),))

@@ -9,7 +9,8 @@ from kvstow.offload.mover import Limits, Mover
 from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Window
+from kvstow.plan.retention import Full, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 
 def layout_of(order, num_slabs=64):

@@ -94,7 +94,7 @@ def test_a_model_that_reads_rows_in_place_chooses_the_same_tokens():
 
 def check_generation(family):
     from kvstow.adapters.transformers import KvstowCache, ModelMemory
-    from kvstow.adapters.transformers.tiny import tiny_model
+    from kvstow.testing.tiny_models import tiny_model
 
     model = tiny_model(family).to("cuda")
     ids = torch.randint(0, 250, (3, 40), generator=torch.Generator().manual_seed(1)).cuda()

@@ -16,12 +16,13 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.memory.moves import row_moves
 from kvstow.plan.align import Alignment, Site
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.pack import packed
-from kvstow.plan.route import route
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, State
+from kvstow.plan.retention import Full, State
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
 from planning import layouts
 
 TIGHT = Alignment(page=1, row=1, base=64)

@@ -21,7 +21,7 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import Group, bounded_rows
 from kvstow.plan.layout import Layout
-from kvstow.plan.spec import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 
 LAYOUTS = layouts()
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=24)

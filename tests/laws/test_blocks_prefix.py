@@ -11,7 +11,7 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.plan.group import Group
-from kvstow.plan.spec import Chunk, Full, Sink, Window
+from kvstow.plan.retention import Chunk, Full, Sink, Window
 
 LAYERS = (
     layer("full", tokens=4),

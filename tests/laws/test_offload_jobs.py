@@ -11,9 +11,9 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk import DiskTier
-from kvstow.offload.faulty import Fails, FaultyFiles
 from kvstow.offload.host import HostTier
 from kvstow.offload.mover import Limits, Mover
+from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
 
 LAYOUT = hybrid(num_slabs=260)

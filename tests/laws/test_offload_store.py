@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import DiskTier
-from kvstow.offload.faulty import Fails, FaultyFiles, Flips, Tears
+from kvstow.testing.faulty import Fails, FaultyFiles, Flips, Tears
 from offloading import hybrid
 
 NUMBERS = st.lists(st.integers(0, 60), min_size=1, max_size=25, unique=True)

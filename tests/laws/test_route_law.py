@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import strategies
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
-from kvstow.plan.moves import Moves
-from kvstow.plan.route import Route, route
-from kvstow.plan.sources import sources
-from kvstow.plan.spec import Encoder, Sink, State
+from kvstow.plan.retention import Encoder, Sink, State
+from kvstow.route.blocks import Blocks
+from kvstow.route.moves import Moves
+from kvstow.route.route import Route, route
+from kvstow.route.sources import sources
 from strategies import Bytes, group_bytes, own_bytes, value
 
 LARGEST_ARENA = 1 << 21

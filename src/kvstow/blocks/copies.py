@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.table import Table
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True)

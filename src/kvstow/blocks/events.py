@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvstow.blocks.prompt import Hashes
 from kvstow.errors import BlockError
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

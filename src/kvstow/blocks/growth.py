@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstow.blocks.pool import Want
 from kvstow.blocks.table import Table, first_seen
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.prompt import Hashes
 from kvstow.blocks.runs import span_of_any
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 _WIDTH_BITS = 3
 WIDTH = 1 << _WIDTH_BITS

@@ -25,8 +25,9 @@ from kvstow.blocks.requests import Requests
 from kvstow.blocks.states import States
 from kvstow.blocks.table import Table
 from kvstow.errors import BlockError, OutOfBlocks
-from kvstow.plan.blocklist import Blocks, Ints
-from kvstow.plan.spec import Encoder, State
+from kvstow.plan.retention import Encoder, State
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 Handles = int | Sequence[int] | npt.NDArray[np.int64]
 

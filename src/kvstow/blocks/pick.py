@@ -16,7 +16,7 @@ import numpy as np
 from kvstow.blocks.runs import Where, fewest_runs, ids_at, num_at, num_runs, span
 from kvstow.blocks.slabs import FREE, Slabs
 from kvstow.blocks.stock import Stock
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 MAX_SLABS_LOOKED_AT = 16
 MAX_PIECES = 2

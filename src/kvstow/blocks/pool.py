@@ -18,8 +18,8 @@ from kvstow.blocks.runs import ids_at, span
 from kvstow.blocks.slabs import Slabs
 from kvstow.blocks.stock import Stock
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
-from kvstow.plan.blocklist import Ints
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.view import Ints
 
 Bools = npt.NDArray[np.bool_]
 Forgets = Callable[[int, Ints], None]

@@ -22,9 +22,9 @@ from kvstow.blocks.index import Index
 from kvstow.blocks.prompt import Hashes, Prompt
 from kvstow.blocks.table import first_seen, sink_blocks
 from kvstow.blocks.witness import Witness
-from kvstow.plan.blocklist import Ints
 from kvstow.plan.group import Group
-from kvstow.plan.spec import Encoder, Full, State
+from kvstow.plan.retention import Encoder, Full, State
+from kvstow.plan.view import Ints
 
 Bools = npt.NDArray[np.bool_]
 

@@ -12,7 +12,7 @@ items.
 import numpy as np
 
 from kvstow.blocks.runs import Where, num_at
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 _NONE = np.zeros(0, np.int64)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 SLOT_BITS = 32
 _SLOT = (1 << SLOT_BITS) - 1

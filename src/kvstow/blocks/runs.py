@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 Where: TypeAlias = "slice[int, int, None] | Ints"
 """Ids to index an array with: a slice with both ends where they are one run, each once."""

@@ -10,7 +10,7 @@ thousandth of it.
 import numpy as np
 
 from kvstow.blocks.runs import Where, fewest_runs, span
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvstow.blocks.runs import Where, ids_at, num_at, span
 from kvstow.blocks.shelves import Shelves
 from kvstow.blocks.stock import Stock
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 Evicted = Callable[[int, Ints], None]
 """Told the group and the rows whose content is given up, before they are used again."""

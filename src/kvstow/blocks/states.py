@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from kvstow.plan.blocklist import Blocks, Ints
 from kvstow.plan.group import Group
-from kvstow.plan.spec import State
+from kvstow.plan.retention import State
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 
 class States:

@@ -15,7 +15,7 @@ from kvstow.blocks.queue import Queue
 from kvstow.blocks.runs import Where, span_of_any
 from kvstow.blocks.shelves import Shelves
 from kvstow.errors import BlockError, PlanError
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 
 class Stock:

@@ -12,9 +12,10 @@ from typing import overload
 
 import numpy as np
 
-from kvstow.plan.blocklist import Blocks, Ints
 from kvstow.plan.group import Group
-from kvstow.plan.spec import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 
 @overload

@@ -11,7 +11,7 @@ from kvstow.plan.capacity import (
     request_bytes,
 )
 from kvstow.plan.group import Group, title
-from kvstow.plan.layout import Layout, Rows
+from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -105,7 +105,7 @@ def tensor_bytes(group: Group) -> int:
     return max(layer.page_bytes // layer.num_tensors for layer in group.layers)
 
 
-def _group(layout: Layout, g: int, rows: Rows) -> dict[str, Any]:
+def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
     return {
         "name": rows.group.name,
         "retention": title(rows.group.retention),

@@ -13,8 +13,8 @@ from kvstow.cli.shorthand import Named, named
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
-    from kvstow.plan.price import Link, Price
-    from kvstow.plan.route import Claims, Route
+    from kvstow.route.price import Link, Price
+    from kvstow.route.route import Claims, Route
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
 
@@ -57,7 +57,7 @@ def route(
 
 def link_named(text: str) -> "Link":
     """A known link, or `GIGABYTES:MICROS`."""
-    from kvstow.plan.price import LINKS, Link
+    from kvstow.route.price import LINKS, Link
 
     for link in LINKS:
         if link.name == text:
@@ -90,8 +90,8 @@ class Leg:
 
 def _legs(layouts: Sequence[Layout], destination: Layout) -> tuple[Leg, ...]:
     """All ranks of the source if there are several to choose from, else the one."""
-    from kvstow.plan.route import route as route_between
-    from kvstow.plan.sources import sources
+    from kvstow.route.route import route as route_between
+    from kvstow.route.sources import sources
 
     if len(layouts) > 1:
         found = sources(layouts, destination)
@@ -135,7 +135,7 @@ def _document(
 def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -> dict[str, Any]:
     """One destination group, from all its sources."""
     from kvstow.plan.group import rows_needed
-    from kvstow.plan.price import price
+    from kvstow.route.price import price
 
     its = layout.groups[group].group
     cost = price(c for way in routes for c in way.crossings if c.groups[1] == group)
@@ -167,7 +167,7 @@ def _number(value: Fraction | int) -> int | float:
 
 
 def _source(here: Named, destination: Layout, source: Leg) -> dict[str, Any]:
-    from kvstow.plan.price import price
+    from kvstow.route.price import price
 
     layout = here.layouts[source.index]
     costs = [price([c for c in source.route.crossings if c.groups[1] == group])
@@ -223,8 +223,8 @@ def cheapest(here: Named, there: Named, found: Sequence[Leg]) -> list[dict[str, 
 
 def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[Leg]) -> Fraction:
     """Moves per block when the same parts come from the same ranks."""
-    from kvstow.plan.price import price
-    from kvstow.plan.route import route as route_between
+    from kvstow.route.price import price
+    from kvstow.route.route import route as route_between
 
     total = Fraction(0)
     for source in found:

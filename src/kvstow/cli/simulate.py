@@ -11,9 +11,9 @@ from kvstow.cli.deployment import Deployment, served
 from kvstow.cli.output import emit_json, emit_text, human, note, table
 
 if TYPE_CHECKING:
-    from kvstow.blocks.simulate import Pace, Report, Request
     from kvstow.plan.layout import Layout
     from kvstow.render.film import Film
+    from kvstow.simulate import Pace, Report, Request
 
 Policy = Literal["slab", "union"]
 
@@ -75,10 +75,10 @@ def simulate(
     json: options.Json = False,
 ) -> None:
     """Requests on the block ledger: concurrency, waste, hits over time."""
-    from kvstow.blocks.simulate import Pace
-    from kvstow.blocks.simulate.policy import layout_of
     from kvstow.plan.align import Site
     from kvstow.render.film import Film
+    from kvstow.simulate import Pace
+    from kvstow.simulate.policy import layout_of
 
     what = served(
         Deployment(
@@ -115,7 +115,7 @@ def simulate(
 
 
 def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[Request]":
-    from kvstow.blocks.simulate import MIXES, read_trace, synthetic
+    from kvstow.simulate import MIXES, read_trace, synthetic
 
     if name in MIXES:
         return synthetic(name, num_requests=requests, rate=rate or float("inf"), seed=seed)
@@ -134,7 +134,7 @@ def _replayed(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kvstow.blocks.simulate import Replay, Report
+    from kvstow.simulate import Replay, Report
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("requests"), TimeElapsedColumn())  # fmt: skip

@@ -28,8 +28,8 @@ from kvstow.demo.messages import (
 from kvstow.demo.models import Language, Opened
 from kvstow.demo.parallel import agreed
 from kvstow.errors import TransferError
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.spec import State
+from kvstow.plan.retention import State
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.ticket import Ticket

@@ -13,8 +13,8 @@ from kvstow.adapters.transformers import ModelMemory
 from kvstow.demo.messages import Reloaded, Stored
 from kvstow.errors import StoreError
 from kvstow.offload.store import Store
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.spec import State
+from kvstow.plan.retention import State
+from kvstow.route.blocks import Blocks
 
 CAPACITY = 2 << 30
 

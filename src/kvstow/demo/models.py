@@ -66,10 +66,10 @@ class Opened:
 
 def opened(name: str, progress: Progress) -> Opened:
     """The model of that name: packaged weights, a directory, or random ones of a family."""
-    from kvstow.adapters import weights
+    from kvstow.demo import weights
 
     if name.startswith(RANDOM):
-        from kvstow.adapters.transformers.tiny import tiny_model
+        from kvstow.testing.tiny_models import tiny_model
 
         progress("drawing random weights")
         return Opened(name, tiny_model(name.removeprefix(RANDOM)), Bytes())

@@ -19,8 +19,8 @@ import torch
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.types import TORCH_TYPES, page_type
 from kvstow.plan.group import Group
-from kvstow.plan.laws import Strip
-from kvstow.plan.layout import Layout, Order, Placement, Rows, page_runs
+from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement, page_runs
+from kvstow.plan.sharing import Strip
 from kvstow.plan.spec import Field, LayerSpec
 from kvstow.plan.view import Axis, Run
 
@@ -106,7 +106,7 @@ def adopted_layout(
     counts = tuple(rows_per_slab) or (1,) * len(groups)
     num_slabs = _num_slabs(groups, found, counts)
     rows = tuple(
-        Rows(group=group, rows_per_slab=count,
+        PlacedGroup(group=group, rows_per_slab=count,
              placements=tuple(places[layer.name] for layer in group.layers))
         for group, count in zip(groups, counts, strict=True)
     )  # fmt: skip

@@ -20,7 +20,7 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.memory.host import move
 from kvstow.memory.moves import Spans, check_apart, check_inside, check_unread, merged, spans
-from kvstow.plan.moves import Moves
+from kvstow.route.moves import Moves
 
 Method = Literal["memmove", "batch", "kernel", "staged", "plain"]
 

@@ -18,14 +18,14 @@ import torch
 from kvstow.errors import BlockError
 from kvstow.memory.arena import Arena
 from kvstow.memory.keys import CellKeys, Words, cell_keys, seed, shares, state_keys
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Rows
-from kvstow.plan.overlap import Interval
-from kvstow.plan.pairing import Tokens
-from kvstow.plan.route import Claims
+from kvstow.plan.layout import PlacedGroup
 from kvstow.plan.spec import Extent, LayerSpec
-from kvstow.plan.territory import state_tokens
+from kvstow.route.blocks import Blocks
+from kvstow.route.overlap import Interval
+from kvstow.route.pairing import Tokens
+from kvstow.route.route import Claims
+from kvstow.route.territory import state_tokens
 
 __all__ = ["counted_states", "digest", "prepared", "shares"]
 
@@ -183,7 +183,9 @@ def _pages(
     return [few for pages in found if (few := _with_heads(pages, heads)) is not None]
 
 
-def _alike(rows: Rows, layers: Collection[str] | None, claims: Claims | None) -> list[_Pages]:
+def _alike(
+    rows: PlacedGroup, layers: Collection[str] | None, claims: Claims | None
+) -> list[_Pages]:
     kinds: dict[tuple[CellKeys, tuple[int, ...]], list[tuple[LayerSpec, int]]] = {}
     for spec, place in zip(rows.group.layers, rows.placements, strict=True):
         if layers is None or spec.name in layers:

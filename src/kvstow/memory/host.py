@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstow.memory.moves import Spans
 from kvstow.memory.stream import LINE, streamer
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 STREAM_BYTES = 8 << 20
 """Copies of more than this in all leave the cache alone: they would only sweep it."""

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from kvstow.errors import SpecError
 from kvstow.plan.layout import Layout
-from kvstow.plan.overlap import Box, Interval
-from kvstow.plan.route import Claims
-from kvstow.plan.spec import Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import Extent, Field, LayerSpec
+from kvstow.route.overlap import Box, Interval
+from kvstow.route.route import Claims
 
 Words = npt.NDArray[np.uint64]
 

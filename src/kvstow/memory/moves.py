@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BlockError, CopyError
-from kvstow.plan.blocklist import Ints
 from kvstow.plan.layout import Layout
-from kvstow.plan.moves import Moves
-from kvstow.plan.view import Run
+from kvstow.plan.view import Ints, Run
+from kvstow.route.moves import Moves
 
 
 class Spans(NamedTuple):

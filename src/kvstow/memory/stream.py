@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 
 LINE = 64
 """Destinations are multiples of this, and lengths."""

@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 from kvstow.errors import RouteError, StoreError
 from kvstow.offload.image import only, same_rows
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
-from kvstow.plan.moves import Moves
-from kvstow.plan.route import Route, route
-from kvstow.plan.spec import Encoder, State
+from kvstow.plan.retention import Encoder, State
+from kvstow.route.blocks import Blocks
+from kvstow.route.moves import Moves
+from kvstow.route.route import Route, route
 
 Ints = npt.NDArray[np.int64]
 

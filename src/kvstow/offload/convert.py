@@ -19,10 +19,10 @@ from kvstow.offload.disk import DiskTier
 from kvstow.offload.image import stacked
 from kvstow.offload.record import Link
 from kvstow.offload.staging import STAGE_BYTES, views
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
-from kvstow.plan.sources import Source, sources
-from kvstow.plan.spec import State
+from kvstow.plan.retention import State
+from kvstow.route.blocks import Blocks
+from kvstow.route.sources import Source, sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The file layer: whole operations on plain files, direct where the file system allows it.
 
 Everything that a disk tier does to data files goes through one `Files`, so that faults can be
-injected underneath (`kvstow.offload.faulty`).
+injected underneath (`kvstow.testing.faulty`).
 """
 
 import errno

@@ -17,9 +17,9 @@ import torch
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.memory.numa import bind, on_node
 from kvstow.offload import policies
 from kvstow.offload.image import pooled
-from kvstow.offload.numa import bind, on_node
 from kvstow.offload.policies import Policy, PolicyName, mark
 from kvstow.offload.queue import Ints
 from kvstow.offload.shared import opened

@@ -9,7 +9,7 @@ from math import lcm
 
 from kvstow.errors import StoreError
 from kvstow.plan.align import Site
-from kvstow.plan.layout import NULL_SLABS, Layout, Order, Placement, Rows
+from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.rows import row_shape
 from kvstow.plan.slab import slab_geometry
 from kvstow.plan.view import align_up
@@ -89,7 +89,7 @@ def same_rows(a: Layout, a_group: int, b: Layout, b_group: int) -> bool:
     )
 
 
-def _relative(rows: Rows) -> tuple[tuple[int, int, int], ...]:
+def _relative(rows: PlacedGroup) -> tuple[tuple[int, int, int], ...]:
     start = min(place.offset for place in rows.placements)
     return tuple((p.offset - start, p.head_stride, p.token_stride) for p in rows.placements)
 
@@ -102,12 +102,12 @@ def _placed(layout: Layout, group: int) -> tuple[Placement, ...]:
     return row_shape(rows.group, Site(order=order)).places
 
 
-def _step(rows: Rows) -> int:
+def _step(rows: PlacedGroup) -> int:
     """What block strides must be multiples of."""
     return lcm(ROW_ALIGN, *(lcm(layer.align, layer.unit) for layer in rows.group.layers))
 
 
-def _extent(rows: Rows) -> int:
+def _extent(rows: PlacedGroup) -> int:
     """Bytes from the start of block 0's first page to the end of its last."""
     return max(
         place.offset
@@ -117,7 +117,7 @@ def _extent(rows: Rows) -> int:
     )  # fmt: skip
 
 
-def _strided(rows: Rows, stride: int) -> Rows:
+def _strided(rows: PlacedGroup, stride: int) -> PlacedGroup:
     return replace(
         rows, placements=tuple(replace(place, block_stride=stride) for place in rows.placements)
     )

@@ -23,7 +23,7 @@ from kvstow.offload.record import Link
 from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
-from kvstow.plan.spec import Encoder
+from kvstow.plan.retention import Encoder
 
 KEY_BYTES = 16
 _INPUT = b"\xff\xff\xff\xff"

@@ -37,7 +37,7 @@ from kvstow.offload.policies import mark
 from kvstow.offload.queue import Bools, Ints
 from kvstow.offload.streams import Fences, fences
 from kvstow.offload.tier import Tier, chosen
-from kvstow.plan.moves import Moves
+from kvstow.route.moves import Moves
 
 log = logging.getLogger("kvstow.offload")
 

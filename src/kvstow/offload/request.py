@@ -15,10 +15,10 @@ from kvstow.offload.image import image
 from kvstow.offload.keys import Keyed
 from kvstow.offload.staging import views
 from kvstow.offload.tier import Tier
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import NULL_SLABS, Layout
-from kvstow.plan.sources import sources
-from kvstow.plan.spec import State
+from kvstow.plan.retention import State
+from kvstow.route.blocks import Blocks
+from kvstow.route.sources import sources
 
 
 def load_request(

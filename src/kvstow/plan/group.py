@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvstow.errors import SpecError
-from kvstow.plan.spec import Chunk, Encoder, Full, LayerSpec, Retention, Sink, State, Window
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,7 @@ from typing import Literal, get_args
 
 from kvstow.errors import LayoutError, SpecError
 from kvstow.plan.group import Group
-from kvstow.plan.laws import (
-    Footprint,
-    Strip,
-    overlapping,
-    sharing_sets,
-    sharing_violations,
-)
+from kvstow.plan.sharing import Footprint, Strip, overlapping, sharing_sets, sharing_violations
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Axis, Run, View, joined
 
@@ -50,7 +44,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class PlacedGroup:
     """A group, placed: `placements[i]` belongs to `group.layers[i]`."""
 
     group: Group
@@ -92,7 +86,7 @@ class Layout:
 
     model: str
     order: Order
-    groups: tuple[Rows, ...]
+    groups: tuple[PlacedGroup, ...]
     num_slabs: int
     nbytes: int
     base_align: int = 1

@@ -13,20 +13,9 @@ import msgspec
 
 from kvstow.errors import LayoutError, ManifestError, SpecError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, Placement, Rows
-from kvstow.plan.spec import (
-    Chunk,
-    DType,
-    Encoder,
-    Extent,
-    Field,
-    Full,
-    LayerSpec,
-    Retention,
-    Sink,
-    State,
-    Window,
-)
+from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 VERSION = 1
 MAX_BYTES = 16 << 20
@@ -182,7 +171,7 @@ def _no_fraction(text: str) -> NoReturn:
     raise ManifestError("shape", f"{text[:40]} is not a whole number")
 
 
-def _rows(group: _Group) -> Rows:
+def _rows(group: _Group) -> PlacedGroup:
     retention = _retention_value(group.retention)
     layers = tuple(
         LayerSpec(
@@ -201,7 +190,7 @@ def _rows(group: _Group) -> Rows:
     )
     if not layers:
         raise SpecError(f"group {group.name!r} has no layers")
-    return Rows(
+    return PlacedGroup(
         group=Group(name=group.name, layers=layers),
         rows_per_slab=group.rows_per_slab,
         placements=tuple(Placement(*layer.place) for layer in group.layers),
@@ -232,7 +221,7 @@ def _retention_value(value: _Retention) -> Retention:
 # ── writing ───────────────────────────────────────────────────────────────────────────
 
 
-def _group(rows: Rows) -> _Group:
+def _group(rows: PlacedGroup) -> _Group:
     return _Group(
         name=rows.group.name,
         retention=_retention(rows.group.retention),

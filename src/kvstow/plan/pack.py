@@ -17,10 +17,11 @@ from math import lcm
 from kvstow.errors import PlanError
 from kvstow.plan.align import ANYWHERE, Alignment, Demand, Site, meet, whole
 from kvstow.plan.group import Group, rows_needed, scaled, split
-from kvstow.plan.layout import NULL_SLABS, Layout, Placement, Rows
+from kvstow.plan.layout import NULL_SLABS, Layout, PlacedGroup, Placement
+from kvstow.plan.retention import Full, State
 from kvstow.plan.rows import region, row_shape
 from kvstow.plan.slab import MAX_SLAB_BYTES, slab_geometry
-from kvstow.plan.spec import Full, LayerSpec, State
+from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import align_up
 
 __all__ = ["Alignment", "Demand", "Site", "packed", "separate", "union"]
@@ -102,7 +103,7 @@ def separate(
     steps = [site.alignment.of_row(group) for group in groups]
     per_slab = sum(share * stride for share, stride in zip(shares, strides, strict=True))
     count = room.slabs_of(per_slab, reserved=sum(steps[1:]))
-    rows: list[Rows] = []
+    rows: list[PlacedGroup] = []
     end = 0
     for shape, step, stride, share in zip(shapes, steps, strides, shares, strict=True):
         base = align_up(end, step)
@@ -198,7 +199,9 @@ def _stacks(groups: Sequence[Group], shares: Sequence[int], room: Room, site: Si
     count, places, end = _regions(layers, room, site)
     placed = iter(places)
     rows = tuple(
-        Rows(group=group, rows_per_slab=share, placements=tuple(islice(placed, len(group.layers))))
+        PlacedGroup(
+            group=group, rows_per_slab=share, placements=tuple(islice(placed, len(group.layers)))
+        )
         for group, share in zip(groups, shares, strict=True)
     )
     return _layout(rows, count, end, site)
@@ -220,7 +223,9 @@ def _columns(groups: Sequence[Group], room: Room, site: Site) -> Layout:
     count, places, end = _regions([(layer, 1) for layer in columns.values()], room, site)
     place_of = dict(zip(columns, places, strict=True))
     rows = tuple(
-        Rows(group=group, rows_per_slab=1, placements=tuple(place_of[key] for key in group_keys))
+        PlacedGroup(
+            group=group, rows_per_slab=1, placements=tuple(place_of[key] for key in group_keys)
+        )
         for group, group_keys in zip(groups, keys, strict=True)
     )
     return _layout(rows, count, end, site)
@@ -243,7 +248,7 @@ def _regions(
     return count, places, end
 
 
-def _layout(rows: tuple[Rows, ...], num_slabs: int, nbytes: int, site: Site) -> Layout:
+def _layout(rows: tuple[PlacedGroup, ...], num_slabs: int, nbytes: int, site: Site) -> Layout:
     layers = [
         (layer, place)
         for placed in rows

@@ -5,7 +5,7 @@ from math import lcm
 
 from kvstow.plan.align import Site
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Order, Placement, Rows
+from kvstow.plan.layout import Order, PlacedGroup, Placement
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import align_up
 
@@ -18,11 +18,11 @@ class Shape:
     places: tuple[Placement, ...]
     nbytes: int
 
-    def rows(self, base: int, stride: int, rows_per_slab: int) -> Rows:
+    def rows(self, base: int, stride: int, rows_per_slab: int) -> PlacedGroup:
         placements = tuple(
             replace(p, offset=base + p.offset, block_stride=stride) for p in self.places
         )
-        return Rows(group=self.group, rows_per_slab=rows_per_slab, placements=placements)
+        return PlacedGroup(group=self.group, rows_per_slab=rows_per_slab, placements=placements)
 
 
 def _inner_strides(layer: LayerSpec, order: Order) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from math import prod
 
 from kvstow.errors import SpecError
+from kvstow.plan.retention import Retention, State
 from kvstow.plan.view import align_up
 
 
@@ -119,54 +120,6 @@ class Field:
     @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.bits // 8
-
-
-@dataclass(frozen=True, slots=True)
-class Full:
-    """Every token, as long as the request lives."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The last `tokens` tokens."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of the current chunk of `tokens`: position `p` sees `[p - p % tokens, p]`."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """The first `sink_tokens` tokens for good, and the last `tokens`."""
-
-    sink_tokens: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A summary of the whole sequence: one running row, and `checkpoints` kept behind it.
-
-    Such a group's block is one summary; its `block_tokens` says how many tokens lie
-    between two checkpoints that a later request may start from.
-    """
-
-    checkpoints: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """The encoder's `tokens` positions, written once (cross-attention)."""
-
-    tokens: int
-
-
-Retention = Full | Window | Chunk | Sink | State | Encoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstow.errors import SpecError
+
+Ints = npt.NDArray[np.int64]
+"""Ids, offsets, counts: the one integer array type."""
 
 
 def align_up(value: int, multiple: int) -> int:

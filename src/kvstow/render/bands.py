@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstow.plan.blocklist import Ints
 from kvstow.plan.layout import Layout, page_runs
-from kvstow.plan.route import Crossing, Route
+from kvstow.plan.view import Ints
+from kvstow.route.route import Crossing, Route
 
 RESOLUTION = 2000
 """Copies whose gaps on both sides are shorter than this part of the picture are one band."""

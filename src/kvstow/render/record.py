@@ -8,8 +8,9 @@ the page applies itself.
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstow.plan.layout import Layout, Rows
-from kvstow.plan.spec import Chunk, Encoder, Full, LayerSpec, Retention, Sink, State, Window
+from kvstow.plan.layout import Layout, PlacedGroup
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import LayerSpec
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ def keeps(retention: Retention) -> str:
             return f"the encoder's {tokens:,} positions"
 
 
-def _group(layout: Layout, g: int, rows: Rows, index: Index) -> dict[str, Any]:
+def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str, Any]:
     strips = layout.footprints[g].strips
     strides: dict[tuple[int, int, int], int] = {}
     stride_of = [

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstow import __version__
-from kvstow.blocks.simulate.replay import Sample
-from kvstow.blocks.simulate.report import Report
 from kvstow.render.film import Film
 from kvstow.render.page import page
+from kvstow.simulate.replay import Sample
+from kvstow.simulate.report import Report
 
 MAX_SAMPLES = 1200
 """Points of a curve: of a longer simulation every second, third … is drawn."""

@@ -1,4 +1,4 @@
-"""Rows, slabs and arenas as lines of text, to scale.
+"""PlacedGroup, slabs and arenas as lines of text, to scale.
 
     one slab, 393,216 bytes: the groups take turns owning slabs
      full       2 rows  │ row 0: L0 L3 L6             │ row 1                      │
@@ -8,7 +8,7 @@ A group with one row per slab shows its pages. Where there is no room for every 
 second, fifth or tenth is drawn, each where it belongs. Dots are padding.
 """
 
-from kvstow.plan.layout import Layout, Rows
+from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
 from kvstow.render.ruler import Mark, Ruler
@@ -100,14 +100,14 @@ def _pages_line(layout: Layout, group: int, ruler: Ruler) -> str:
     return ruler.drawn(marks, end=stride, padding=[Run(nbytes, stride - nbytes)])
 
 
-def _page_marks(rows: Rows, base: int) -> list[Mark]:
+def _page_marks(rows: PlacedGroup, base: int) -> list[Mark]:
     return [
         Mark(place.offset - base, short_name(layer), short_name(layer))
         for layer, place in zip(rows.group.layers, rows.placements, strict=True)
     ]
 
 
-def _head_marks(rows: Rows, base: int) -> list[Mark]:
+def _head_marks(rows: PlacedGroup, base: int) -> list[Mark]:
     """Where each head begins: layers of equally many heads lie together."""
     first: dict[int, tuple[LayerSpec, int, int]] = {}
     for layer, place in zip(rows.group.layers, rows.placements, strict=True):

@@ -19,7 +19,7 @@ from kvstow.errors import SpecError
 from kvstow.memory.arena import POISON, Arena
 from kvstow.memory.types import TORCH_TYPES
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, Placement, Rows
+from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
 from kvstow.plan.spec import DType, LayerSpec
 from kvstow.plan.view import align_up
 
@@ -156,7 +156,7 @@ def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:
 
 def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
     num_blocks = 24
-    rows = Rows(
+    rows = PlacedGroup(
         group=Group(name="probe", layers=(replace(spec, align=1),)),
         rows_per_slab=1,
         placements=(place,),

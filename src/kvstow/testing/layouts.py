@@ -10,19 +10,8 @@ from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.spec import (
-    Chunk,
-    DType,
-    Encoder,
-    Extent,
-    Field,
-    Full,
-    LayerSpec,
-    Retention,
-    Sink,
-    State,
-    Window,
-)
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 SIZES = st.sampled_from([1, 2, 2, 3, 4, 5, 8])
 DTYPES = st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3, DType.INT4])

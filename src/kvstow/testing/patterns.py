@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.memory.arena import Arena
-from kvstow.plan.blocklist import Blocks
+from kvstow.route.blocks import Blocks
 
 CANARY = 0xA5
 """What tests put around memory that must not change."""

@@ -12,7 +12,7 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
-from kvstow.plan.blocklist import Blocks
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel import Channel, Keys
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.generations import Owner

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
 
 BLOCK_TOKENS = 16
 HEADS = 4

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvstow.errors import ManifestError, RouteError, TransferError
-from kvstow.plan.agree import differences
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
+from kvstow.route.compare import differences
 from kvstow.transfer.channel import Channel, Line
 from kvstow.transfer.fencing import Fence
 from kvstow.transfer.home import PROBE_BYTES, Home

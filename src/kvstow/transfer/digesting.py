@@ -11,9 +11,9 @@ from itertools import chain
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
-from kvstow.plan.route import Claims
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import Claims
 from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.wire import Claim, Sample
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from kvstow.errors import BlockError
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.transport import Ints
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from kvstow.plan.layout import Layout
-from kvstow.plan.route import Claims, route
-from kvstow.plan.sources import sources
+from kvstow.route.route import Claims, route
+from kvstow.route.sources import sources
 from kvstow.transfer.channel import Line
 from kvstow.transfer.digesting import unpacked_claims
 from kvstow.transfer.straight import Ways

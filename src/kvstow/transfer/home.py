@@ -13,9 +13,9 @@ from prometheus_client import Counter
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Fact, Telemetry, TransferMetrics
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode, fingerprint
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.staging import DEVICE_SLOT_BYTES, SLOTS, Stage

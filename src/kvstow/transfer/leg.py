@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import FaultKind, RouteError, TransferError
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.route import Route
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import Route
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.fencing import Fence
 from kvstow.transfer.fetching import Fetching

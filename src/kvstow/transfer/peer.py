@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvstow.errors import TransferError
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.layout import Layout
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.path import Path, Way

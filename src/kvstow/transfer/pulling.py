@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import RouteError, TransferError
-from kvstow.plan.sources import sources
+from kvstow.route.sources import sources
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.digesting import (
     digests,

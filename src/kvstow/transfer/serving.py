@@ -13,9 +13,9 @@ from kvstow.errors import (
     RouteError,
     TransferError,
 )
-from kvstow.plan.agree import differences
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.manifest import decode
+from kvstow.route.blocks import Blocks
+from kvstow.route.compare import differences
 from kvstow.transfer.channel import Channel, Line
 from kvstow.transfer.digesting import digests
 from kvstow.transfer.fetching import Gathering

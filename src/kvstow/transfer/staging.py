@@ -20,12 +20,13 @@ from kvstow.errors import CopyError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import Copy, copy
 from kvstow.memory.moves import Spans as Moves
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import separate
-from kvstow.plan.route import Route
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import Route
 from kvstow.transfer.transport import Ints
 
 SLOTS = 4

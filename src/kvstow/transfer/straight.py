@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.lanes import Lanes, Overlap
-from kvstow.plan.pairing import Tokens
-from kvstow.plan.route import Crossing, Route
+from kvstow.route.blocks import Blocks
+from kvstow.route.lanes import Lanes, Overlap
+from kvstow.route.pairing import Tokens
+from kvstow.route.route import Crossing, Route
 from kvstow.transfer.transport import Ints, Spans, merged
 
 _ABOVE = 32

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvstow.errors import SpecError, TransferError
-from kvstow.plan.blocklist import Blocks
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.transport import Ints
 
 PREFIX = "kvt1."

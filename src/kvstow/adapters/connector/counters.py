@@ -9,7 +9,7 @@ The scheduler's side never reuses a generation (see `pins`), so a counter that e
 ticket's generation always means that the bytes are still those of the ticket.
 """
 
-from kvstow.plan.blocklist import Ints
+from kvstow.plan.view import Ints
 from kvstow.transfer.generations import Generations
 
 

@@ -14,8 +14,9 @@ from math import gcd
 
 from kvstow.errors import MemoryLayoutError
 from kvstow.plan.group import Group, title
-from kvstow.plan.layout import ORDERS, Layout, Order, Placement, Rows
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec, Retention
+from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.retention import Retention
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 MAX_BASE_ALIGN = 64
 """No more is asked of the allocation than any allocator gives, so that a layout stays the same
@@ -112,7 +113,7 @@ def declared_layout(declaration: Declaration, *, base_align: int) -> Layout:
     if len(sizes) != 1:
         raise MemoryLayoutError(f"regions of allocations of {sorted(sizes)} bytes, not of one")
     rows = tuple(
-        Rows(
+        PlacedGroup(
             group=group,
             rows_per_slab=1,
             placements=tuple(places[layer.name] for layer in group.layers),

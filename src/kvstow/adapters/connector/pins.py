@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvstow.errors import BlockError
-from kvstow.plan.blocklist import Blocks, Ints
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
 
 
 class Pins:

@@ -33,8 +33,8 @@ from kvstow.adapters.connector.pins import Pins
 from kvstow.adapters.connector.recall import Recall
 from kvstow.adapters.connector.settings import Settings
 from kvstow.errors import TransferError
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.group import Group
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.ticket import Ticket
 

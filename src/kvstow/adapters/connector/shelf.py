@@ -8,13 +8,13 @@ from kvstow.adapters.connector.messages import Found, Keyed, Lookup, Restore, St
 from kvstow.adapters.connector.settings import Settings
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.memory.numa import node_of
 from kvstow.offload.bridge import matching_group
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.host import HostTier
 from kvstow.offload.jobs import Job
 from kvstow.offload.mover import Mover
 from kvstow.offload.neighbours import Neighbours
-from kvstow.offload.numa import node_of
 from kvstow.offload.tier import Tier
 
 

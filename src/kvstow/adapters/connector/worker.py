@@ -16,8 +16,8 @@ from kvstow.adapters.connector.settings import Settings
 from kvstow.adapters.connector.shelf import Shelf
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.plan.blocklist import Blocks
 from kvstow.plan.manifest import fingerprint
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.pulling import Transfer

@@ -29,7 +29,7 @@ from kvstow.adapters.transformers.running import Running
 from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
-from kvstow.plan.spec import Encoder, State, Window
+from kvstow.plan.retention import Encoder, State, Window
 
 Tensor = torch.Tensor
 

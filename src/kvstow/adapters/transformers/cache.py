@@ -20,8 +20,9 @@ from kvstow.adapters.transformers.layers import (
     StateLayer,
 )
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.plan.blocklist import Blocks
-from kvstow.plan.spec import LayerSpec, State, Window
+from kvstow.plan.retention import State, Window
+from kvstow.plan.spec import LayerSpec
+from kvstow.route.blocks import Blocks
 
 
 class KvstowCache(Cache):

@@ -14,16 +14,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvstow.adapters.transformers.shard import Shard
 from kvstow.errors import ModelError
-from kvstow.plan.spec import (
-    DType,
-    Extent,
-    Field,
-    Full,
-    LayerSpec,
-    Retention,
-    State,
-    Window,
-)
+from kvstow.plan.retention import Full, Retention, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"})
 """Attention layers whose whole content is keys, values and perhaps indexer keys."""

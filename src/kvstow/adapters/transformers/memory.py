@@ -25,7 +25,8 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
-from kvstow.plan.spec import Encoder, LayerSpec, State, Window
+from kvstow.plan.retention import Encoder, State, Window
+from kvstow.plan.spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

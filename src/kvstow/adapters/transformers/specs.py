@@ -18,7 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvstow.adapters.transformers.kept import kept_specs, state_spec
 from kvstow.adapters.transformers.shard import ALL_HEADS, Shard
 from kvstow.errors import ModelError
-from kvstow.plan.spec import Encoder, LayerSpec
+from kvstow.plan.retention import Encoder
+from kvstow.plan.spec import LayerSpec
 
 TRIAL_TOKENS = 8
 

@@ -30,7 +30,8 @@ from kvstow.adapters.connector.declared import (
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.plan.layout import Order
-from kvstow.plan.spec import Chunk, DType, Extent, Full, Retention, Window
+from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.spec import DType, Extent
 
 
 def declaration(vllm_config: Any, kv_cache_config: Any, *, model: str) -> Declaration:

@@ -12,7 +12,8 @@ padded to 8 of them. Pages start at multiples of 576 bytes.
 """
 
 from kvstow.plan.models.kinds import ONE_HEAD, content
-from kvstow.plan.spec import DType, Field, Full, LayerSpec, Retention, Window
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Field, LayerSpec
 
 BLOCK_TOKENS = 256
 _SLIDING_BLOCK_TOKENS = 64

@@ -10,7 +10,8 @@ from kvstow.plan.models.config import Config
 from kvstow.plan.models.kinds import attention
 from kvstow.plan.models.serving import Serving, Stack
 from kvstow.plan.models.shard import Part, split
-from kvstow.plan.spec import Chunk, Full, LayerSpec, Retention, Window
+from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.spec import LayerSpec
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MOST_LAYERS = 10_000

@@ -10,7 +10,8 @@ Recurrent kinds are in `recurrent`, DeepSeek-V4's in `compressed`.
 
 from kvstow.errors import ModelError
 from kvstow.plan.models.precision import NvFp4, PerTokenHead, Plain, Precision, ScaledLatent
-from kvstow.plan.spec import DType, Extent, Field, Full, LayerSpec, Retention
+from kvstow.plan.retention import Full, Retention
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 ONE_HEAD = Extent.whole("head", 1)
 _LATENT_SCALE_GROUP = 128

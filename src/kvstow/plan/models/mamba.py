@@ -14,7 +14,8 @@ from kvstow.plan.models.pattern import (
     mixed,
 )
 from kvstow.plan.models.serving import Serving, Stack
-from kvstow.plan.spec import Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import LayerSpec
 
 _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_TYPES = {

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.decoder import layer_types, num_layers, self_attention
 from kvstow.plan.models.serving import Serving, Stack
-from kvstow.plan.spec import Full, LayerSpec
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import LayerSpec
 
 Make = Callable[[str], LayerSpec]
 

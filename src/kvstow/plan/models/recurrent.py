@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from kvstow.plan.models.kinds import ONE_HEAD
 from kvstow.plan.models.shard import Part, Shard, split
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec, State
+from kvstow.plan.retention import State
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.decoder import Heads, checked_layers, self_attention
 from kvstow.plan.models.serving import Serving, Stack
-from kvstow.plan.spec import Encoder, Full, LayerSpec
+from kvstow.plan.retention import Encoder, Full
+from kvstow.plan.spec import LayerSpec
 
 _T5_TOKENS = 512
 

@@ -1,8 +1,0 @@
-"""A trace of requests, replayed on the block ledger under one or several packing policies."""
-
-from kvstow.blocks.simulate.generate import MIXES, synthetic
-from kvstow.blocks.simulate.replay import Pace, Replay
-from kvstow.blocks.simulate.report import Report
-from kvstow.blocks.simulate.trace import Request, read_trace, write_trace
-
-__all__ = ["MIXES", "Pace", "Replay", "Report", "Request", "read_trace", "synthetic", "write_trace"]

@@ -1,0 +1,1 @@
+"""Any layout to any layout: which bytes go where. Integers only."""

@@ -1,0 +1,90 @@
+"""Whether two layouts are of one model, stored alike: every difference, with both values."""
+
+from collections.abc import Iterable, Iterator
+
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
+from kvstow.plan.spec import Extent, Field, LayerSpec
+from kvstow.route.overlap import content_bits
+
+
+def differences(source: Layout, destination: Layout) -> tuple[str, ...]:
+    """What keeps a route from joining two layouts; empty where nothing does.
+
+    A pipeline stage lacks layers, and that is no difference.
+    """
+    found = list(_models(source, destination))
+    by_text: dict[str, list[str]] = {}
+    for name, (_, there, _) in destination.layers.items():
+        if name in source.layers:
+            for text in layer_differences(source.layers[name][1], there):
+                by_text.setdefault(text, []).append(name)
+        elif source.pp[1] == 1:
+            by_text.setdefault("missing in the source, held by the destination", []).append(name)
+    if destination.pp[1] == 1:
+        missing = [name for name in source.layers if name not in destination.layers]
+        by_text |= {"held by the source, missing in the destination": missing} if missing else {}
+    return (*found, *(f"{_named(names)}: {text}" for text, names in by_text.items()))
+
+
+def _models(source: Layout, destination: Layout) -> Iterator[str]:
+    if source.model and destination.model and source.model != destination.model:
+        yield _both("model", repr(source.model), repr(destination.model))
+
+
+def _both(what: str, source: object, destination: object) -> str:
+    return f"{what} is {source} in the source, {destination} in the destination"
+
+
+def _named(layers: list[str]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]!r}"
+    if len(layers) <= 4:
+        return f"layers {', '.join(map(repr, layers))}"
+    return f"{len(layers)} layers, {layers[0]!r}, {layers[1]!r} … {layers[-1]!r}"
+
+
+def layer_differences(source: LayerSpec, destination: LayerSpec) -> Iterator[str]:
+    """What differs between two ranks' specs of one layer, beyond which part they hold."""
+    recurrent = isinstance(source.retention, State) and isinstance(destination.retention, State)
+    if not recurrent and source.retention != destination.retention:
+        yield _both("retention", source.retention, destination.retention)
+    elif not recurrent and source.tokens_per_state != destination.tokens_per_state:
+        yield _both("tokens per state", source.tokens_per_state, destination.tokens_per_state)
+    yield from _axis_differences("heads", source.heads, destination.heads)
+    ours = {field.name: field for field in source.fields}
+    theirs = {field.name: field for field in destination.fields}
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in theirs:
+            yield f"field {name!r} is {_shown(ours[name])} in the source, none in the destination"
+        elif name not in ours:
+            yield f"field {name!r} is none in the source, {_shown(theirs[name])} in the destination"
+        else:
+            yield from _field_differences(ours[name], theirs[name])
+
+
+def _shown(field: Field) -> str:
+    return f"{field.dtype} {[axis.total for axis in field.axes]}"
+
+
+def _field_differences(source: Field, destination: Field) -> Iterable[str]:
+    what = f"field {source.name!r}"
+    found: list[str] = []
+    if source.dtype != destination.dtype:
+        found.append(_both(f"{what}: dtype", source.dtype, destination.dtype))
+    names = [axis.name for axis in source.axes], [axis.name for axis in destination.axes]
+    if names[0] != names[1]:
+        return [*found, _both(f"{what}: axes", *names)]
+    for ours, theirs in zip(source.axes, destination.axes, strict=True):
+        found += _axis_differences(f"{what}: axis {ours.name!r}", ours, theirs)
+    if not found and source.dtype.bits < 8 and any(
+        number % 8 for span in content_bits(source, destination) for number in span
+    ):  # fmt: skip
+        pieces = source.axes[-1].pieces, destination.axes[-1].pieces
+        found.append(_both(f"{what}: split inside a byte: held of the last axis", *pieces))
+    return found
+
+
+def _axis_differences(what: str, source: Extent, destination: Extent) -> Iterator[str]:
+    if source.total != destination.total:
+        yield _both(f"{what}: size", source.total, destination.total)

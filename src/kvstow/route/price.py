@@ -1,0 +1,74 @@
+"""What a route costs before anything is sent: copies, bytes, and time on a link."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+
+from kvstow.route.route import Crossing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Per destination block that is no neighbour of another: copies and bytes of it.
+
+    Fractions, because a destination block may share a source block with the next one.
+    """
+
+    lanes: int
+    moves: Fraction
+    nbytes: Fraction
+    min_move_bytes: int
+    max_move_bytes: int
+
+
+def price(crossings: Iterable[Crossing]) -> Price:
+    """The price of one block of a destination group, from all of its sources."""
+    lanes, moves, nbytes = 0, Fraction(0), Fraction(0)
+    sizes: list[int] = []
+    for crossing in crossings:
+        s_span, d_span = crossing.spans
+        blocks = lcm(s_span, d_span) // d_span
+        copies = [kind.pieces.nbytes for kind in crossing.period]
+        lanes += sum(map(len, copies))
+        moves += Fraction(sum(map(len, copies)), blocks)
+        nbytes += Fraction(sum(int(copy.sum()) for copy in copies), blocks)
+        sizes += [extreme for copy in copies for extreme in (int(copy.min()), int(copy.max()))]
+    return Price(
+        lanes=lanes,
+        moves=moves,
+        nbytes=nbytes,
+        min_move_bytes=min(sizes, default=0),
+        max_move_bytes=max(sizes, default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for bytes, as two numbers: how fast they flow, and what each copy costs more."""
+
+    name: str
+    bytes_per_second: float
+    seconds_per_move: float
+
+    def seconds(self, moves: float, nbytes: float) -> float:
+        return moves * self.seconds_per_move + nbytes / self.bytes_per_second
+
+
+LINKS = tuple(
+    Link(name=name, bytes_per_second=gigabytes * 1e9, seconds_per_move=micros * 1e-6)
+    for name, gigabytes, micros in (
+        ("pcie4", 25.0, 0.6),
+        ("pcie5", 55.0, 0.6),
+        ("nvlink", 144.0, 10.0),
+        ("ib200", 25.0, 0.5),
+        ("ib400", 50.0, 0.5),
+        ("ib800", 100.0, 0.5),
+        ("tcp10", 1.25, 5.0),
+        ("tcp25", 3.125, 5.0),
+        ("tcp100", 12.5, 5.0),
+    )
+)
+"""Rates that rows reach and costs per copy: pcie5 and nvlink as measured on one H200
+(batched copies; writes between two processes), the others nominal rates with the usual cost
+of posting one descriptor. Estimates, for comparing layouts with each other."""

@@ -1,0 +1,150 @@
+"""Which peers a rank reads from, and what from each: every byte from exactly one of them.
+
+The destination's bytes are cut wherever some peer's part ends. A piece that one peer holds
+comes from that peer; where several hold it alike, one of them is chosen:
+
+    kv head          0     1     2     3       source, tp 8: two ranks hold each head
+    source rank     0 1   2 3   4 5   6 7
+    destination     └ rank 0 ┘  └ rank 1 ┘     tp 2: rank 0 reads 0 and 2, rank 1 reads 5 and 7
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+from kvstow.errors import RouteError
+from kvstow.plan.layout import Layout
+from kvstow.plan.spec import Extent, LayerSpec
+from kvstow.route.compare import differences
+from kvstow.route.overlap import Box, Interval
+from kvstow.route.route import Claims, Route, route
+
+Holders = tuple[int, ...]
+"""Indices of the layouts that hold something, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Source:
+    """A peer to read from, by its place in the list of layouts, and what to read."""
+
+    index: int
+    route: Route
+    claims: Claims
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of one field of one layer, and who holds it."""
+
+    layer: str
+    field: str
+    box: Box
+    holders: Holders
+    nbytes: int
+
+
+def sources(layouts: Sequence[Layout], destination: Layout, *, turn: int = 0) -> tuple[Source, ...]:
+    """The routes that together write every byte of `destination` exactly once.
+
+    `layouts` are those of all ranks of the source. Where replicas offer a choice, a peer
+    that is read from anyway is preferred, then the one with fewer bytes to send, then
+    one by turns: the destination's tp rank plus `turn` (a request number, say) rotates
+    the choice, so that ranks and requests spread over the replicas.
+    """
+    found = [
+        f"source {i}: {text}"
+        for i, layout in enumerate(layouts)
+        for text in differences(layout, destination)
+    ]
+    if found:
+        raise RouteError(tuple(found))
+    pieces = _pieces(layouts, destination)
+    _check_held(pieces)
+    chosen = _chosen(pieces, destination.tp[0] + turn)
+    claims: dict[int, dict[str, dict[str, list[Box]]]] = {}
+    for piece in pieces:
+        layer = claims.setdefault(chosen[piece.holders], {}).setdefault(piece.layer, {})
+        layer.setdefault(piece.field, []).append(piece.box)
+    return tuple(
+        Source(index=i, route=route(layouts[i], destination, claims=claims[i]), claims=claims[i])
+        for i in sorted(claims)
+    )
+
+
+def _chosen(pieces: Sequence[_Piece], turn: int) -> Mapping[Holders, int]:
+    """For each set of holders, the one to read from."""
+    nbytes: dict[Holders, int] = {}
+    for piece in pieces:
+        nbytes[piece.holders] = nbytes.get(piece.holders, 0) + piece.nbytes
+    chosen: dict[Holders, int] = {}
+    load: dict[int, int] = {}
+    for holders in sorted(nbytes, key=lambda holders: (len(holders), holders)):
+        first = turn % len(holders)
+        rotated = holders[first:] + holders[:first]
+        best = min(rotated, key=lambda i: (i not in load, load.get(i, 0)))
+        chosen[holders] = best
+        load[best] = load.get(best, 0) + nbytes[holders]
+    return chosen
+
+
+def _check_held(pieces: Sequence[_Piece]) -> None:
+    lacking = [
+        f"layer {piece.layer!r}: field {piece.field!r}: no source holds "
+        f"heads [{piece.box[0][0]}, {piece.box[0][1]}), {list(piece.box[1:])} of its axes"
+        for piece in pieces
+        if not piece.holders
+    ]
+    if lacking:
+        raise RouteError(tuple(lacking))
+
+
+def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
+    """Every byte of the destination, cut by who holds it."""
+    known: dict[object, list[tuple[str, Box, Holders, int]]] = {}
+    pieces: list[_Piece] = []
+    for name, (_, spec, _) in destination.layers.items():
+        held = {i: layout.layers[name][1] for i, layout in enumerate(layouts)
+                if name in layout.layers}  # fmt: skip
+        parts = tuple((i, peer.heads, peer.fields) for i, peer in held.items())
+        key = (spec.heads, spec.fields, spec.states, parts)
+        if key not in known:
+            known[key] = _layer_pieces(spec, held)
+        pieces += [_Piece(name, *piece) for piece in known[key]]
+    return pieces
+
+
+def _layer_pieces(
+    spec: LayerSpec, held: Mapping[int, LayerSpec]
+) -> list[tuple[str, Box, Holders, int]]:
+    found: list[tuple[str, Box, Holders, int]] = []
+    for field in spec.fields:
+        theirs = {i: peer.field(field.name) for i, peer in held.items()}
+        cuts = [_cut(spec.heads, {i: peer.heads for i, peer in held.items()})]
+        for k, axis in enumerate(field.axes):
+            cuts.append(_cut(axis, {i: peer.axes[k] for i, peer in theirs.items()}))
+        for parts in product(*cuts):
+            box = tuple(interval for interval, _ in parts)
+            holders = parts[0][1].intersection(*(holders for _, holders in parts))
+            size = prod(hi - lo for lo, hi in box) * field.dtype.bits * spec.states // 8
+            found.append((field.name, box, tuple(sorted(holders)), size))
+    return found
+
+
+def _cut(extent: Extent, held: Mapping[int, Extent]) -> list[tuple[Interval, frozenset[int]]]:
+    """The axis in pieces that are held alike all over, and who holds each."""
+    ends = {end for other in (extent, *held.values()) for piece in other.pieces for end in piece}
+    found: list[tuple[Interval, frozenset[int]]] = []
+    for lo, hi in pairwise(sorted(ends)):
+        if not _holds(extent, lo, hi):
+            continue
+        holders = frozenset(i for i, other in held.items() if _holds(other, lo, hi))
+        if found and found[-1][0][1] == lo and found[-1][1] == holders:
+            found[-1] = ((found[-1][0][0], hi), holders)
+        else:
+            found.append(((lo, hi), holders))
+    return found
+
+
+def _holds(extent: Extent, lo: int, hi: int) -> bool:
+    return any(start <= lo and hi <= end for start, end in extent.pieces)

@@ -1,0 +1,267 @@
+"""Replay: a trace on a ledger, step by step, as an engine with continuous batching runs it.
+
+Every step computes one token of every request that is past its prompt, and up to
+`prefill_tokens` tokens of prompts, at most `chunk_tokens` of each. Requests are admitted
+first come, first served, when all their prompt fits; when a step does not fit, the one
+admitted last is preempted: it gives everything back and starts over later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.runs import num_runs
+from kvstow.errors import OutOfBlocks, TraceError
+from kvstow.plan.group import rows_needed_by_all
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
+from kvstow.simulate.tokens import output, prompt
+from kvstow.simulate.trace import Request
+from kvstow.simulate.waste import Meter, Waste
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How an engine works: seconds a step, tokens of prompts a step, samples.
+
+    Nobody is admitted whose prompt would have more than `load` of the arena held.
+    """
+
+    step_seconds: float = 0.025
+    prefill_tokens: int = 16_384
+    chunk_tokens: int = 2_048
+    sample_steps: int = 16
+    load: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The ledger at one moment."""
+
+    seconds: float
+    requests: int
+    waiting: int
+    waste: Waste
+    cached_bytes: int
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened: samples over time, and sums."""
+
+    samples: list[Sample] = field(default_factory=list[Sample])
+    completed: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    rows: int = 0
+    runs: int = 0
+    fewest_runs: int = 0
+    admitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request, and how many tokens it has to compute before it goes on decoding."""
+
+    number: int
+    request: Request
+    target: int
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the engine: `target` tokens before it decodes, `end` in all."""
+
+    number: int
+    request: Request
+    handle: int
+    num_tokens: int
+    target: int
+    end: int
+
+
+class Replay:
+    """One layout's ledger and the requests that run on it."""
+
+    def __init__(self, layout: Layout, trace: Sequence[Request], pace: Pace) -> None:
+        shared = any(request.prefixes or request.output for request in trace)
+        self.layout = layout
+        self.pace = pace
+        self.ledger = Ledger(Pool(layout), caching=shared)
+        self.record = Record()
+        self._worded = shared
+        self._waiting = deque(_Waiting(i, r, r.prompt_tokens) for i, r in enumerate(trace))
+        self._running: list[_Running] = []
+        self._meter = Meter(layout)
+        self._step = 0
+        self._budget = 0
+        self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
+        states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
+        self._boundary = min(states) if states and shared else 0
+        self._refuse_too_long(trace)
+
+    def _refuse_too_long(self, trace: Sequence[Request]) -> None:
+        """Raises for a request that would not fit into the empty pool."""
+        longest = max(trace, key=lambda request: request.num_tokens)
+        needs = self._needs(longest.num_tokens)
+        try:
+            self.ledger.pool.refuse(needs)
+        except OutOfBlocks as error:
+            raise TraceError(
+                f"a request of {longest.num_tokens} tokens does not fit into an empty pool of "
+                f"{self.layout.nbytes} bytes: {error}"
+            ) from error
+
+    def _needs(self, num_tokens: int) -> dict[int, int]:
+        rows = rows_needed_by_all(
+            self.ledger.groups, num_tokens, in_flight=self.pace.chunk_tokens
+        )  # fmt: skip
+        return dict(enumerate(rows))
+
+    # ── time ──────────────────────────────────────────────────────────────────────
+
+    def run(
+        self, *, max_steps: int | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> Record:
+        """Replay until all is done, or so many steps; `progress` is told requests done and all."""
+        total = len(self._waiting)
+        while (self._waiting or self._running) and (max_steps is None or self._step < max_steps):
+            self.step()
+            if progress and self._step % self.pace.sample_steps == 0:
+                progress(self.record.completed, total)
+        if progress:
+            progress(self.record.completed, total)
+        return self.record
+
+    @property
+    def seconds(self) -> float:
+        return self._step * self.pace.step_seconds
+
+    def step(self) -> None:
+        if not self._running and self._waiting:
+            arrival = self._waiting[0].request.arrival
+            self._step = max(self._step, int(np.ceil(arrival / self.pace.step_seconds)))
+        self._budget = self.pace.prefill_tokens
+        self._advance()
+        self._admit_all()
+        self._finish()
+        if self._step % self.pace.sample_steps == 0:
+            self._sample()
+        self._step += 1
+
+    # ── one step ──────────────────────────────────────────────────────────────────
+
+    def _advance(self) -> None:
+        """One more token, or one more chunk of its prompt, for every request."""
+        goals: list[int] = []
+        for run in self._running:
+            if run.num_tokens >= run.target:
+                goals.append(run.num_tokens + 1)
+            else:
+                goals.append(self._chunk_end(run.num_tokens, run.target))
+        while self._running:
+            try:
+                self.ledger.grow([run.handle for run in self._running], goals)
+            except OutOfBlocks:
+                self._preempt()
+                goals.pop()
+            else:
+                break
+        for run, goal in zip(self._running, goals, strict=True):
+            done = run.num_tokens >= run.target
+            run.num_tokens = goal
+            if not done and goal >= run.target:
+                self._measure_runs(run.handle)
+
+    def _chunk_end(self, start: int, target: int) -> int:
+        """Where the next chunk of a prompt ends: at a checkpoint, if it passes one."""
+        end = min(target, start + min(self.pace.chunk_tokens, max(0, self._budget)))
+        if self._boundary and end // self._boundary > start // self._boundary:
+            end = end // self._boundary * self._boundary
+        self._budget -= end - start
+        return end
+
+    def _preempt(self) -> None:
+        run = self._running.pop()
+        self.ledger.release(run.handle)
+        target = max(run.request.prompt_tokens, run.num_tokens)
+        self._waiting.appendleft(_Waiting(run.number, run.request, target))
+        self.record.preemptions += 1
+
+    def _admit_all(self) -> None:
+        while self._waiting and self._budget > 0:
+            waiting = self._waiting[0]
+            if waiting.request.arrival > self.seconds:
+                return
+            needs = self._needs(waiting.target)
+            if self._running and self._load_with(needs) > self.pace.load:
+                return
+            try:
+                self.ledger.pool.refuse(needs)
+                run = self._admitted(waiting)
+            except OutOfBlocks:
+                return
+            self._waiting.popleft()
+            self._running.append(run)
+
+    def _load_with(self, needs: dict[int, int]) -> float:
+        """The part of the arena that would be held with so many rows more."""
+        held = sum(
+            (self.ledger.pool.num_held(g) + needs[g]) * n for g, n in enumerate(self._strides)
+        )
+        return held / self.layout.nbytes
+
+    def _admitted(self, waiting: _Waiting) -> _Running:
+        request, target = waiting.request, waiting.target
+        known = prompt(waiting.number, request, target) if self._worded else target
+        first = self._chunk_end(0, target)
+        admission = self.ledger.admit(known, num_tokens=first)
+        start = max(first, admission.hit_tokens)
+        if target == request.prompt_tokens:
+            self.record.prompt_tokens += target
+            self.record.hit_tokens += admission.hit_tokens
+        if start >= target:
+            self._measure_runs(admission.request)
+        return _Running(
+            waiting.number, request, admission.request, start, target, request.num_tokens
+        )
+
+    def _finish(self) -> None:
+        done = [run for run in self._running if run.num_tokens >= run.end]
+        if not done:
+            return
+        for run in done:
+            if run.request.output:
+                tokens = output(run.number, run.request)
+                self.ledger.append(run.handle, tokens[run.target - run.request.prompt_tokens :])
+        self.ledger.release([run.handle for run in done])
+        self.record.completed += len(done)
+        self._running = [run for run in self._running if run.num_tokens < run.end]
+
+    # ── what is written down ──────────────────────────────────────────────────────
+
+    def _measure_runs(self, handle: int) -> None:
+        """How a request's rows lie when all of its prompt has some."""
+        for g, part in self.ledger.blocks(handle).items():
+            self.record.rows += len(part)
+            self.record.runs += num_runs(np.sort(part.ids))
+            self.record.fewest_runs += -(-len(part) // self.layout.groups[g].rows_per_slab)
+        self.record.admitted += 1
+
+    def _sample(self) -> None:
+        pool = self.ledger.pool
+        cached = sum(pool.num_cached(g) * n for g, n in enumerate(self._strides))
+        self.record.samples.append(
+            Sample(
+                self.seconds,
+                len(self._running),
+                len(self._waiting),
+                self._meter.read(self.ledger),
+                cached,
+            )
+        )

@@ -1,0 +1,490 @@
+"""The vLLM connector's bookkeeping, against what vLLM 0.32 was seen to declare and to ask.
+
+No engine is needed: its words are recorded here as plain values. The same values are compared
+with the engine itself in tests/vllm (see recorded_vllm).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvstow.adapters.connector.declared import (
+    Declaration,
+    Region,
+    axes_of,
+    declared_groups,
+    declared_layout,
+)
+from kvstow.adapters.connector.handover import handover_in, prompt_digest
+from kvstow.adapters.connector.messages import Card, Found, Step
+from kvstow.adapters.connector.pins import Pins
+from kvstow.adapters.connector.recall import block_keys
+from kvstow.adapters.connector.scheduler import Asked, SchedulerSide, held
+from kvstow.adapters.connector.settings import Settings
+from kvstow.errors import LayoutError, MemoryLayoutError, RouteError, SpecError, TransferError
+from kvstow.memory.arena import Arena
+from kvstow.plan.retention import Window
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
+from kvstow.transfer.ticket import Ticket
+from recorded_vllm import FULL, gemma3, pages, smollm2
+
+WINDOW = Window(8)
+
+
+def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> Declaration:
+    """Two groups that overlay each other: one set of block ids, shared columns."""
+    page = 2 * 4 * 6 * 4
+    windows, fulls = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
+    rows = order.startswith("B")
+    region = Region(
+        layers=(),
+        nbytes=2 * page * num_blocks,
+        layer_stride=page if rows else page * num_blocks,
+        block_stride=2 * page if rows else page,
+        offset=0,
+    )
+    return Declaration(
+        model="hybrid",
+        order=order,
+        num_blocks=num_blocks,
+        groups=(pages(windows, WINDOW, 2, 4, 6), pages(fulls, FULL, 2, 4, 6)),
+        regions=(
+            replace(region, layers=tuple(windows)), replace(region, layers=tuple(fulls)),
+        ),
+    )  # fmt: skip
+
+
+# ── declarations ──────────────────────────────────────────────────────────────────────────
+
+
+def test_in_rows_a_block_of_smollm2_is_one_run_of_5898240_bytes():
+    layout = declared_layout(smollm2("BLHNC"), base_align=64)
+    assert [run.nbytes for run in layout.runs(0, 5)] == [5_898_240]
+    assert layout.num_blocks(0) == 182
+
+
+def test_layer_by_layer_a_block_of_smollm2_is_30_runs():
+    layout = declared_layout(smollm2("LBHNC"), base_align=64)
+    assert [run.nbytes for run in layout.runs(0, 5)] == [196_608] * 30
+
+
+@pytest.mark.parametrize(("order", "runs"), [("LBHNC", [262_144] * 3), ("BLHNC", [786_432])])
+def test_six_groups_of_gemma_overlay_each_other(order: str, runs: list[int]):
+    layout = declared_layout(gemma3(order), base_align=64)
+    assert layout.sharing == (tuple(range(6)),)
+    for group in range(6):
+        assert [run.nbytes for run in layout.runs(group, 1364)] == runs
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+def test_groups_that_overlay_each_other_share_slabs(order: str):
+    layout = declared_layout(hybrid(order), base_align=64)
+    assert layout.sharing == ((0, 1),)
+    assert [rows.group.name for rows in layout.groups] == ["window8.0", "full.1"]
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_memory_that_is_as_declared_is_adopted(order: str, heads: int, num_blocks: int):
+    declared, views = engine_memory(order, heads, num_blocks)
+    layout = declared_layout(declared, base_align=64)
+    arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+    views["b"].fill_(3.0)
+    assert (arena.tensor("b") == 3.0).all()
+    assert (arena.tensor("a") == 0.0).all()
+
+
+def engine_memory(
+    order: str, heads: int, num_blocks: int
+) -> tuple[Declaration, dict[str, torch.Tensor]]:
+    """Two layers in one allocation, strides by torch's own permutation of a dense tensor."""
+    sizes = {"L": 2, "B": num_blocks, "H": heads, "N": 4, "C": 6}
+    dense = torch.zeros([sizes[letter] for letter in order])
+    logical = dense.permute([order.index(letter) for letter in "LBHNC"])
+    declared = Declaration(
+        model="m",
+        order=order,
+        num_blocks=num_blocks,
+        groups=(pages(["a", "b"], FULL, heads, tokens=4, content=6),),
+        regions=(
+            Region(
+                layers=("a", "b"),
+                nbytes=dense.numel() * 4,
+                layer_stride=logical.stride(0) * 4,
+                block_stride=logical.stride(1) * 4,
+                offset=0,
+            ),
+        ),
+    )
+    views: dict[str, torch.Tensor] = {}
+    for layer, name in enumerate(["a", "b"]):
+        cache = logical[layer]
+        if order.index("H") < order.index("N"):
+            views[name] = cache.view(num_blocks, heads, 24)
+        else:
+            views[name] = cache.transpose(1, 2).view(num_blocks, -1)
+    return declared, views
+
+
+def test_memory_in_another_order_than_declared_is_refused():
+    declared, _ = engine_memory("BLHNC", 2, 3)
+    _, views = engine_memory("LBHNC", 2, 3)
+    layout = declared_layout(declared, base_align=64)
+    with pytest.raises(MemoryLayoutError, match="stride"):
+        Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+
+
+def test_an_order_that_nobody_knows_is_refused():
+    with pytest.raises(MemoryLayoutError, match="'NHD'"):
+        declared_groups(smollm2("NHD"))
+
+
+def test_a_layer_without_a_place_is_refused():
+    declared = smollm2("BLHNC")
+    region = replace(declared.regions[0], layers=declared.regions[0].layers[1:])
+    with pytest.raises(MemoryLayoutError, match=r"model\.layers\.0\."):
+        declared_layout(replace(declared, regions=(region,)), base_align=64)
+
+
+def test_pages_that_overlap_inside_a_group_are_refused():
+    declared = smollm2("BLHNC")
+    region = replace(declared.regions[0], layer_stride=declared.regions[0].layer_stride // 2)
+    with pytest.raises(LayoutError):
+        declared_layout(replace(declared, regions=(region,)), base_align=64)
+
+
+def test_rows_and_layers_of_one_model_are_joined():
+    rows, layers = (declared_layout(smollm2(order), base_align=64) for order in ("BLHNC", "LBHNC"))
+    blocks = {0: Blocks.first([3, 4])}
+    moves = route(rows, layers).moves(blocks, blocks, 200)
+    assert moves.total_bytes == 2 * 5_898_240
+
+
+def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
+    """vLLM's CPU kernels keep keys transposed over the whole block."""
+    other = smollm2("BLHNC")
+    halved = tuple(replace(page, block_tokens=64, states=64) for page in other.groups[0])
+    region = replace(
+        other.regions[0], nbytes=other.regions[0].nbytes // 2, layer_stride=98_304,
+        block_stride=98_304 * 30,
+    )  # fmt: skip
+    small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
+    with pytest.raises(RouteError, match="tokens per state"):
+        route(declared_layout(smollm2("BLHNC"), base_align=64), small)
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_option_that_nobody_knows_is_refused():
+    with pytest.raises(SpecError, match="'lease'"):
+        Settings.of({"lease": 3})
+
+
+def test_an_option_of_another_type_is_refused():
+    with pytest.raises(SpecError, match="host_bytes"):
+        Settings.of({"host_bytes": "1GiB"})
+
+
+def test_whole_seconds_are_seconds():
+    assert Settings.of({"lease_seconds": 3}).lease_seconds == 3
+
+
+def test_times_and_digests_reach_the_agent():
+    times = {"lease_seconds": 3, "transfer_seconds": 4, "contact_seconds": 2.5}
+    made = Settings.of({**times, "digest": "off"}).agent
+    assert {name: getattr(made, name) for name in times} == times
+    assert made.digest == "off"
+
+
+def test_a_disk_without_a_host_tier_is_refused():
+    with pytest.raises(SpecError, match="disk tier"):
+        Settings.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})
+
+
+# ── generations ───────────────────────────────────────────────────────────────────────────
+
+
+def listed(*ids: int) -> Mapping[int, Blocks]:
+    return {0: Blocks.first(list(ids))}
+
+
+def test_a_generation_ends_with_the_last_lease_on_a_block():
+    pins = Pins(1, 8)
+    first = pins.pin(listed(1, 2))
+    second = pins.pin(listed(2, 3))
+    assert first[0][1] == second[0][0]
+    pins.unpin(listed(1, 2))
+    assert pins.pin(listed(2))[0][0] == second[0][0]
+    pins.unpin(listed(2, 3))
+    pins.unpin(listed(2))
+    assert pins.pin(listed(1, 2, 3))[0].tolist() == [first[0][0] + 1] * 3
+
+
+def test_no_generation_of_a_block_ever_comes_again():
+    pins = Pins(1, 4)
+    rng = np.random.default_rng(1)
+    held_now: list[Mapping[int, Blocks]] = []
+    seen: dict[int, int] = {}
+    for _ in range(300):
+        if held_now and rng.random() < 0.5:
+            pins.unpin(held_now.pop(rng.integers(len(held_now))))
+            continue
+        blocks = listed(int(rng.integers(1, 4)))
+        block, generation = int(blocks[0].ids[0]), int(pins.pin(blocks)[0][0])
+        unbroken = any(int(b[0].ids[0]) == block for b in held_now)
+        assert generation == seen[block] if unbroken else generation > seen.get(block, 0)
+        seen[block] = generation
+        held_now.append(blocks)
+
+
+# ── the scheduler's side ──────────────────────────────────────────────────────────────────
+
+CARD = Card(agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64)
+PROMPT = list(range(10))
+
+
+def side(settings: Settings | None = None, declared: Declaration | None = None) -> SchedulerSide:
+    declared = declared or hybrid()
+    made = SchedulerSide(
+        declared_groups(declared), declared.num_blocks, settings or Settings(), model="hybrid"
+    )
+    made.meet([CARD])
+    return made
+
+
+def asked(id: str, tokens: list[int] = PROMPT, params: object = None, salt: bytes = b"") -> Asked:
+    return Asked(id=id, tokens=tokens, salt=salt, params=params)  # pyright: ignore
+
+
+def offered(prefill: SchedulerSide) -> dict[str, object]:
+    """The answer of a prefill of ten tokens in blocks 1 … 3, of which the window lost one."""
+    request = asked("r", [*PROMPT, 99], {"do_remote_decode": True})
+    stays, params = prefill.finished(request, ((0, 2, 4), (1, 3, 2)), 10)
+    assert stays
+    assert params is not None
+    return params
+
+
+def test_a_request_that_does_not_ask_gets_no_tickets():
+    assert side().finished(asked("r"), ((1,), (2,)), 4) == (False, None)
+
+
+def test_tickets_list_the_blocks_of_every_group_and_none_that_are_null():
+    prefill = side()
+    handover = handover_in(offered(prefill))
+    assert handover is not None
+    ticket = handover.tickets[0]
+    assert ticket.blocks[0].ids.tolist() == [2, 4]
+    assert ticket.blocks[0].index.tolist() == [1, 2]
+    assert ticket.blocks[1].ids.tolist() == [1, 3, 2]
+    assert ticket.num_tokens == 10
+    step = prefill.take_step(idle=True)
+    assert [offer.tickets[0].digest for offer in step.offers] == [ticket.digest]
+    assert prefill.take_step(idle=True) == Step(idle=True)
+
+
+def test_blocks_beyond_the_computed_tokens_are_not_offered():
+    assert held((5, 6, 7), 0, 8, 4).ids.tolist() == [5, 6]
+
+
+def test_the_generation_grows_when_the_workers_have_sent():
+    prefill = side()
+    first = handover_in(offered(prefill))
+    prefill.sent("r")
+    second = handover_in(offered(prefill))
+    assert first is not None
+    assert second is not None
+    assert second.tickets[0].generations[1][0] == first.tickets[0].generations[1][0] + 1
+
+
+def test_decode_loads_what_it_does_not_have_itself():
+    decode = side()
+    decode.arrived(asked("d", params=offered(side())))
+    assert [decode.matched("d", computed) for computed in (0, 4, 8)] == [10, 6, 2]
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 6)
+    step = decode.take_step(idle=False)
+    assert (step.pulls[0].start_token, step.pulls[0].num_tokens) == (4, 10)
+    assert len(step.keeps) == 1
+    assert decode.matched("d", 0) == 0, "a load is tried once, then the engine computes"
+
+
+def test_a_request_that_needs_no_load_gives_its_tickets_back():
+    decode = side()
+    decode.arrived(asked("d", params=offered(side())))
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
+    assert len(decode.take_step(idle=False).drops) == 1
+
+
+def test_a_request_that_is_aborted_gives_its_tickets_back():
+    decode = side()
+    request = asked("d", params=offered(side()))
+    decode.arrived(request)
+    assert decode.finished(request, ((), ()), 0) == (False, None)
+    assert len(decode.take_step(idle=False).drops) == 1
+
+
+def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
+    """vLLM counts its tokens as computed from the moment it has blocks."""
+    decode = side(OFFLOADS)
+    request = asked("d", params={**offered(side()), "do_remote_decode": True})
+    decode.arrived(request)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
+    step = decode.take_step(idle=True)
+    assert (step.offers, step.stores) == ((), ())
+
+
+def test_a_request_that_was_loaded_and_then_computed_hands_over():
+    decode = side(OFFLOADS)
+    request = asked("d", params={**offered(side()), "do_remote_decode": True})
+    decode.arrived(request)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
+    stays, params = decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10)
+    assert stays
+    assert params is not None
+    step = decode.take_step(idle=True)
+    assert (len(step.offers), len(step.stores)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": [*PROMPT[:-1], 77]},
+        {"tokens": PROMPT[:-1]},
+        {"salt": b"another adapter"},
+    ],
+)
+def test_tickets_serve_only_the_prompt_they_were_made_for(change: dict[str, object]):
+    decode = side()
+    decode.arrived(asked("d", params=offered(side()), **change))  # pyright: ignore
+    assert decode.matched("d", 0) == 0
+    assert decode.counts["refused"] == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "kvstow": 3},
+        {"do_remote_prefill": True, "kvstow": {"tickets": [], "num_tokens": 4, "prompt": ""}},
+        {"do_remote_prefill": True, "kvstow": {"tickets": ["x"], "num_tokens": 4, "prompt": ""}},
+    ],
+)
+def test_parameters_that_are_no_handover_are_refused(params: dict[str, object]):
+    with pytest.raises(TransferError):
+        handover_in(params)
+    decode = side()
+    decode.arrived(asked("d", params=params))
+    assert decode.counts["refused"] == 1
+
+
+def test_parameters_survive_json():
+    import json
+
+    params = offered(side())
+    again = handover_in(json.loads(json.dumps(params)))
+    assert again is not None
+    assert again.params() == params
+    assert isinstance(again.tickets[0], Ticket)
+
+
+def test_the_digest_of_a_prompt_depends_on_every_token_and_on_the_salt():
+    digests = {prompt_digest(tokens, salt) for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])
+               for salt in (b"", b"a")}  # fmt: skip
+    assert len(digests) == 8
+
+
+# ── coming back ───────────────────────────────────────────────────────────────────────────
+
+OFFLOADS = Settings(host_bytes=1 << 20)
+LONG = list(range(100, 125))
+
+
+def answered(desk: SchedulerSide, full: list[int], window: list[int], id: str = "d") -> None:
+    """Workers that have these logical blocks of 4 tokens, of the six asked for."""
+    lookup = desk.take_step(idle=True).lookups[0]
+    assert [len(keys) for keys in lookup.keys] == [6, 6]
+    present = tuple(tuple(k in have for k in range(6)) for have in (window, full))
+    desk.found([Found(request=id, present=present)])
+
+
+def test_the_engine_is_told_later_until_the_workers_have_answered():
+    desk = side(OFFLOADS)
+    desk.arrived(asked("d", LONG))
+    assert desk.matched("d", 0) is None
+    answered(desk, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+    assert desk.matched("d", 0) == 24
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "tokens"),
+    [
+        ([], [], 0),
+        ([0, 1, 2, 3], [0, 1, 2, 3], 16),
+        ([0, 1, 2, 3, 4, 5], [4, 5], 24),
+        ([0, 1, 2, 3, 4, 5], [2, 3], 16),
+        ([0, 1, 2, 3, 4, 5], [5], 0),
+        ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], 0),
+        ([0, 1, 3, 4, 5], [0, 1, 2, 3, 4, 5], 8),
+    ],
+)
+def test_a_hit_needs_all_blocks_of_full_groups_and_the_last_ones_of_windows(
+    full: list[int], window: list[int], tokens: int
+):
+    desk = side(OFFLOADS)
+    desk.arrived(asked("d", LONG))
+    answered(desk, full, window)
+    assert desk.matched("d", 0) == tokens
+
+
+def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks():
+    desk = side(OFFLOADS)
+    desk.arrived(asked("d", LONG))
+    lookup = desk.take_step(idle=True).lookups[0]
+    desk.found([Found(request="d", present=((True,) * 6, (True,) * 6))])
+    desk.allocated("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
+    restore = desk.take_step(idle=True).restores[0]
+    assert restore.rows[0] == (lookup.keys[0][4:], (7, 8))
+    assert restore.rows[1] == (lookup.keys[1][2:], (3, 4, 5, 6))
+    assert desk.matched("d", 0) == 0
+
+
+def test_whole_blocks_of_a_finished_request_are_stored_under_the_keys_of_a_later_lookup():
+    desk = side(OFFLOADS)
+    stays, params = desk.finished(
+        asked("r", LONG), ((0, 0, 0, 0, 3, 4, 1), (1, 2, 3, 4, 2, 3, 1)), 24
+    )
+    assert (stays, params) == (True, None)
+    store = desk.take_step(idle=True).stores[0]
+    desk.arrived(asked("d", LONG))
+    lookup = desk.take_step(idle=True).lookups[0]
+    assert store.rows[0] == (lookup.keys[0][4:], (3, 4))
+    assert store.rows[1][0] == lookup.keys[1]
+
+
+def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
+    desk = side(OFFLOADS)
+    desk.arrived(asked("d", [1, 2, 3, 4]))
+    assert desk.matched("d", 0) == 0
+    assert desk.finished(asked("d", [1, 2, 3]), ((1,), (2,)), 3) == (False, None)
+
+
+def test_what_two_ranks_have_alike_is_found():
+    one = Found(request="d", present=((True, True), (False, True)))
+    other = Found(request="d", present=((True, False), (True, True)))
+    assert one.both(other).present == ((True, False), (False, True))
+
+
+def test_a_block_key_names_everything_before_the_block():
+    first, second = block_keys([1, 2, 3, 4, 5], 2, b""), block_keys([9, 2, 3, 4], 2, b"")
+    assert len(first) == len(second) == 2
+    assert not set(first) & set(second)
+    assert block_keys([1, 2], 2, b"") == first[:1]
+    assert block_keys([1, 2], 2, b"salt") != first[:1]

@@ -1,0 +1,331 @@
+"""Both sides of the connector around a small pretended engine: real arenas, agents and tiers.
+
+The engine is pretended (it only fills memory and keeps ids), everything of ours is real; vLLM
+itself is in tests/vllm.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstow.adapters.connector.declared import (
+    Declaration,
+    Page,
+    Region,
+    axes_of,
+    declared_groups,
+    declared_layout,
+)
+from kvstow.adapters.connector.handover import handover_in
+from kvstow.adapters.connector.messages import Results
+from kvstow.adapters.connector.scheduler import Asked, SchedulerSide
+from kvstow.adapters.connector.settings import Settings
+from kvstow.adapters.connector.worker import WorkerSide
+from kvstow.memory.arena import Arena
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Extent
+from kvstow.transfer.local import Fabric, LocalTransport
+
+TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
+PROMPT = list(range(500, 518))
+"""18 tokens: four whole blocks, and half of one."""
+
+
+def declaration(order: str) -> Declaration:
+    """Two layers with a window of 8 tokens over two with full attention, one set of ids."""
+    page = HEADS * TOKENS * CONTENT * 4
+    rows = order.startswith("B")
+
+    def pages(names: tuple[str, ...], retention: Retention) -> tuple[Page, ...]:
+        return tuple(
+            Page(layer=name, retention=retention, block_tokens=TOKENS,
+                 heads=Extent.whole("head", HEADS), states=TOKENS, content=CONTENT,
+                 dtype=DType.FLOAT32)
+            for name in names
+        )  # fmt: skip
+
+    groups = ("w.0", "w.1"), ("f.0", "f.1")
+    return Declaration(
+        model="m",
+        order=order,
+        num_blocks=NUM_BLOCKS,
+        groups=(pages(groups[0], Window(8)), pages(groups[1], Full())),
+        regions=tuple(
+            Region(
+                layers=names,
+                nbytes=2 * page * NUM_BLOCKS,
+                layer_stride=page if rows else page * NUM_BLOCKS,
+                block_stride=2 * page if rows else page,
+                offset=0,
+            )
+            for names in groups
+        ),
+    )
+
+
+def memory(declared: Declaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One allocation, and views of the layers as an engine makes them from its own words."""
+    raw = torch.zeros(declared.regions[0].nbytes // 4)
+    views = {
+        name: raw.as_strided(
+            (NUM_BLOCKS, HEADS, TOKENS * CONTENT),
+            (region.block_stride // 4, TOKENS * CONTENT, 1),
+            (region.offset + i * region.layer_stride) // 4,
+        )
+        for region in declared.regions
+        for i, name in enumerate(region.layers)
+    }
+    return raw, views
+
+
+@dataclass
+class Engine:
+    """A scheduler's side, a worker's side, and memory."""
+
+    desk: SchedulerSide
+    hands: WorkerSide
+    views: dict[str, torch.Tensor]
+
+    @staticmethod
+    def start(fabric: Fabric, name: str, settings: Settings, order: str) -> "Engine":
+        declared = declaration(order)
+        _, views = memory(declared)
+        layout = declared_layout(declared, base_align=64)
+        arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+        desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, model="m")
+        hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
+        desk.meet([hands.card])
+        return Engine(desk, hands, views)
+
+    def step(self) -> Results:
+        """What an engine does in a step in which it computes nothing."""
+        step = self.desk.take_step(idle=True)
+        self.hands.promise(step)
+        self.hands.begin(step)
+        results = self.hands.results(idle=True)
+        self.desk.found(results.found)
+        for request in results.sent:
+            self.desk.sent(request)
+        return results
+
+    def until(self, over: Callable[[Results], bool], seconds: float = 30) -> Results:
+        """Steps, until one ends with what is waited for."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            if over(found := self.step()):
+                return found
+        raise AssertionError("nothing came of it")
+
+    def fill(self, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        for view in self.views.values():
+            view.copy_(torch.rand(view.shape, generator=rng))
+
+    def prefill(self, ids: tuple[tuple[int, ...], ...]) -> dict[str, object]:
+        """Finish a request whose cache is in these blocks; what its answer carries."""
+        request = Asked(id="p", tokens=[*PROMPT, 1], salt=b"", params={"do_remote_decode": True})
+        stays, params = self.desk.finished(request, ids, len(PROMPT))
+        assert stays
+        assert params is not None
+        return params
+
+    def decode(self, params: object, ids: tuple[tuple[int, ...], ...], computed: int = 0) -> int:
+        """Queue a request with tickets, and give it blocks; how many tokens it waits for."""
+        request = Asked(id="d", tokens=PROMPT, salt=b"", params=params)  # pyright: ignore
+        self.desk.arrived(request)
+        count = self.desk.matched("d", computed)
+        assert count is not None
+        self.desk.allocated("d", ids, count)
+        return count
+
+
+SETTINGS = Settings(digest="always", lease_seconds=2, transfer_seconds=5)
+
+
+@pytest.fixture(params=[("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "LBHNC")])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    fabric = Fabric()
+    pair = tuple(
+        Engine.start(fabric, f"engine-{i}", SETTINGS, order)
+        for i, order in enumerate(request.param)
+    )
+    yield pair[0], pair[1]
+    for engine in pair:
+        engine.hands.close()
+
+
+THERE = ((0, 0, 4, 5, 6), (7, 8, 9, 10, 11))
+"""Blocks of the prefill side: its window has let go of the first two."""
+HERE = ((0, 0, 20, 19, 18), (1, 2, 3, 13, 12))
+
+
+def test_blocks_of_every_group_arrive_and_no_others_change(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    prefill.fill(1)
+    params = prefill.prefill(THERE)
+    prefill.step()
+    assert decode.decode(params, HERE) == len(PROMPT)
+    found = pulled(prefill, decode)
+    assert (found.received, found.failed) == ({"d"}, frozenset())
+    for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1"))):
+        pairs = [(a, b) for a, b in zip(THERE[group], HERE[group], strict=True) if a]
+        for name in names:
+            for there, here in pairs:
+                assert torch.equal(decode.views[name][here], prefill.views[name][there])
+    touched = {b for ids in HERE for b in ids} - {0}
+    untouched = sorted(set(range(NUM_BLOCKS)) - touched)
+    assert all((view[untouched] == 0).all() for view in decode.views.values())
+
+
+def pulled(prefill: Engine, decode: Engine) -> Results:
+    """Steps of both engines, until decode's load is over."""
+    for _ in range(5000):
+        prefill.step()
+        if (found := decode.step()).received:
+            return found
+    raise AssertionError("the load never ended")
+
+
+def test_blocks_are_let_go_when_they_have_been_read(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    params = prefill.prefill(THERE)
+    prefill.step()
+    decode.decode(params, HERE)
+    for _ in range(5000):
+        decode.step()
+        if "p" in prefill.step().sent:
+            return
+    raise AssertionError("the lease never ended")
+
+
+def test_tokens_that_decode_has_are_not_touched(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    prefill.fill(2)
+    params = prefill.prefill(THERE)
+    prefill.step()
+    assert decode.decode(params, HERE, computed=12) == 6
+    assert not pulled(prefill, decode).failed
+    assert (decode.views["f.0"][[1, 2, 3]] == 0).all()
+    assert torch.equal(decode.views["f.0"][13], prefill.views["f.0"][10])
+
+
+def test_a_ticket_may_be_shown_before_the_worker_has_heard_of_it(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    params = prefill.prefill(THERE)
+    decode.decode(params, HERE)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        assert not decode.step().received
+    assert not pulled(prefill, decode).failed
+
+
+def test_an_expired_lease_frees_the_blocks_and_fails_the_load(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    params = prefill.prefill(THERE)
+    prefill.until(lambda found: "p" in found.sent)
+    decode.decode(params, HERE)
+    found = pulled(prefill, decode)
+    assert found.failed == {"d"}
+    assert found.counts == {"pull expired": 1}
+
+
+def test_a_ticket_of_an_earlier_time_of_the_same_blocks_fails(engines: tuple[Engine, Engine]):
+    """What users got elsewhere: the previous prompt's answer."""
+    prefill, decode = engines
+    stale = prefill.prefill(THERE)
+    prefill.until(lambda found: "p" in found.sent)
+    prefill.fill(3)
+    prefill.prefill(THERE)
+    prefill.step()
+    decode.decode(stale, HERE)
+    assert pulled(prefill, decode).failed == {"d"}
+
+
+def test_a_producer_that_is_gone_fails_the_load(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    params = prefill.prefill(THERE)
+    prefill.step()
+    prefill.hands.agent.close()
+    decode.decode(params, HERE)
+    found = decode.until(lambda found: bool(found.received))
+    assert found.failed == {"d"}
+
+
+# ── tiers ─────────────────────────────────────────────────────────────────────────────────
+
+
+def offloading(folder: Path) -> Settings:
+    return Settings(host_bytes=8 << 20, disk_path=str(folder), disk_bytes=32 << 20)
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
+def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str):
+    first = Engine.start(Fabric(), "first", offloading(tmp_path), order)
+    first.fill(5)
+    kept = {name: view.clone() for name, view in first.views.items()}
+    request = Asked(id="r", tokens=PROMPT, salt=b"", params=None)
+    assert first.desk.finished(request, THERE, len(PROMPT)) == (True, None)
+    stored = first.until(lambda found: "r" in found.sent)
+    assert stored.counts["stored rows"] == 6
+    check_restored(first, kept)
+    first.hands.close()
+    again = Engine.start(Fabric(), "again", offloading(tmp_path), order)
+    check_restored(again, kept)
+    again.hands.close()
+
+
+def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
+    for view in engine.views.values():
+        view.zero_()
+    engine.desk.arrived(Asked(id="d", tokens=PROMPT, salt=b"", params=None))
+    assert engine.desk.matched("d", 0) is None
+    engine.step()
+    assert engine.desk.matched("d", 0) == 16
+    engine.desk.allocated("d", HERE, 16)
+    found = engine.until(lambda found: bool(found.received))
+    assert not found.failed
+    assert found.counts["restored tokens"] == 16
+    for name, places in (("w.1", [(4, 20), (5, 19)]), ("f.1", [(7, 1), (8, 2), (9, 3), (10, 13)])):
+        for there, here in places:
+            assert torch.equal(engine.views[name][here], kept[name][there])
+
+
+def test_rows_that_went_away_fail_the_restore(tmp_path: Path):
+    engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
+    request = Asked(id="r", tokens=PROMPT, salt=b"", params=None)
+    engine.desk.finished(request, THERE, len(PROMPT))
+    engine.until(lambda found: "r" in found.sent)
+    engine.desk.arrived(Asked(id="d", tokens=PROMPT, salt=b"", params=None))
+    engine.step()
+    assert engine.desk.matched("d", 0) == 16
+    engine.desk.allocated("d", HERE, 16)
+    forget_everything(engine)
+    found = engine.until(lambda found: bool(found.received))
+    assert found.failed == {"d"}
+    engine.hands.close()
+
+
+def forget_everything(engine: Engine) -> None:
+    """Another tenant's rows have pushed ours out of both tiers."""
+    shelf = engine.hands._shelf
+    assert shelf is not None
+    shelf._mover.drain(10)
+    for tier in (shelf._host, shelf._disk):
+        assert tier is not None
+        for group in range(2):
+            keys = [key for order in [engine.desk._restores[0]] for key in order.rows[group][0]]
+            tier.evict(group, keys)
+
+
+def test_a_request_that_is_offered_and_stored_is_let_go_once(tmp_path: Path):
+    engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
+    handover = handover_in(engine.prefill(THERE))
+    assert handover is not None
+    assert engine.until(lambda found: "stored rows" in found.counts).sent == frozenset()
+    engine.hands.agent.withdraw(handover.tickets[0])
+    engine.until(lambda found: "p" in found.sent)
+    engine.hands.close()

@@ -1,0 +1,316 @@
+"""What a ledger promises: bounds, all or nothing, copies before writes, handles that end."""
+
+import numpy as np
+import pytest
+
+from block_layouts import CHECKPOINTED, HYBRID, MIXED, RECURRENT, layer, packed_layout, state
+from kvstow.blocks.copies import Copy
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import BlockError, OutOfBlocks
+from kvstow.plan.group import bounded_rows, rows_needed
+from kvstow.plan.retention import Chunk, Sink, Window
+from kvstow.plan.spec import LayerSpec
+
+
+def ledger_of(*layers: LayerSpec, num_slabs: int = 60, caching: bool = True) -> Ledger:
+    return Ledger(Pool(packed_layout(layers, num_slabs)), caching=caching)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 50_000, count).tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 17])
+def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) -> None:
+    for layers in (HYBRID, RECURRENT, MIXED):
+        ledger = ledger_of(*layers)
+        request = ledger.admit(num_tokens).request
+        for g, part in ledger.blocks(request).items():
+            assert len(part) == rows_needed(ledger.groups[g], num_tokens, in_flight=num_tokens)
+        assert ledger.num_tokens(request) == num_tokens
+
+
+@pytest.mark.parametrize("retention", [Window(100), Chunk(96), Sink(7, 50)])
+@pytest.mark.parametrize("step", [1, 333, 2048])
+def test_a_window_of_a_million_tokens_holds_a_bounded_number_of_rows(retention, step: int) -> None:
+    ledger = ledger_of(layer("a", retention, tokens=16), num_slabs=400)
+    group = ledger.groups[0]
+    bound = bounded_rows(group, in_flight=step)
+    request = ledger.admit(min(step, 1)).request
+    at = 1
+    if step == 1:
+        ledger.grow(request, 2000)
+        at = 2000
+        bound = bounded_rows(group, in_flight=2000)
+    steps = range(at + step, 1_000_000 if step > 1 else 4000, step)
+    for count, end in enumerate(steps):
+        ledger.grow(request, end)
+        held = len(ledger.blocks(request)[0])
+        assert held <= bound
+        if step == 1 and count > 0:
+            bound = bounded_rows(group, in_flight=1)
+    assert ledger.pool.num_held(0) == held
+    assert ledger._tables[0]._ids.shape[1] < 2 * (2048 // 16 + 20)
+
+
+def test_a_full_request_of_a_million_tokens_is_told_what_it_would_need() -> None:
+    ledger = ledger_of(layer("a", tokens=16))
+    with pytest.raises(OutOfBlocks, match="'full': 62500 needed, 59 free") as caught:
+        ledger.admit(1_000_000)
+    assert (caught.value.needed, caught.value.free) == (62500, 59)
+    assert len(ledger) == 0
+    ledger.check()
+
+
+def test_what_does_not_fit_changes_nothing_for_anybody() -> None:
+    ledger = ledger_of(*RECURRENT, num_slabs=4)
+    first = ledger.admit(Prompt.of(tokens(9))).request
+    before = {g: part.ids.tolist() for g, part in ledger.blocks(first).items()}
+    free = [ledger.pool.num_free(g) for g in range(2)]
+    for what in (10_000, Prompt.of(tokens(9) + tokens(500, seed=1))):
+        with pytest.raises(OutOfBlocks):
+            ledger.admit(what)
+    with pytest.raises(OutOfBlocks):
+        ledger.grow(first, 10_000)
+    assert {g: part.ids.tolist() for g, part in ledger.blocks(first).items()} == before
+    assert [ledger.pool.num_free(g) for g in range(2)] == free
+    assert ledger.num_tokens(first) == 9
+    ledger.check()
+
+
+def test_a_batch_grows_as_one_or_not_at_all() -> None:
+    ledger = ledger_of(layer("a", tokens=2), num_slabs=8, caching=False)
+    a, b = ledger.admit(4).request, ledger.admit(4).request
+    with pytest.raises(OutOfBlocks):
+        ledger.grow([a, b], [9, 9])
+    assert ledger.num_tokens(a) == ledger.num_tokens(b) == 4
+    ledger.grow([a, b], [8, 6])
+    assert [len(ledger.blocks(r)[0]) for r in (a, b)] == [4, 3]
+
+
+def test_growing_inside_a_block_holds_nothing_more() -> None:
+    ledger = ledger_of(layer("a", tokens=4))
+    request = ledger.admit(1).request
+    for n in (1, 2, 3, 4):
+        ledger.grow(request, n)
+        assert len(ledger.blocks(request)[0]) == 1
+    ledger.grow(request, 5)
+    assert len(ledger.blocks(request)[0]) == 2
+
+
+def test_a_windows_row_becomes_its_next_one_with_another_generation() -> None:
+    ledger = ledger_of(layer("a", Window(2), tokens=1))
+    request = ledger.admit(3).request
+    ledger.grow(request, 4)
+    before = ledger.blocks(request)[0]
+    old = int(before.ids[0])
+    ticket = int(ledger.pool.generations[0][old])
+    ledger.grow(request, 5)
+    after = ledger.blocks(request)[0]
+    assert after.index.tolist() == [3, 4]
+    assert after.ids[-1] == old
+    assert ledger.pool.generations[0][old] > ticket
+
+
+def test_a_leased_row_is_not_written_again_when_the_window_leaves_it() -> None:
+    ledger = ledger_of(layer("a", Window(2), tokens=1))
+    request = ledger.admit(3).request
+    ledger.grow(request, 4)
+    leased = ledger.blocks(request)[0].ids[:1]
+    ledger.pool.share(0, leased)
+    ticket = int(ledger.pool.generations[0][leased[0]])
+    for n in (5, 6, 7):
+        ledger.grow(request, n)
+        assert leased[0] not in ledger.blocks(request)[0].ids
+    assert ledger.pool.generations[0][leased[0]] == ticket
+    ledger.pool.release(0, leased)
+    ledger.check()
+
+
+# ── forks ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_one_being_written() -> None:
+    ledger = ledger_of(layer("a", tokens=4), caching=False)
+    one = ledger.admit(6).request
+    two = ledger.fork(one).request
+    assert np.array_equal(ledger.blocks(one)[0].ids, ledger.blocks(two)[0].ids)
+    (copy,) = ledger.grow(two, 7)
+    assert copy == Copy(0, int(ledger.blocks(one)[0].ids[1]), int(ledger.blocks(two)[0].ids[1]))
+    assert ledger.blocks(one)[0].ids[0] == ledger.blocks(two)[0].ids[0]
+    assert ledger.grow(one, 7) == ()
+    ledger.check()
+
+
+def test_of_two_forks_that_grow_together_one_keeps_the_block() -> None:
+    ledger = ledger_of(layer("a", tokens=4), caching=False)
+    one = ledger.admit(6).request
+    two = ledger.fork(one).request
+    assert len(ledger.grow([one, two], [7, 7])) == 1
+    assert ledger.blocks(one)[0].ids[1] != ledger.blocks(two)[0].ids[1]
+
+
+def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
+    ledger = ledger_of(layer("a", tokens=4), caching=False)
+    one = ledger.admit(8).request
+    two = ledger.fork(one).request
+    assert ledger.grow([one, two], [9, 9]) == ()
+    assert ledger.blocks(one)[0].ids[2] != ledger.blocks(two)[0].ids[2]
+
+
+def test_a_fork_copies_the_running_state_at_once() -> None:
+    ledger = ledger_of(*RECURRENT, caching=False)
+    one = ledger.admit(5).request
+    fork = ledger.fork(one)
+    rows = [int(ledger.blocks(r)[1].ids[0]) for r in (one, fork.request)]
+    assert fork.copies == (Copy(1, rows[0], rows[1]),)
+    assert rows[0] != rows[1]
+
+
+# ── states ────────────────────────────────────────────────────────────────────────────
+
+
+def test_checkpoints_are_kept_behind_the_running_state_and_no_more_than_asked() -> None:
+    ledger = ledger_of(*CHECKPOINTED, caching=False)
+    request = ledger.admit(4).request
+    running = int(ledger.blocks(request)[1].ids[0])
+    made = []
+    for end in range(5, 30):
+        made += ledger.grow(request, end)
+        kept = ledger.checkpoints(request)[1]
+        assert len(kept) <= 2
+        assert ledger.pool.num_held(1) == 1 + len(kept)
+    assert {copy.source for copy in made} == {running}
+    assert len(made) == 7
+    assert ledger.checkpoints(request)[1].index.tolist() == [5, 6]
+    assert ledger.blocks(request)[1].index.tolist() == [0]
+
+
+def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:
+    ledger = ledger_of(layer("a", tokens=2), state("b", tokens=4), state("c", tokens=4))
+    ids = tokens(10)
+    first = ledger.admit(Prompt.of(ids), num_tokens=4)
+    assert first.copies == ()
+    (checkpoint,) = ledger.grow(first.request, 8)
+    ledger.grow(first.request, 10)
+    ledger.release(first.request)
+    again = ledger.admit(Prompt.of(ids[:6]))
+    assert again.hit_tokens == 4
+    assert again.copies == (
+        Copy(1, checkpoint.destination, int(ledger.blocks(again.request)[1].ids[0])),
+    )
+
+
+def test_without_room_no_checkpoint_is_made_for_others() -> None:
+    ledger = ledger_of(*RECURRENT, num_slabs=3)
+    request = ledger.admit(Prompt.of(tokens(12)), num_tokens=4).request
+    ledger.pool.hold(1, ledger.pool.num_free(1))
+    assert ledger.grow(request, 5) == ()
+    ledger.check()
+
+
+# ── requests ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_released_requests_handle_is_not_taken_for_another_one() -> None:
+    ledger = ledger_of(layer("a"))
+    old = ledger.admit(3).request
+    ledger.release(old)
+    new = ledger.admit(3).request
+    assert new != old
+    for call in (ledger.release, ledger.blocks, ledger.num_tokens, ledger.fork):
+        with pytest.raises(BlockError, match=f"request {old} is not known"):
+            call(old)
+    with pytest.raises(BlockError):
+        ledger.grow([new, old], [4, 4])
+    assert ledger.num_tokens(new) == 3
+
+
+def test_impossible_steps_are_refused() -> None:
+    ledger = ledger_of(layer("a"))
+    request = ledger.admit(3).request
+    for wrong in (lambda: ledger.admit(0), lambda: ledger.admit(5, num_tokens=6),
+                  lambda: ledger.grow(request, 2), lambda: ledger.grow([request, request], [4, 4]),
+                  lambda: ledger.release([request, request]), lambda: ledger.blocks(-1),
+                  lambda: ledger.append(request, [1])):  # fmt: skip
+        with pytest.raises(BlockError):
+            wrong()
+    assert ledger.num_tokens(request) == 3
+
+
+def test_hundreds_of_requests_get_slots_as_they_come() -> None:
+    ledger = ledger_of(*HYBRID, num_slabs=3000, caching=False)
+    handles = [ledger.admit(1 + i % 7).request for i in range(500)]
+    assert len(set(handles)) == len(ledger) == 500
+    ledger.grow(handles, [8] * 500)
+    ledger.check()
+    ledger.release(handles[::2])
+    assert len(ledger) == 250
+    ledger.release(handles[1::2])
+    assert ledger.pool.num_held(0) == ledger.pool.num_held(1) == 0
+
+
+# ── what stays cached ─────────────────────────────────────────────────────────────────
+
+
+def test_only_computed_blocks_stay_cached() -> None:
+    prompt = Prompt.of(tokens(10))
+    for computed, hit in ((None, 8), (0, 0), (5, 4)):
+        ledger = ledger_of(layer("a", tokens=2))
+        ledger.release(ledger.admit(prompt).request, computed_tokens=computed)
+        assert ledger.hit_tokens(prompt) == hit
+
+
+def test_a_prompt_can_be_found_while_its_request_still_runs() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    prompt = Prompt.of(tokens(10))
+    first = ledger.admit(prompt).request
+    assert ledger.hit_tokens(prompt) == 0, "not before it is computed"
+    ledger.grow(first, 11)
+    second = ledger.admit(prompt)
+    assert second.hit_tokens == 8
+    assert np.array_equal(ledger.blocks(first)[0].ids[:4], ledger.blocks(second.request)[0].ids[:4])
+
+
+def test_outputs_can_be_found_once_their_tokens_are_told() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    ids = tokens(12)
+    request = ledger.admit(Prompt.of(ids[:5])).request
+    ledger.grow(request, 12)
+    ledger.append(request, ids[5:9])
+    ledger.append(request, ids[9:])
+    ledger.release(request)
+    assert ledger.hit_tokens(Prompt.of([*ids, 1])) == 12
+
+
+def test_the_same_prompt_computed_twice_is_cached_once() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    prompt = Prompt.of(tokens(10))
+    one, two = ledger.admit(prompt).request, ledger.admit(prompt).request
+    ledger.release([one, two])
+    assert ledger.pool.num_cached(0) == 5
+
+
+def test_quarantined_rows_are_never_found() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    prompt = Prompt.of(tokens(10))
+    request = ledger.admit(prompt).request
+    rows = ledger.blocks(request)[0].ids[2:3]
+    ledger.pool.quarantine(0, rows)
+    ledger.release(request)
+    assert ledger.hit_tokens(prompt) == 4
+    ledger.pool.unquarantine(0, rows)
+    assert ledger.hit_tokens(prompt) == 4
+    ledger.check()
+
+
+def test_encoder_rows_are_held_once_and_for_good() -> None:
+    ledger = ledger_of(*MIXED)
+    encoder = next(g for g, group in enumerate(ledger.groups) if group.name == "encoder3")
+    request = ledger.admit(2).request
+    rows = ledger.blocks(request)[encoder].ids.tolist()
+    ledger.grow(request, 60)
+    assert ledger.blocks(request)[encoder].ids.tolist() == rows
+    assert len(rows) == 2

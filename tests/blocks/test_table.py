@@ -1,0 +1,106 @@
+"""Tables: what is held by logical block, for every retention."""
+
+import numpy as np
+import pytest
+
+from block_layouts import layer
+from kvstow.blocks.table import Table, first_seen
+from kvstow.plan.group import Group
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+
+SLOT = np.array([0])
+
+
+def table(retention: Retention, tokens: int = 2, slots: int = 3) -> Table:
+    made = Table(Group(name="g", layers=(layer("a", retention, tokens=tokens),)))
+    made.reserve(slots)
+    return made
+
+
+@pytest.mark.parametrize(
+    "retention", [Window(1), Window(2), Window(7), Chunk(1), Chunk(4), Chunk(5), Sink(3, 4)]
+)
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_the_first_block_seen_is_that_of_the_first_token_seen(
+    retention: Retention, step: int
+) -> None:
+    for n in range(60):
+        match retention:
+            case Window(size) | Sink(_, size):
+                seen = [t for t in range(n) if t > n - size]
+            case Chunk(size):
+                seen = [t for t in range(n) if t // size == n // size]
+        first = int(first_seen(retention, np.array([n]), step)[0])
+        assert first == (seen[0] // step if seen else n // step)
+
+
+@pytest.mark.parametrize("retention", [Full(), Encoder(4), State()])
+def test_what_does_not_move_sees_everything(retention: Retention) -> None:
+    assert first_seen(retention, np.array([100]), 2).tolist() == [0]
+
+
+def test_a_full_table_grows_with_its_longest_request() -> None:
+    it = table(Full())
+    it.open(0, 0, 3)
+    it.write(0, 0, np.array([5, 6, 9]))
+    it.append(0, np.arange(100, 300))
+    it.open(1, 0, 1)
+    it.write(1, 0, np.array([4]))
+    assert it.all_ids(0).tolist() == [5, 6, 9, *range(100, 300)]
+    assert it.blocks(1).ids.tolist() == [4]
+    assert it.last_ids(np.array([0, 1])).tolist() == [299, 4]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4, 9])
+@pytest.mark.parametrize("sink", [0, 1, 5])
+def test_a_window_holds_what_it_sees_however_far_it_has_moved(
+    step: int, size: int, sink: int
+) -> None:
+    it = table(Sink(sink, size) if sink else Window(size), step)
+    it.open(0, 0, 1)
+    it.write(0, 0, np.array([1]))
+    model = {0: 1}
+    tokens, row = 1, 1
+    for more in [1] * 40 + [3, 1, 50, 1, 1, 400, 1, 1, 1_000, 1, 1]:
+        end = -(-(tokens + more) // step)
+        count = end - int(it.end[0])
+        _, gone = it.slide(SLOT, np.array([tokens]), np.array([count]))
+        out = {b: r for b, r in model.items()
+               if b < int(it.first[0]) and b >= -(-sink // step)}  # fmt: skip
+        assert sorted(gone.tolist()) == sorted(out.values())
+        model = {b: r for b, r in model.items() if b not in out}
+        ids = np.arange(row + 1, row + 1 + count)
+        model |= {int(it.end[0]) + i: int(r) for i, r in enumerate(ids)}
+        it.append(0, ids)
+        row += count
+        tokens += more
+        part = it.blocks(0)
+        assert dict(zip(part.index.tolist(), part.ids.tolist(), strict=True)) == model
+    for _ in range(3 * step):
+        more = -(-(tokens + 1) // step) - int(it.end[0])
+        it.slide(SLOT, np.array([tokens]), np.array([more]))
+        if more:
+            it.append(0, np.array([row := row + 1]))
+        tokens += 1
+    assert len(it.all_ids(0)) <= -(-sink // step) + (size + step - 2) // step + 1
+
+
+def test_many_requests_slide_at_once() -> None:
+    it = table(Window(4), 2, slots=4)
+    slots = np.arange(4)
+    for slot in slots.tolist():
+        it.open(slot, 0, 4)
+        it.write(slot, 0, slot * 10 + np.arange(4))
+    _, gone = it.slide(slots, np.array([8, 7, 5, 3]), np.array([1, 1, 1, 1]))
+    assert sorted(gone.tolist()) == [0, 1, 10, 11, 20]
+    assert it.first.tolist() == [2, 2, 1, 0]
+
+
+def test_a_single_block_stays_until_another_one_is_needed() -> None:
+    it = table(Window(4), 2)
+    it.open(0, 0, 3)
+    it.write(0, 0, np.array([7, 8, 9]))
+    assert len(it.slide(SLOT, np.array([5]), np.array([0]))[1]) == 0
+    assert it.slide(SLOT, np.array([6]), np.array([1]))[1].tolist() == [7]
+    assert it.near(SLOT).tolist() == [6], "the row that was just left is the next one"

@@ -1,0 +1,417 @@
+"""Arenas: one allocation, views that never copy, blocks filled exactly."""
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.errors import ArenaError, BlockError, SpecError
+from kvstow.memory.arena import Arena
+from kvstow.memory.backing import HUGE_PAGE_BYTES
+from kvstow.plan.align import Alignment, Site
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.pack import packed, separate
+from kvstow.plan.retention import Full, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from planning import attention, block_bytes, layouts, recurrent
+
+
+def two_groups(order: str = "BLHNC", **alignment: int) -> Layout:
+    layers = [attention(f"layers.{i}", heads=2, dim=4, tokens=2) for i in range(2)]
+    layers.append(
+        attention("layers.2", heads=2, dim=2, tokens=4, retention=Window(4), dtype=DType.FLOAT32)
+    )
+    site = Site(order=order, alignment=Alignment(**alignment))
+    return packed(grouped(layers), num_slabs=4, site=site)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("base", [1, 64, 4096, 12288, 2 << 20])
+def test_an_arena_has_the_planned_bytes_zeroed_at_a_multiple_of_the_planned_alignment(base):
+    layout = two_groups(base=base)
+    with Arena(layout) as arena:
+        assert arena.bytes.numel() == arena.nbytes == layout.nbytes
+        assert arena.address % layout.base_align == 0
+        assert arena.bytes.dtype == torch.uint8
+        assert not arena.bytes.any()
+
+
+def test_a_closed_arena_hands_out_nothing_more():
+    arena = Arena(two_groups())
+    arena.close()
+    with pytest.raises(ArenaError, match="closed"):
+        arena.tensor("layers.0")
+
+
+def test_memory_outlives_the_arena_while_a_view_does_and_is_unmapped_after_that():
+    arena = Arena(two_groups())
+    view = arena.tensor("layers.1")
+    address = arena.address
+    arena.close()
+    del arena
+    gc.collect()
+    view.fill_(1.0)
+    assert mapped(address)
+    del view
+    gc.collect()
+    assert not mapped(address)
+
+
+def mapped(address: int) -> bool:
+    """Whether the system still maps this address for us to write."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, mode, *_ = line.split()
+        low, high = (int(bound, 16) for bound in bounds.split("-"))
+        if low <= address < high and mode.startswith("rw"):
+            return True
+    return False
+
+
+def test_memory_that_the_system_does_not_have_is_refused():
+    layout = two_groups()
+    absurd = replace(layout, nbytes=1 << 62)
+    with pytest.raises(ArenaError, match="does not map"):
+        Arena(absurd)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to pin for")
+def test_pinning_without_a_cuda_device_is_refused():
+    with pytest.raises(ArenaError, match="pinned only for a CUDA device"):
+        Arena(two_groups(), pinned=True)
+
+
+def test_huge_pages_are_used_where_the_system_grants_them():
+    granted = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    layout = packed(grouped([attention("l", tokens=512, dim=512)]), num_slabs=8)
+    with Arena(layout, huge_pages=True) as arena:
+        assert arena.address % HUGE_PAGE_BYTES == 0
+        arena.bytes.fill_(7)
+        if granted.exists() and "[never]" not in granted.read_text():
+            assert arena.huge_page_bytes >= HUGE_PAGE_BYTES
+        assert int(arena.bytes.min()) == 7
+    with Arena(layout) as arena:
+        assert arena.address % layout.base_align == 0
+
+
+# ── shared memory ─────────────────────────────────────────────────────────────────────
+
+ATTACHER = """
+import sys
+from kvstow.memory.arena import Arena
+from kvstow.plan.manifest import decode
+layout = decode(open(sys.argv[2], "rb").read())
+arena = Arena.attach(layout, sys.argv[1])
+print(int(arena.bytes[5]))
+arena.tensor("layers.1")[1].fill_(3.0)
+"""
+
+
+@pytest.fixture
+def name():
+    found = f"kvstow-test-{os.getpid()}"
+    yield found
+    assert not Path("/dev/shm", found).exists()
+
+
+@pytest.mark.parametrize("base", [4096, 2 << 20])
+def test_another_process_maps_a_shared_arena_and_both_see_each_others_writes(name, tmp_path, base):
+    from kvstow.plan.manifest import encode
+
+    layout = two_groups(base=base)
+    (tmp_path / "manifest.json").write_bytes(encode(layout))
+    with Arena(layout, shared=name) as arena:
+        arena.bytes[5] = 77
+        run = subprocess.run(
+            [sys.executable, "-c", ATTACHER, name, str(tmp_path / "manifest.json")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.strip() == "77"
+        assert (arena.tensor("layers.1")[1] == 3.0).all()
+        assert arena.address % base == 0
+
+
+def test_a_shared_name_is_taken_once_and_goes_with_its_maker(name):
+    arena = Arena(two_groups(), shared=name)
+    other = Arena.attach(two_groups(), name)
+    with pytest.raises(ArenaError, match="is there already"):
+        Arena(two_groups(), shared=name)
+    other.close()
+    assert Path("/dev/shm", name).exists()
+    del arena
+    gc.collect()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_forked_child_leaves_the_shared_name_alone(name):
+    arena = Arena(two_groups(), shared=name)
+    child = os.fork()
+    if child == 0:
+        arena.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert Path("/dev/shm", name).exists()
+    arena.close()
+
+
+def test_attaching_needs_memory_of_that_name_and_of_as_many_bytes(name):
+    with pytest.raises(ArenaError, match="no shared memory"):
+        Arena.attach(two_groups(), name)
+    longer = packed(grouped([attention("l", tokens=512)]), num_slabs=64)
+    with Arena(two_groups(), shared=name), pytest.raises(ArenaError, match="bytes, the layout"):
+        Arena.attach(longer, name)
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..", "."])
+def test_a_shared_name_cannot_leave_its_folder(bad):
+    with pytest.raises(ArenaError, match="cannot be called"):
+        Arena(two_groups(), shared=bad)
+
+
+# ── views: facts §4, 8 to 15 ──────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_blocks_of_two_heads_of_two_tokens_keep_their_axes(order):
+    layers = [attention(f"l.{i}", heads=2, dim=2, tokens=2) for i in range(2)]
+    layout = packed(grouped(layers), num_slabs=2, site=Site(order=order))
+    with Arena(layout) as arena:
+        memory = arena.bytes.numpy().view(np.uint16)
+        for layer in layout.layers:
+            _, _, place = layout.layers[layer]
+            for b, h, n, c in np.ndindex(2, 2, 2, 4):
+                arena.bytes.zero_()
+                arena.tensor(layer).view(torch.int16)[b, h, n, c] = 9
+                address = (place.offset + b * place.block_stride + h * place.head_stride
+                           + n * place.token_stride + 2 * c)  # fmt: skip
+                assert np.flatnonzero(memory).tolist() == [address // 2]
+
+
+@given(layouts())
+def test_every_view_shares_the_backing_storage_and_writes_go_both_ways(layout):
+    with Arena(layout) as arena:
+        storage = arena.bytes.untyped_storage().data_ptr()
+        for layer, (_, spec, _) in layout.layers.items():
+            views = [arena.tensor(layer), *(arena.field(layer, f.name) for f in spec.fields)]
+            for view in views:
+                assert view.untyped_storage().data_ptr() == storage
+            arena.bytes.fill_(0x11)
+            views[-1].view(torch.uint8).fill_(0x22)
+            assert (views[0].view(torch.uint8) == 0x22).any()
+            arena.bytes.fill_(0x33)
+            assert (views[-1].view(torch.uint8) == 0x33).all()
+
+
+def test_making_a_view_allocates_no_memory():
+    layout = packed(grouped([attention("l", heads=8, dim=128, tokens=16)]), num_slabs=256)
+    with Arena(layout) as arena:
+        before = resident()
+        views = [arena.tensor("l"), arena.field("l", "v"), arena.subdivided("l", 8)]
+        arrays = [arena.numpy("l"), np.from_dlpack(views[0].view(torch.int16))]
+        assert resident() - before < arena.nbytes // 8
+        assert len({v.data_ptr() for v in views if v.storage_offset() == 0}) == 1
+        assert all(a.ctypes.data == arena.address for a in arrays)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_axes_of_one_element_keep_the_stride_they_would_have_were_they_longer(order):
+    def strides(heads: int, tokens: int) -> dict[str, int]:
+        layer = attention("l", heads=heads, dim=8, tokens=tokens)
+        layout = packed(grouped([layer]), num_slabs=3, site=Site(order=order))
+        with Arena(layout) as arena:
+            found = [s * arena.tensor("l").element_size() for s in arena.tensor("l").stride()]
+        return dict(zip(("block", "head", "token", "content"), found, strict=True))
+
+    for heads, tokens in ((1, 4), (4, 1), (1, 1)):
+        found = strides(heads, tokens)
+        assert min(found["block"], found["head"], found["token"]) >= 16
+        cell = 32
+        outer = order.index("H") < order.index("N")
+        assert found["token" if outer else "head"] == cell
+        if order != "LHBNC":
+            assert found["head" if outer else "token"] >= cell * (tokens if outer else heads)
+
+
+def scaled(name: str) -> LayerSpec:
+    content = (Extent.whole("content", 128),)
+    scale = (Extent.whole("scale", 1),)
+    return LayerSpec(
+        name=name, retention=Full(), block_tokens=2, states=2, heads=Extent.whole("head", 2),
+        fields=(Field("k", DType.FLOAT8_E4M3, content), Field("v", DType.FLOAT8_E4M3, content),
+                Field("k_scale", DType.FLOAT32, scale), Field("v_scale", DType.FLOAT32, scale)),
+    )  # fmt: skip
+
+
+def test_pages_with_inline_scales_include_the_scales():
+    layout = packed(grouped([scaled("l")]), num_slabs=3)
+    with Arena(layout) as arena:
+        assert arena.tensor("l").shape == (3, 2, 2, 264)
+        assert arena.tensor("l").dtype == torch.uint8
+        assert arena.field("l", "k_scale").dtype == torch.float32
+        arena.field("l", "v_scale")[1].fill_(-1.0)
+        rows = b"".join(bytes(arena.bytes[r.offset : r.end].tolist()) for r in layout.runs(0, 1))
+        assert rows.count(np.float32(-1.0).tobytes()) == 4
+
+
+def test_an_arena_counts_by_the_plan_and_not_by_the_storage_beneath_it():
+    layout = two_groups(base=4096)
+    with Arena(layout, huge_pages=True) as arena:
+        for layer, (group, spec, _) in layout.layers.items():
+            tensor = arena.tensor(layer)
+            assert tensor.shape[0] == layout.num_slabs * layout.groups[group].rows_per_slab
+            assert tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+            assert tensor.shape[1:3] == (spec.heads.size, spec.states)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_a_kernel_with_shorter_blocks_sees_the_same_elements(order, tokens):
+    layers = [attention(f"l.{i}", heads=2, dim=4, tokens=8) for i in range(2)]
+    layout = packed(grouped(layers), num_slabs=3, site=Site(order=order))
+    with Arena(layout) as arena:
+        whole = arena.tensor("l.1")
+        whole.copy_(torch.arange(whole.numel()).reshape(whole.shape).remainder(251))
+        cut = arena.subdivided("l.1", tokens)
+        pieces = 8 // tokens
+        for b, p, n in np.ndindex(3, pieces, tokens):
+            piece = cut[b * pieces + p] if cut.ndim == 4 else cut[b, p]
+            assert torch.equal(piece[:, n], whole[b, :, p * tokens + n])
+        assert cut.untyped_storage().data_ptr() == arena.bytes.untyped_storage().data_ptr()
+        with pytest.raises(SpecError):
+            arena.subdivided("l.1", 3)
+
+
+def test_views_come_out_as_numpy_and_through_dlpack_over_the_same_memory():
+    kinds = [DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3,
+             DType.FLOAT8_E5M2, DType.INT32, DType.INT8, DType.UINT8, DType.INT4,
+             DType.FLOAT4_E2M1]  # fmt: skip
+    layers = [attention(f"l.{i}", dim=4, dtype=kind) for i, kind in enumerate(kinds)]
+    layout = packed(grouped(layers), num_slabs=2)
+    with Arena(layout) as arena:
+        for i, kind in enumerate(kinds):
+            array = arena.numpy(f"l.{i}", "v")
+            assert array.ctypes.data == arena.field(f"l.{i}", "v").data_ptr()
+            assert array.itemsize == kind.unit
+            assert array.strides == layout.field(f"l.{i}", "v").strides
+            array.view(np.uint8 if kind.unit == 1 else f"u{kind.unit}")[1, 1, 1, 0] = 5
+            raw = arena.field(f"l.{i}", "v").view(torch.uint8)
+            assert int(raw[1, 1, 1, 0]) == 5
+        there = np.from_dlpack(arena.field("l.1", "k"))
+        there[1] = 2.5
+        assert (arena.field("l.1", "k")[1] == 2.5).all()
+
+
+def test_a_recurrent_page_has_a_view_per_field_with_its_own_axes():
+    layout = packed(grouped([recurrent("m", channels=3, taps=2, heads=2)]), num_slabs=3)
+    with Arena(layout) as arena:
+        assert arena.field("m", "conv").shape == (3, 1, 1, 3, 2)
+        assert arena.field("m", "conv").dtype == torch.bfloat16
+        assert arena.field("m", "ssm").shape == (3, 1, 1, 2, 2)
+        assert arena.tensor("m").dtype == torch.uint8
+
+
+def test_unknown_layers_and_fields_are_refused():
+    with Arena(two_groups()) as arena:
+        with pytest.raises(SpecError, match="no layer"):
+            arena.tensor("layers.9")
+        with pytest.raises(SpecError, match="no field"):
+            arena.field("layers.0", "q")
+
+
+# ── filling: facts §4, 16 and 17 ──────────────────────────────────────────────────────
+
+
+@given(layouts(), st.data())
+def test_zeroing_blocks_changes_exactly_the_owners_bytes(layout, data):
+    group = data.draw(st.integers(0, len(layout.groups) - 1))
+    count = layout.num_blocks(group)
+    ids = data.draw(st.lists(st.integers(0, count - 1), max_size=4))
+    with Arena(layout) as arena:
+        arena.bytes.fill_(0xA5)
+        arena.zero(group, ids)
+        memory = arena.bytes.numpy()
+        for block in ids:
+            assert not memory[block_bytes(layout, group, block)].any()
+        own = np.zeros(layout.nbytes, np.bool_)
+        for block in ids:
+            for run in layout.runs(group, block):
+                own[run.offset : run.end] = True
+        assert (memory[~own] == 0xA5).all()
+        for g, rows in enumerate(layout.groups):
+            slabs = {block // layout.groups[group].rows_per_slab for block in ids}
+            together = any({g, group} <= set(members) for members in layout.sharing)
+            for block in range(layout.num_blocks(g)):
+                mine = block in ids if g == group else block // rows.rows_per_slab in slabs
+                if not (mine and (g == group or together)):
+                    assert (memory[block_bytes(layout, g, block)] == 0xA5).all()
+
+
+def test_zeroing_the_last_block_stays_inside_the_arena():
+    layout = two_groups(row=4096)
+    with Arena(layout) as arena:
+        memory = np.full(layout.nbytes + 8192, 0xA5, np.uint8)
+        start = -memory.ctypes.data % 4096
+        arena._bytes = torch.from_numpy(memory[start : start + layout.nbytes])
+        for group in range(len(layout.groups)):
+            arena.zero(group, [layout.num_blocks(group) - 1])
+        assert (memory[:start] == 0xA5).all()
+        assert (memory[start + layout.nbytes :] == 0xA5).all()
+
+
+def test_a_block_reused_by_a_group_of_another_type_reads_zeros_when_asked():
+    layout = two_groups()
+    assert layout.sharing == ((0, 1),)
+    with Arena(layout) as arena:
+        first, second = layout.groups[0].rows_per_slab, layout.groups[1].rows_per_slab
+        arena.poison(0, np.arange(first, 2 * first))
+        ids = np.arange(second, 2 * second)
+        assert arena.tensor("layers.2")[ids].isnan().any()
+        arena.zero(1, ids)
+        assert not arena.tensor("layers.2")[ids].any()
+
+
+@pytest.mark.parametrize("kind", [DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16,
+                                  DType.FLOAT8_E4M3, DType.FLOAT8_E5M2])  # fmt: skip
+def test_poison_is_not_a_number_in_every_floating_type(kind):
+    layout = packed(grouped([attention("l", dtype=kind)]), num_slabs=2)
+    with Arena(layout) as arena:
+        arena.poison(0, [1])
+        assert arena.tensor("l")[1].float().isnan().all()
+        assert not arena.tensor("l")[0].float().isnan().any()
+
+
+def test_ids_outside_the_group_are_refused_and_nothing_is_filled():
+    layout = two_groups()
+    with Arena(layout) as arena:
+        arena.bytes.fill_(3)
+        for bad in ([-1], [1, layout.num_blocks(0)], [1 << 40]):
+            with pytest.raises(BlockError, match="are not in"):
+                arena.zero(0, bad)
+        with pytest.raises(BlockError, match="no group 2"):
+            arena.zero(2, [1])
+        assert (arena.bytes == 3).all()
+
+
+def test_groups_that_share_nothing_are_zeroed_apart():
+    layers = [attention("a"), attention("b", retention=Window(4))]
+    layout = separate(grouped(layers), num_slabs=4)
+    with Arena(layout) as arena:
+        arena.bytes.fill_(1)
+        arena.zero(0, np.arange(layout.num_blocks(0)))
+        assert not arena.tensor("a").any()
+        assert (arena.tensor("b").view(torch.uint8) == 1).all()

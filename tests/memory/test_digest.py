@@ -1,0 +1,410 @@
+"""One number for what blocks hold. The oracle is the definition in docs/concepts/digest.md,
+written out in Python integers over a dictionary of logical bytes."""
+
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.errors import BlockError
+from kvstow.memory.arena import Arena
+from kvstow.memory.digest import counted_states, digest, shares
+from kvstow.memory.keys import without
+from kvstow.plan.align import Site
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from planning import attention
+from strategies import group_bytes, listed, models, served, value
+
+MASK = (1 << 64) - 1
+
+
+# ── the definition, once more ─────────────────────────────────────────────────────────
+
+
+def mixed(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return (x ^ (x >> 31)) | 1
+
+
+def seed(*names: str) -> int:
+    text = b"\0".join([b"kvstow digest 1", *(name.encode() for name in names)])
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def spelled_out(
+    layout: Layout,
+    memory: np.ndarray,
+    blocks: dict[int, Blocks],
+    last: int,
+    every: int = 1,
+    phase: int = 0,
+) -> int:
+    """Byte by byte: value · 256^(place in its word) · T · P."""
+    total = 0
+    step = 0x9E3779B97F4A7C15
+    for group, held in blocks.items():
+        for spec in layout.groups[group].group.layers:
+            _, _, place = layout.layers[spec.name]
+            (low, high), (low2, high2) = counted_states(layout.groups[group].group, spec, last, 0)
+            for block, logical in zip(held.ids.tolist(), held.index.tolist(), strict=True):
+                for n in range(spec.states):
+                    state = logical * spec.states + n
+                    if not (low <= state < high or low2 <= state < high2):
+                        continue
+                    if state % every != phase:
+                        continue
+                    t = mixed((seed("layer", spec.name) + (state + 1) * step) & MASK)
+                    for h, head in enumerate(x for lo, hi in spec.heads.pieces
+                                             for x in range(lo, hi)):  # fmt: skip
+                        cell = (place.offset + block * place.block_stride + h * place.head_stride
+                                + n * place.token_stride)  # fmt: skip
+                        for field in spec.fields:
+                            start = cell + spec.field_offsets[field.name]
+                            for i, (word, shift) in enumerate(words(spec, field, head)):
+                                p = mixed((seed("field", field.name) + (word + 1) * step) & MASK)
+                                total += (int(memory[start + i]) << shift) * t * p
+    return total & MASK
+
+
+def words(spec: LayerSpec, field: Field, head: int) -> list[tuple[int, int]]:
+    """Of each byte of a field in memory: its word's number, and its place in the word in bits."""
+    *leading, last = field.axes
+    lines = [head]
+    for axis in leading:
+        lines = [line * axis.total + x for line in lines for lo, hi in axis.pieces
+                 for x in range(lo, hi)]  # fmt: skip
+    bits = field.dtype.bits
+    per_line = -(-last.total * bits // 32)
+    places = [b for lo, hi in last.pieces for b in range(lo * bits // 8, hi * bits // 8)]
+    return [(line * per_line + b // 4, b % 4 * 8) for line in lines for b in places]
+
+
+KINDS = {
+    "bf16": attention("l.0", heads=2, dim=4, tokens=2),
+    "odd": attention("l.0", heads=3, dim=3, tokens=2),
+    "fp8": attention("l.0", heads=1, dim=5, tokens=3, dtype=DType.FLOAT8_E4M3),
+    "int4": attention("l.0", heads=2, dim=6, tokens=1, dtype=DType.INT4),
+    "long": attention("l.0", heads=2, dim=2, tokens=37),
+    "wide": attention("l.0", heads=2, dim=130, tokens=17),
+    "f64": attention("l.0", heads=2, dim=2, tokens=2, dtype=DType.FLOAT64),
+    "pieces": LayerSpec(
+        name="l.0", retention=State(), block_tokens=8, states=1, heads=Extent.whole("head", 1),
+        fields=(Field("conv", DType.BFLOAT16, (Extent.whole("tap", 2),
+                                               Extent("channel", 11, ((1, 4), (5, 6), (8, 11))))),
+                Field("ssm", DType.FLOAT32, (Extent("row", 4, ((2, 4),)),
+                                             Extent.whole("state", 3)))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("order", ["BLHNC", "LBNHC"])
+def test_the_digest_is_its_definition_spelled_out(kind, order):
+    layout = packed(grouped([KINDS[kind]]), num_slabs=5, site=Site(order=order))
+    blocks = {0: Blocks.first([3] if kind == "pieces" else [3, 1])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        wanted = spelled_out(
+            layout, arena.bytes.numpy(), blocks, layout.groups[0].group.block_tokens
+        )
+        assert digest(arena, blocks, layout.groups[0].group.block_tokens) == wanted
+        assert kernel_digest(arena, blocks, layout.groups[0].group.block_tokens) == wanted
+
+
+def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:
+    """What the Triton kernel makes of host memory, in its interpreter."""
+    from kvstow.memory import digest as module
+
+    with patch.object(module, "_on_host", module._on_device):
+        return digest(arena, blocks, num_tokens, **which)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_the_kernel_and_the_host_find_the_same_number(data):
+    model = data.draw(models(most_layers=2))
+    num_tokens = data.draw(st.integers(1, 6))
+    side = data.draw(served(model, tps=st.just(1), most_tokens=4))
+    layout = side.layout(model, 0, 0, num_tokens)
+    blocks = data.draw(listed(layout, num_tokens))
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        assert kernel_digest(arena, blocks, num_tokens) == digest(arena, blocks, num_tokens)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_some_heads_are_the_same_on_host_and_kernel_and_all_heads_add_up(data):
+    model = data.draw(models(most_layers=2))
+    num_tokens = data.draw(st.integers(1, 6))
+    layout = data.draw(served(model, most_tokens=4)).layout(model, 0, 0, num_tokens)
+    blocks = data.draw(listed(layout, num_tokens))
+    most = max(spec.heads.total for _, spec, _ in layout.layers.values())
+    cuts = sorted(data.draw(st.sets(st.integers(1, most), max_size=3)) | {0, most})
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        parts = [digest(arena, blocks, num_tokens, heads=heads) for heads in pairwise(cuts)]
+        assert sum(parts) & MASK == digest(arena, blocks, num_tokens)
+        for heads, part in zip(pairwise(cuts), parts, strict=True):
+            assert kernel_digest(arena, blocks, num_tokens, heads=heads) == part
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_a_pick_of_states_is_its_definition_on_host_and_kernel_and_all_picks_add_up(data):
+    model = data.draw(models(most_layers=2))
+    num_tokens = data.draw(st.integers(1, 9))
+    side = data.draw(served(model, tps=st.just(1), most_tokens=4))
+    layout = side.layout(model, 0, 0, num_tokens)
+    blocks = data.draw(listed(layout, num_tokens))
+    every = data.draw(st.integers(1, 5))
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        memory = arena.bytes.numpy()
+        parts = [digest(arena, blocks, num_tokens, every=every, phase=p) for p in range(every)]
+        for phase, part in enumerate(parts):
+            assert part == spelled_out(layout, memory, blocks, num_tokens, every, phase)
+            assert part == kernel_digest(arena, blocks, num_tokens, every=every, phase=phase)
+        assert sum(parts) & MASK == digest(arena, blocks, num_tokens)
+
+
+# ── the same content is the same number ───────────────────────────────────────────────
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_order_ranks_block_size_and_packing_do_not_change_the_sum_over_ranks(data):
+    model = data.draw(models())
+    num_tokens = data.draw(st.integers(1, 20))
+    sums = []
+    for _ in range(2):
+        side = data.draw(served(model, most_tokens=8))
+        layouts = [side.layout(model, t, p, num_tokens)
+                   for t in range(side.tp) for p in range(side.pp)]  # fmt: skip
+        total = 0
+        for layout, claims in zip(layouts, shares(layouts), strict=True):
+            blocks = data.draw(listed(layout, num_tokens))
+            with Arena(layout) as arena:
+                arena.bytes.random_(0, 256)
+                write(arena, blocks)
+                total += digest(arena, blocks, num_tokens, claims=claims)
+        sums.append(total & MASK)
+    assert sums[0] == sums[1]
+
+
+def write(arena: Arena, blocks: dict[int, Blocks]) -> None:
+    """Give every logical byte the value that belongs to it."""
+    memory = arena.bytes.numpy()
+    for group, held in blocks.items():
+        found = group_bytes(arena.layout, group, held)
+        memory[found.address] = value(found.layer, found.number)
+
+
+def test_ranks_that_hold_the_same_heads_count_them_once():
+    def rank(heads: tuple[int, int]) -> Layout:
+        layer = LayerSpec(
+            name="l", retention=Full(), block_tokens=2, states=2,
+            heads=Extent("head", 2, (heads,)),
+            fields=(Field("k", DType.BFLOAT16, (Extent.whole("content", 4),)),),
+        )  # fmt: skip
+        return packed(grouped([layer]), num_slabs=3)
+
+    layouts = [rank((0, 1)), rank((0, 1)), rank((1, 2)), rank((1, 2))]
+    whole = rank((0, 2))
+    blocks = {0: Blocks.first([2])}
+    with Arena(whole) as arena:
+        arena.bytes.random_(0, 256)
+        wanted = digest(arena, blocks, 2)
+        total = 0
+        for layout, claims in zip(layouts, shares(layouts), strict=True):
+            with Arena(layout) as part:
+                (lo, hi), *_ = layout.layers["l"][1].heads.pieces
+                part.tensor("l").copy_(arena.tensor("l")[:, lo:hi])
+                total += digest(part, blocks, 2, claims=claims)
+        assert total & MASK == wanted
+
+
+@given(st.data())
+def test_a_box_without_another_is_the_rest_of_its_points(data):
+    def box() -> tuple[tuple[int, int], ...]:
+        ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda e: e[0] != e[1])
+        return tuple(tuple(sorted(data.draw(ends))) for _ in range(3))
+
+    def points(boxes: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[int, ...]]:
+        return [(x, y, z) for a, b, c in boxes for x in range(*a) for y in range(*b)
+                for z in range(*c)]  # fmt: skip
+
+    one, other = box(), box()
+    rest = points(without(one, other))
+    assert len(rest) == len(set(rest))
+    assert set(rest) == set(points((one,))) - set(points((other,)))
+
+
+def test_layers_can_be_digested_apart_and_add_up():
+    layout = packed(grouped([attention(f"l.{i}") for i in range(3)]), num_slabs=4)
+    blocks = {0: Blocks.first([1, 3])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        parts = [digest(arena, blocks, 4, layers={f"l.{i}"}) for i in range(3)]
+        assert sum(parts) & MASK == digest(arena, blocks, 4)
+        assert digest(arena, blocks, 4, layers=()) == 0
+
+
+def test_tokens_can_be_digested_apart_and_add_up():
+    layout = packed(grouped([attention("l", tokens=4)]), num_slabs=5)
+    blocks = {0: Blocks.first([1, 3, 2])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        whole = digest(arena, blocks, 11)
+        for cut in range(12):
+            first = digest(arena, blocks, cut)
+            assert (first + digest(arena, blocks, 11, start_token=cut)) & MASK == whole
+
+
+# ── different content is a different number ───────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["bf16", "odd", "int4", "pieces"])
+def test_every_single_flipped_bit_that_counts_is_seen_and_no_other_matters(kind):
+    layout = packed(grouped([KINDS[kind]]), num_slabs=3)
+    spec = KINDS[kind]
+    blocks = {0: Blocks.first([2] if kind == "pieces" else [2, 1])}
+    num_tokens = spec.block_tokens + 1 if kind == "bf16" else spec.block_tokens
+    counted = {
+        int(address)
+        for group, held in blocks.items()
+        for address, first in zip(
+            *(getattr(group_bytes(layout, group, held), n) for n in ("address", "first_token")),
+            strict=True,
+        )
+        if first < num_tokens
+    }
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        before = digest(arena, blocks, num_tokens)
+        memory = arena.bytes.numpy()
+        for address in range(layout.nbytes):
+            for bit in (0, 3, 7):
+                memory[address] ^= 1 << bit
+                assert (digest(arena, blocks, num_tokens) != before) == (address in counted)
+                memory[address] ^= 1 << bit
+
+
+def test_the_same_bit_flipped_in_two_words_is_seen():
+    """A sum of 64-bit words times odd keys would miss the top bits of any two words."""
+    layout = packed(grouped([attention("l", heads=2, dim=8, tokens=4)]), num_slabs=3)
+    blocks = {0: Blocks.first([2])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        before = digest(arena, blocks, 4)
+        row = layout.runs(0, 2)[0]
+        memory = arena.bytes.numpy()
+        tops = range(row.offset + 7, row.end, 8)
+        for a in tops:
+            for b in tops:
+                if a < b:
+                    memory[a] ^= 0x80
+                    memory[b] ^= 0x80
+                    assert digest(arena, blocks, 4) != before
+                    memory[a] ^= 0x80
+                    memory[b] ^= 0x80
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_swapped_blocks_layers_fields_heads_and_shifted_tokens_are_seen(order):
+    layers = [attention(f"l.{i}", heads=2, dim=4, tokens=4) for i in range(2)]
+    layout = packed(grouped(layers), num_slabs=4, site=Site(order=order))
+    blocks = {0: Blocks.first([1, 3])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        kept = arena.bytes.clone()
+        before = digest(arena, blocks, 8)
+        assert digest(arena, {0: Blocks.first([3, 1])}, 8) != before
+
+        def after(change) -> int:
+            arena.bytes.copy_(kept)
+            change()
+            return digest(arena, blocks, 8)
+
+        def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+            kept_a = a.clone()
+            a.copy_(b)
+            b.copy_(kept_a)
+
+        raw = {name: arena.tensor(name).view(torch.int16) for name in layout.layers}
+        k, v = (arena.field("l.0", f).view(torch.int16) for f in "kv")
+        changes = [
+            lambda: swap(raw["l.0"], raw["l.1"]),
+            lambda: swap(k, v),
+            lambda: swap(raw["l.0"][:, 0], raw["l.0"][:, 1]),
+            lambda: swap(raw["l.0"][1, :, 0], raw["l.0"][1, :, 1]),
+            lambda: raw["l.1"].copy_(raw["l.1"].roll(1, dims=2)),
+            lambda: raw["l.1"].copy_(raw["l.1"].roll(1, dims=3)),
+            lambda: raw["l.0"][3].zero_(),
+        ]
+        assert after(lambda: None) == before
+        for change in changes:
+            assert after(change) != before
+
+
+# ── which tokens count ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("retention", "tokens", "counted"),
+    [
+        (Full(), 7, set(range(7))),
+        (Window(3), 7, {5, 6}),
+        (Window(1), 7, set()),
+        (Window(9), 7, set(range(7))),
+        (Chunk(4), 7, {4, 5, 6}),
+        (Chunk(4), 8, set()),
+        (Sink(2, 3), 7, {0, 1, 5, 6}),
+        (Encoder(5), 7, set(range(5))),
+    ],
+)
+def test_what_the_next_token_looks_at_counts_and_nothing_else(retention, tokens, counted):
+    layout = packed(grouped([attention("l", tokens=2, retention=retention)]), num_slabs=8)
+    blocks = {0: Blocks.first([3, 1, 5, 2])}
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        before = digest(arena, blocks, tokens)
+        seen = set()
+        for token in range(8):
+            page = arena.tensor("l").view(torch.uint8)[blocks[0].ids[token // 2], :, token % 2]
+            page += 1
+            if digest(arena, blocks, tokens) != before:
+                seen.add(token)
+            page -= 1
+        assert seen == counted
+
+
+def test_a_list_that_lacks_a_block_is_refused():
+    layout = packed(grouped([attention("l", tokens=2)]), num_slabs=8)
+    with Arena(layout) as arena:
+        held = {0: Blocks(np.array([4, 5]), np.array([0, 2]))}
+        with pytest.raises(BlockError, match=r"needs logical blocks \[1\]"):
+            digest(arena, held, 6)
+        with pytest.raises(BlockError, match="are not in"):
+            digest(arena, {0: Blocks.first([99])}, 2)
+
+
+def test_a_window_group_may_list_only_what_it_still_holds():
+    layout = packed(grouped([attention("l", tokens=2, retention=Window(3))]), num_slabs=8)
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        few = {0: Blocks(np.array([6, 4]), np.array([3, 4]))}
+        many = {0: Blocks(np.array([1, 2, 6, 4]), np.array([0, 2, 3, 4]))}
+        assert digest(arena, few, 9) == digest(arena, many, 9)

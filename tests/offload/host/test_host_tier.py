@@ -1,0 +1,181 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from kvstow.errors import StoreError
+from kvstow.memory import numa
+from kvstow.memory.numa import on_node, processors
+from kvstow.offload.host import HostTier
+from kvstow.offload.image import pooled, same_rows
+from offloading import hybrid, key, random_rows
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def tier():
+    tier = HostTier(hybrid(), capacity=64 * KIB)
+    yield tier
+    tier.check()
+    tier.close()
+
+
+def stored(tier, group, numbers):
+    rows = [random_rows(tier.layout.row_bytes(group), 1, n)[0] for n in numbers]
+    keys = [key(group, n) for n in numbers]
+    return keys, rows, tier.store(group, keys, rows)
+
+
+def loaded(tier, group, keys):
+    rows = [np.zeros(tier.layout.row_bytes(group), np.uint8) for _ in keys]
+    return tier.load(group, keys, rows), rows
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+def test_host_rows_are_the_arenas_rows_where_those_are_rows(order):
+    layout = hybrid(order=order)
+    host = pooled(layout, 64 * KIB)
+    for group in range(len(layout.groups)):
+        single = len(layout.footprints[group].strips) == 1
+        assert same_rows(layout, group, host, group) == single
+        assert len(host.footprints[group].strips) == 1
+
+
+def test_rows_come_back_and_only_their_own_bytes_change(tier):
+    before = tier.arena.bytes.numpy().copy()
+    keys, rows, kept = stored(tier, 1, range(5))
+    changed = np.flatnonzero(tier.arena.bytes.numpy() != before)
+    with tier.held(1, keys) as (mask, ids):
+        owned = {byte for i in ids for run in tier.layout.runs(1, int(i))
+                 for byte in range(run.offset, run.end)}  # fmt: skip
+    assert kept.all()
+    assert mask.all()
+    assert set(changed.tolist()) <= owned
+    found, got = loaded(tier, 1, [*keys, b"unknown"])
+    assert found.tolist() == [True] * 5 + [False]
+    assert all((a == b).all() for a, b in zip(rows, got, strict=False))
+    assert tier.counts.hits == 5
+    assert tier.counts.misses == 1
+
+
+def test_a_full_tier_gives_up_its_oldest_rows(tier):
+    keys, _rows, kept = stored(tier, 0, range(400))
+    room = int(kept.sum())
+    assert 20 < room < 400
+    loaded(tier, 0, [k for k, ok in zip(keys, kept, strict=False) if ok])
+    new, new_rows, _ = stored(tier, 0, range(1000, 1000 + room // 2))
+    found, got = loaded(tier, 0, new)
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(new_rows, got, strict=False))
+    assert tier.usage.rows == room
+    assert tier.usage.nbytes <= tier.usage.capacity
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_every_policy_serves_only_what_was_stored(policy):
+    tier = HostTier(hybrid(), capacity=64 * KIB, policy=policy)
+    dice = np.random.default_rng(2)
+    for _ in range(60):
+        group = int(dice.integers(2))
+        keys, rows, kept = stored(tier, group, np.unique(dice.integers(0, 300, 20)).tolist())
+        found, got = loaded(tier, group, keys)
+        assert (found == kept).all()
+        assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
+        tier.check()
+    tier.close()
+
+
+def test_held_rows_stay_whatever_comes(tier):
+    keys, _rows, _kept = stored(tier, 0, range(10))
+    with tier.held(0, keys) as (mask, ids):
+        before = [view.copy() for view in tier.views(0, ids)]
+        for start in range(1000, 3000, 50):
+            stored(tier, 0, range(start, start + 50))
+            stored(tier, 1, range(start, start + 50))
+        assert all((a == b).all() for a, b in zip(before, tier.views(0, ids), strict=False))
+        assert tier.evict(0, keys) == 0
+        assert mask.all()
+        assert tier.contains(0, keys).all()
+    assert tier.evict(0, keys) == 10
+
+
+def test_reserved_rows_are_nobodys_until_they_are_kept(tier):
+    reservation = tier.reserve(0, [b"a", b"b", b"a"])
+    assert reservation.keys == (b"a", b"b")
+    assert not tier.contains(0, [b"a"]).any()
+    for start in range(0, 2000, 50):
+        stored(tier, 0, range(start, start + 50))
+    for view in tier.views(0, reservation.ids):
+        view[:] = 7
+    tier.keep(reservation, np.array([True, False]))
+    found, got = loaded(tier, 0, [b"a", b"b"])
+    assert found.tolist() == [True, False]
+    assert (got[0] == 7).all()
+
+
+def test_an_abandoned_reservation_leaves_the_tier_as_it_was(tier):
+    used = tier.usage
+    tier.abandon(tier.reserve(0, [b"a", b"b"]))
+    assert tier.usage == used
+    assert len(tier.reserve(0, [b"a"]).keys) == 1
+
+
+def test_two_reservations_of_one_key_keep_one_row(tier):
+    one, other = tier.reserve(0, [b"a"]), tier.reserve(0, [b"a"])
+    for reservation, value in ((one, 1), (other, 2)):
+        tier.views(0, reservation.ids)[0][:] = value
+        tier.keep(reservation)
+    found, got = loaded(tier, 0, [b"a"])
+    assert found.all()
+    assert (got[0] == 1).all()
+    assert tier.usage.rows == 1
+
+
+def test_slabs_pass_to_the_group_that_is_used(tier):
+    keys, _, kept = stored(tier, 0, range(400))
+    _new, _rows, got = stored(tier, 1, range(400))
+    assert got.sum() > 20
+    assert not tier.contains(0, keys).all() or not kept.all()
+    again, _, _ = stored(tier, 0, range(5000, 5010))
+    assert tier.contains(0, again).all()
+
+
+def test_a_tier_too_small_for_two_slabs_is_refused_with_the_least():
+    with pytest.raises(StoreError, match="hint: give at least"):
+        HostTier(hybrid(), capacity=100)
+
+
+def test_memory_is_preferred_on_a_node_meanwhile_where_the_system_lets_us():
+    before = numa._policy()
+    if before is None:
+        pytest.skip("the system has no memory policies, or forbids them")
+    with on_node(0):
+        mode, nodes = numa._policy()
+        assert (mode, nodes[0]) == (1, 1)
+    assert numa._policy()[0] == before[0]
+    memory = np.zeros(1 << 20, np.uint8)
+    assert numa.bind(memory.ctypes.data, memory.nbytes, 0)
+    assert not numa.bind(memory.ctypes.data, memory.nbytes, 9999)
+    assert numa.node_of(torch.device("cpu")) is None
+
+
+def test_without_policies_the_thread_runs_on_the_node_meanwhile(monkeypatch):
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(numa, "_call", lambda *arguments: False)
+    monkeypatch.setattr(numa, "processors", lambda node: {min(before)})
+    with on_node(0):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+    assert not numa.bind(0, 4096, 0)
+
+
+def test_work_on_a_node_that_is_not_there_stays_where_it_is():
+    before = os.sched_getaffinity(0)
+    assert processors(9999) == set()
+    with on_node(9999):
+        assert os.sched_getaffinity(0) == before
+    with on_node(0):
+        assert os.sched_getaffinity(0) <= before
+    assert os.sched_getaffinity(0) == before

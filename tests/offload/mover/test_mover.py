@@ -1,0 +1,551 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.pool import Pool
+from kvstow.errors import BlockError, OutOfBlocks, StoreError
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import copy
+from kvstow.offload.admission import SecondTouch
+from kvstow.offload.disk import DiskTier
+from kvstow.offload.host import HostTier
+from kvstow.offload.jobs import Job, Kind, Line, State
+from kvstow.offload.mover import Limits, Mover
+from kvstow.offload.tier import Counts, Usage
+from kvstow.testing.faulty import Fails, FaultyFiles
+from offloading import hybrid, key, row_bytes
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Slow:
+    """A tier below that waits for a signal before it serves, and remembers what it served."""
+
+    name = "slow"
+
+    def __init__(self, layout):
+        self.layout, self.rows, self.go = layout, {}, threading.Event()
+        self.loads, self.stores, self.fail = [], [], None
+        self.go.set()
+        self.usage, self.counts = Usage(rows=0, nbytes=0, capacity=0), Counts()
+
+    def contains(self, group, keys):
+        return np.array([(group, k) in self.rows for k in keys], bool)
+
+    def store(self, group, keys, rows):
+        assert self.go.wait(20)
+        if self.fail:
+            raise self.fail
+        self.stores += keys
+        self.rows |= {(group, k): row.copy() for k, row in zip(keys, rows, strict=True)}
+        return np.ones(len(keys), bool)
+
+    def load(self, group, keys, rows):
+        assert self.go.wait(20)
+        if self.fail:
+            raise self.fail
+        self.loads += keys
+        for k, row in zip(keys, rows, strict=True):
+            if (group, k) in self.rows:
+                row[:] = self.rows[group, k]
+        return self.contains(group, keys)
+
+    def evict(self, group, keys):
+        return sum(self.rows.pop((group, k), None) is not None for k in keys)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def setting():
+    layout = hybrid(num_slabs=12)
+    arena = Arena(layout)
+    memory = arena.bytes.numpy()
+    memory[:] = np.random.default_rng(0).integers(0, 256, len(memory), dtype=np.uint8)
+    host = HostTier(layout, capacity=256 * KIB)
+    below = Slow(host.layout)
+    movers = []
+
+    def mover(**options):
+        movers.append(Mover(arena, host, options.pop("below", below), **options))
+        return movers[-1]
+
+    yield layout, arena, host, below, mover
+    below.go.set()
+    for made in movers:
+        made.close()
+    host.check()
+
+
+def ids_of(layout, group, count, start=0):
+    first = layout.groups[group].rows_per_slab + start
+    return np.arange(first, first + count)
+
+
+def keys_of(group, ids):
+    return [key(group, int(i)) for i in ids]
+
+
+def test_rows_go_to_the_host_and_come_back_byte_for_byte(setting):
+    layout, arena, _host, _below, make = setting
+    mover = make()
+    for group in range(2):
+        ids = ids_of(layout, group, 5)
+        before = [row_bytes(layout, group, int(i), arena.bytes.numpy()).copy() for i in ids]
+        job = mover.store(group, ids, keys_of(group, ids))
+        assert job.result(20).all()
+        arena.zero(group, ids)
+        there = ids[::-1]
+        assert mover.load(group, keys_of(group, ids), there).result(20).all()
+        for i, want in zip(there, before, strict=True):
+            assert (row_bytes(layout, group, int(i), arena.bytes.numpy()) == want).all()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LHBNC", "LBNHC", "BLNHC", "BHLNC"])
+def test_layer_compact_arenas_are_moved_through_a_route(order):
+    layout = hybrid(order=order)
+    arena = Arena(layout)
+    memory = arena.bytes.numpy()
+    memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), dtype=np.uint8)
+    host = HostTier(layout, capacity=256 * KIB)
+    mover = Mover(arena, host)
+    for group in range(len(layout.groups)):
+        ids = ids_of(layout, group, 3)
+        want = {layer.name: arena.numpy(layer.name)[ids].copy()
+                for layer in layout.groups[group].group.layers}  # fmt: skip
+        assert mover.store(group, ids, keys_of(group, ids)).result(20).all()
+        arena.zero(group, ids)
+        assert mover.load(group, keys_of(group, ids), ids).result(20).all()
+        for name, value in want.items():
+            assert (arena.numpy(name)[ids].view(np.uint8) == value.view(np.uint8)).all()
+    mover.close()
+
+
+def test_stored_rows_go_on_to_the_tier_below_and_return_when_the_host_forgot_them(setting):
+    layout, arena, host, below, make = setting
+    mover = make()
+    ids = ids_of(layout, 0, 4)
+    want = row_bytes(layout, 0, int(ids[0]), arena.bytes.numpy()).copy()
+    mover.store(0, ids, keys_of(0, ids)).result(20)
+    assert mover.drain(20)
+    assert sorted(below.stores) == sorted(keys_of(0, ids))
+    host.evict(0, keys_of(0, ids))
+    arena.zero(0, ids)
+    assert mover.load(0, keys_of(0, ids), ids).result(20).all()
+    assert (row_bytes(layout, 0, int(ids[0]), arena.bytes.numpy()) == want).all()
+    assert host.contains(0, keys_of(0, ids)).all()
+
+
+def test_what_is_nowhere_is_reported_and_the_rest_arrives(setting):
+    layout, _, _, _, make = setting
+    mover = make()
+    ids = ids_of(layout, 0, 3)
+    mover.store(0, ids[:2], keys_of(0, ids[:2])).result(20)
+    found = mover.load(0, [*keys_of(0, ids[:2]), b"unknown"], ids).result(20)
+    assert found.tolist() == [True, True, False]
+
+
+def test_only_rows_seen_twice_go_below_with_an_admission_filter(setting):
+    layout, _, host, below, make = setting
+    mover = make(admission=SecondTouch(1000))
+    ids = ids_of(layout, 0, 4)
+    mover.store(0, ids, keys_of(0, ids)).result(20)
+    assert mover.drain(20)
+    assert below.stores == []
+    host.evict(0, keys_of(0, ids[:2]))
+    mover.store(0, ids[:2], keys_of(0, ids[:2])).result(20)
+    assert mover.drain(20)
+    assert sorted(below.stores) == sorted(keys_of(0, ids[:2]))
+
+
+def test_two_loads_of_one_row_read_it_once(setting):
+    layout, arena, host, below, make = setting
+    below.rows[0, b"row"] = np.full(host.layout.row_bytes(0), 5, np.uint8)
+    mover = make()
+    below.go.clear()
+    ids = ids_of(layout, 0, 2)
+    jobs = [mover.load(0, [b"row"], ids[i : i + 1]) for i in range(2)]
+    below.go.set()
+    assert all(job.result(20).all() for job in jobs)
+    assert below.loads == [b"row"]
+    for i in ids:
+        assert (row_bytes(layout, 0, int(i), arena.bytes.numpy()) == 5).all()
+
+
+def test_read_ahead_brings_rows_to_the_host(setting):
+    _layout, _, host, below, make = setting
+    below.rows[1, b"row"] = np.full(host.layout.row_bytes(1), 9, np.uint8)
+    assert make().prefetch(1, [b"row", b"none"]).result(20).tolist() == [True, False]
+    assert host.contains(1, [b"row"]).all()
+
+
+def test_a_row_being_stored_cannot_be_handed_out(setting):
+    layout, _arena, host, _below, make = setting
+    pool = Pool(layout)
+    mover = make(pool=pool)
+    blocks = pool.hold(0, pool.num_free(0))
+    host_rows = host.reserve  # the store waits here until the test lets it go
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        inside.set()
+        assert go.wait(20)
+        return host_rows(*arguments)
+
+    host.reserve = slow
+    job = mover.store(0, blocks[:3], keys_of(0, blocks[:3]))
+    assert inside.wait(20)
+    pool.release(0, blocks)  # the request ends; its rows are still being stored
+    assert (pool.holds(0, blocks[:3]) == 1).all()
+    with pytest.raises(OutOfBlocks):
+        pool.hold(0, len(blocks))
+    assert not set(pool.hold(0, len(blocks) - 3).tolist()) & set(blocks[:3].tolist())
+    go.set()
+    job.result(20)
+    assert mover.reap() == (job,)
+    assert (pool.holds(0, blocks[:3]) == 0).all()
+    pool.check()
+
+
+def test_a_failed_load_names_its_blocks_and_the_mover_goes_on(setting):
+    layout, _, host, below, make = setting
+    mover = make()
+    below.rows[0, b"row"] = np.zeros(host.layout.row_bytes(0), np.uint8)
+    below.fail = OSError(5, "Input/output error")
+    ids = ids_of(layout, 0, 1)
+    job = mover.load(0, [b"row"], ids)
+    with pytest.raises(StoreError, match="Input/output error") as caught:
+        job.result(20)
+    assert caught.value.blocks == ((0, int(ids[0])),)
+    assert job.state is State.FAILED
+    below.fail = None
+    assert mover.load(0, [b"row"], ids).result(20).all()
+
+
+def test_a_failed_demotion_fails_nobody_elses_job(setting):
+    layout, _, _, below, make = setting
+    mover = make()
+    below.fail = RuntimeError("an error of the medium")
+    ids = ids_of(layout, 0, 2)
+    assert mover.store(0, ids, keys_of(0, ids)).result(20).all()
+    assert mover.drain(20)
+    assert mover.load(0, keys_of(0, ids), ids).result(20).all()
+
+
+def test_a_disk_that_fails_while_rows_are_demoted_leaves_the_store_whole(tmp_path, setting):
+    layout, arena, _host, _, make = setting
+    files = FaultyFiles(lambda op, n: Fails() if op == "write" and n > 2 else None)
+    disk = DiskTier(tmp_path, layout, capacity=MIB, files=files)
+    mover = make(below=disk)
+    ids = ids_of(layout, 0, 20)
+    for i in ids:
+        mover.store(0, [i], keys_of(0, [i])).result(20)
+    assert mover.drain(20)
+    files.fault = lambda op, n: None
+    rows = [np.zeros(disk.layout.row_bytes(0), np.uint8) for _ in ids]
+    found = disk.load(0, keys_of(0, ids), rows)
+    assert 0 < found.sum() < 20
+    for i, row, ok in zip(ids, rows, found, strict=True):
+        assert not ok or (row == row_bytes(layout, 0, int(i), arena.bytes.numpy())).all()
+    mover.close()
+    disk.close()
+
+
+def test_a_cancelled_job_begins_no_further_part_and_frees_its_blocks(setting):
+    layout, _, host, below, make = setting
+    pool = Pool(layout)
+    limits = Limits(workers=1, part_bytes=1)
+    mover = make(pool=pool, limits=limits)
+    blocks = pool.hold(0, 6)
+    below.rows |= {(0, b"%d" % i): np.zeros(host.layout.row_bytes(0), np.uint8) for i in range(6)}
+    below.go.clear()
+    job = mover.load(0, [b"%d" % i for i in range(6)], blocks)
+    other = mover.load(0, [b"%d" % i for i in range(6)], blocks)
+    other.cancel()
+    job.cancel()
+    below.go.set()
+    assert job.wait(20)
+    assert other.wait(20)
+    assert other.state is State.CANCELLED
+    assert not other.moved.any()
+    assert job.moved.sum() <= 1
+    mover.reap()
+    assert (pool.holds(0, blocks) == 1).all()
+
+
+def test_a_full_line_refuses_and_changes_nothing(setting):
+    layout, _, host, below, make = setting
+    pool = Pool(layout)
+    mover = make(pool=pool, limits=Limits(workers=1, max_bytes=host.layout.row_bytes(0) * 3))
+    below.go.clear()
+    below.rows[0, b"a"] = np.zeros(host.layout.row_bytes(0), np.uint8)
+    blocks = pool.hold(0, 4)
+    first = mover.load(0, [b"a"], blocks[:1])
+    with pytest.raises(StoreError, match="line is full") as caught:
+        mover.load(0, [b"a"] * 3, blocks[1:])
+    assert len(caught.value.blocks) == 3
+    assert (pool.holds(0, blocks[1:]) == 1).all()
+    below.go.set()
+    assert first.result(20).all()
+
+
+def line_of(urgent=Kind.LOAD, *, others=2):
+    return Line(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
+
+
+def put(line, kind, count, rows_per_part=100):
+    job = Job(kind, 0, [b"k"] * count, np.arange(count))
+    line.put(job, 10, rows_per_part)
+    return job
+
+
+def test_a_line_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older():
+    for urgent, other in ((Kind.LOAD, Kind.PREFETCH), (Kind.STORE, Kind.DEMOTE)):
+        line = line_of(urgent)
+        for kind, count in ((other, 1), (urgent, 9), (urgent, 2), (other, 5), (urgent, 9)):
+            put(line, kind, count)
+        order = []
+        while len(line):
+            part = line.take()
+            order.append((part.job.kind, len(part.job.keys)))
+            line.done(part)
+        assert order == [(urgent, 2), (urgent, 9), (urgent, 9), (other, 1), (other, 5)]
+        assert line.nbytes == 0
+
+
+def test_a_small_job_overtakes_a_large_one_that_has_begun():
+    line = line_of()
+    large = put(line, Kind.LOAD, 9, rows_per_part=3)
+    taken = [line.take()]
+    small = put(line, Kind.LOAD, 2)
+    taken += [line.take() for _ in range(3)]
+    assert [part.job for part in taken] == [large, small, large, large]
+    assert [part.positions for part in taken if part.job is large] == [
+        slice(0, 3), slice(3, 6), slice(6, 9),
+    ]  # fmt: skip
+    for part in taken:
+        line.done(part)
+    assert line.nbytes == len(line) == 0
+
+
+def test_the_less_urgent_kind_leaves_workers_to_the_urgent_one():
+    line = line_of(Kind.STORE, others=1)
+    first, second = put(line, Kind.DEMOTE, 1), put(line, Kind.DEMOTE, 1)
+    running = line.take()
+    assert running.job is first
+    waiting = []
+    thread = threading.Thread(target=lambda: waiting.append(line.take()))
+    thread.start()
+    store = put(line, Kind.STORE, 1)
+    thread.join(20)
+    assert [part.job for part in waiting] == [store]  # not the second demotion
+    line.done(running)
+    assert line.take().job is second
+
+
+# ── both directions at once ───────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Every copy of a mover calls `copies.before(source, destination)` first."""
+
+    class Copies:
+        before = staticmethod(lambda source, destination: None)
+
+    def watched(source, destination, *arguments, **options):
+        Copies.before(source, destination)
+        return copy(source, destination, *arguments, **options)
+
+    monkeypatch.setattr("kvstow.offload.mover.copy", watched)
+    return Copies
+
+
+def test_stores_and_loads_copy_at_the_same_time(setting, copies):
+    layout, arena, _, _, make = setting
+    row, workers = layout.row_bytes(0), 3
+    mover = make(below=None, limits=Limits(workers=workers, part_bytes=2 * row))
+    ids = ids_of(layout, 0, 12)
+    assert mover.store(0, ids[:6], keys_of(0, ids[:6])).result(20).all()
+    want = [row_bytes(layout, 0, int(i), arena.bytes.numpy()).copy() for i in ids[:6]]
+    meeting = threading.Barrier(2 * workers)  # all of them are in a copy, or it breaks
+    copies.before = lambda source, destination: meeting.wait(20)
+    store = mover.store(0, ids[:6], [b"again%d" % i for i in range(6)])
+    load = mover.load(0, keys_of(0, ids[:6]), ids[6:])
+    assert store.result(30).all()
+    assert load.result(30).all()
+    for i, row in zip(ids[6:], want, strict=True):
+        assert (row_bytes(layout, 0, int(i), arena.bytes.numpy()) == row).all()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_no_more_parts_than_workers_are_under_way_in_a_direction(setting, copies, workers):
+    layout, _, _, _, make = setting
+    mover = make(below=None, limits=Limits(workers=workers, part_bytes=1))
+    now, most, lock = {}, {}, threading.Lock()
+
+    def before(source, destination):
+        with lock:
+            now[source] = now.get(source, 0) + 1
+            most[source] = max(most.get(source, 0), now[source])
+        time.sleep(0.002)
+        with lock:
+            now[source] -= 1
+
+    copies.before = before
+    ids = ids_of(layout, 0, 20)
+    assert mover.store(0, ids, keys_of(0, ids)).result(20).all()
+    jobs = [mover.load(0, keys_of(0, ids), ids), mover.store(0, ids, keys_of(1, ids))]
+    assert all(job.result(20).all() for job in jobs)
+    assert max(most.values()) <= workers
+    assert len(most) == 2
+
+
+def test_blocked_stores_do_not_hold_up_a_load(setting, copies):
+    layout, _, host, _, make = setting
+    mover = make(below=None, limits=Limits(workers=2, part_bytes=1))
+    ids = ids_of(layout, 0, 12)
+    mover.store(0, ids[:4], keys_of(0, ids[:4])).result(20)
+    go = threading.Event()
+    copies.before = lambda source, destination: destination is not host.arena or go.wait(20)
+    store = mover.store(0, ids, keys_of(1, ids))
+    try:
+        for _ in range(5):
+            assert mover.load(0, keys_of(0, ids[:4]), ids[:4]).result(10).all()
+        assert not store.moved.any()
+        assert not store.over
+    finally:
+        go.set()
+    assert store.result(20).all()
+
+
+def test_blocked_loads_do_not_hold_up_a_store(setting):
+    layout, _, host, below, make = setting
+    mover = make(limits=Limits(workers=2, part_bytes=1))
+    below.rows |= {(0, b"%d" % i): np.full(host.layout.row_bytes(0), i, np.uint8)
+                   for i in range(6)}  # fmt: skip
+    ids = ids_of(layout, 0, 12)
+    below.go.clear()
+    loads = [mover.load(0, [b"%d" % i], ids[i : i + 1]) for i in range(6)]
+    ahead = mover.prefetch(0, [b"5"])
+    assert mover.store(0, ids[6:], keys_of(0, ids[6:])).result(10).all()
+    assert not any(job.over for job in (*loads, ahead))
+    below.go.set()
+    assert all(job.result(20).all() for job in loads)
+
+
+def test_blocked_demotion_does_not_hold_up_a_store(setting):
+    layout, _, _, below, make = setting
+    mover = make(limits=Limits(workers=2, part_bytes=1))
+    ids = ids_of(layout, 0, 12)
+    below.go.clear()
+    for i in ids:
+        assert mover.store(0, [i], keys_of(0, [i])).result(10).all()
+    assert below.stores == []
+    below.go.set()
+    assert mover.drain(20)
+    assert sorted(below.stores) == sorted(keys_of(0, ids))
+
+
+def test_each_direction_has_bounds_of_its_own(setting, copies):
+    layout, _, host, _, make = setting
+    row = host.layout.row_bytes(0)
+    mover = make(below=None, limits=Limits(workers=1, max_bytes=3 * row, part_bytes=1))
+    ids = ids_of(layout, 0, 4)
+    mover.store(0, ids[:3], keys_of(0, ids[:3])).result(20)
+    assert mover.drain(20)
+    go = threading.Event()
+    copies.before = lambda source, destination: go.wait(20)
+    try:
+        store = mover.store(0, ids[:3], keys_of(1, ids[:3]))
+        with pytest.raises(StoreError, match="line is full"):
+            mover.store(0, ids[:1], [b"more"])
+        load = mover.load(0, keys_of(0, ids[:3]), ids[1:])
+        with pytest.raises(StoreError, match="line is full"):
+            mover.load(0, keys_of(0, ids[:1]), ids[:1])
+    finally:
+        go.set()
+    assert store.result(20).all()
+    assert load.result(20).all()
+
+
+def test_a_load_does_not_wait_for_demotion_to_end(setting):
+    layout, _, _, below, make = setting
+    mover = make(limits=Limits(workers=2))
+    ids = ids_of(layout, 0, 2)
+    below.go.clear()
+    mover.store(0, ids, keys_of(0, ids)).result(20)
+    assert mover.load(0, keys_of(0, ids), ids).result(20).all()  # demotion still hangs
+    assert below.stores == []
+
+
+def test_rows_come_past_a_host_tier_that_has_no_room(setting):
+    layout, arena, host, below, make = setting
+    below.rows[0, b"row"] = np.full(host.layout.row_bytes(0), 3, np.uint8)
+    mover = make()
+    filler = host.reserve(0, [key(0, 10_000 + i) for i in range(10_000)])
+    rest = host.reserve(1, [key(1, 10_000 + i) for i in range(10_000)])
+    ids = ids_of(layout, 0, 1)
+    assert mover.load(0, [b"row"], ids).result(20).all()
+    assert (row_bytes(layout, 0, int(ids[0]), arena.bytes.numpy()) == 3).all()
+    host.abandon(filler)
+    host.abandon(rest)
+
+
+def test_misuse_is_refused_before_anything_moves(setting):
+    _layout, _, _, _, make = setting
+    mover = make()
+    with pytest.raises(StoreError, match="2 keys for 1 blocks"):
+        mover.store(0, [1], [b"a", b"b"])
+    with pytest.raises(BlockError):
+        mover.load(0, [b"a"], [10**6])
+    with pytest.raises(StoreError, match="not over after"):
+        Job(Kind.LOAD, 0, [b"a"], np.array([1])).result(0)
+
+
+def test_a_tier_of_other_rows_is_refused(setting):
+    _, arena, host, _, _ = setting
+    with pytest.raises(StoreError, match="other rows"):
+        Mover(arena, host, Slow(hybrid(content=16)))
+
+
+def test_an_empty_job_is_over_at_once(setting):
+    _, _, _, _, make = setting
+    mover = make()
+    job = mover.load(0, [], [])
+    assert job.result(5).tolist() == []
+    assert job in mover.reap()
+
+
+def test_a_closed_mover_takes_no_jobs_and_leaves_none_hanging(setting):
+    layout, _, host, below, make = setting
+    mover = make(limits=Limits(workers=1, part_bytes=1))
+    below.rows |= {(0, b"%d" % i): np.zeros(host.layout.row_bytes(0), np.uint8) for i in range(9)}
+    below.go.clear()
+    job = mover.load(0, [b"%d" % i for i in range(9)], ids_of(layout, 0, 9))
+    threading.Timer(0.2, below.go.set).start()
+    mover.close()
+    assert job.over
+    with pytest.raises(StoreError, match="closed"):
+        mover.load(0, [b"1"], ids_of(layout, 0, 1))
+
+
+def test_a_job_that_ends_before_its_submission_returns_is_reaped_once(setting):
+    layout, _, _host, _, make = setting
+    pool = Pool(layout)
+    mover = make(pool=pool)
+    line = mover._lines[False]
+    put = line.put
+
+    def slow_put(job, *arguments):
+        put(job, *arguments)
+        assert job.wait(20)  # a worker was faster than the thread that submits
+
+    line.put = slow_put
+    blocks = pool.hold(0, 2)
+    job = mover.store(0, blocks, keys_of(0, blocks))
+    assert mover.reap() == (job,)
+    assert (pool.holds(0, blocks) == 1).all()

@@ -1,0 +1,319 @@
+"""Stores of one layout, arenas of another: tp, pp, order, tokens per block, whole requests."""
+
+import uuid
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import RouteError, StoreError
+from kvstow.memory.arena import Arena
+from kvstow.offload.convert import convert
+from kvstow.offload.disk import DiskTier
+from kvstow.offload.host import HostTier
+from kvstow.offload.keys import block_keys, hit, links, wanted
+from kvstow.offload.mover import Mover
+from kvstow.offload.neighbours import neighbours
+from kvstow.offload.request import load_request
+from kvstow.offload.shared import remove
+from kvstow.offload.store import Store
+from kvstow.plan.align import Site
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Full, State, Window
+from kvstow.plan.spec import Extent
+from kvstow.route.blocks import Blocks
+from offloading import hybrid, layer
+
+MIB = 1 << 20
+TOKENS = 24
+
+
+def layout_of(tp=(0, 1), *, order="BLHNC", block_tokens=4, num_slabs=24):
+    """Three full, two window, one recurrent layer; heads split over tp ranks."""
+    rank, size = tp
+    heads = Extent("head", 4, ((4 // size * rank, 4 // size * (rank + 1)),))
+    layers = [
+        *(layer(f"l.{i}", Full(), block_tokens=block_tokens, heads=heads) for i in (0, 2, 4)),
+        *(layer(f"l.{i}", Window(8), block_tokens=block_tokens, heads=heads) for i in (1, 3)),
+        layer("l.5", State(checkpoints=2), block_tokens=block_tokens),
+    ]
+    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="m", order=order, tp=tp))
+
+
+def value(name, field, head, token, content):
+    """What a cell holds; by content, so that a misplaced one shows."""
+    which = int(name.split(".")[1]) * 2 + (field == "v")
+    return np.float16((which * 13 + head * 7 + token * 3 + content) % 2039)
+
+
+def fill(arena, group, ids, first_token):
+    """Write a request's blocks: block `ids[i]` holds tokens from `first_token[i]` on."""
+    for spec in arena.layout.groups[group].group.layers:
+        heads = [h for lo, hi in spec.heads.pieces for h in range(lo, hi)]
+        for field in ("k", "v"):
+            view = arena.field(spec.name, field).numpy()
+            for block, first in zip(ids, first_token, strict=True):
+                for h, head in enumerate(heads):
+                    for t in range(spec.states):
+                        for c in range(8):
+                            view[block, h, t, c] = value(spec.name, field, head, first + t, c)
+
+
+def check(arena, group, ids, first_token):
+    expected = Arena(arena.layout)
+    fill(expected, group, ids, first_token)
+    for spec in arena.layout.groups[group].group.layers:
+        for field in ("k", "v"):
+            got = arena.field(spec.name, field).numpy()[ids]
+            assert (got == expected.field(spec.name, field).numpy()[ids]).all()
+
+
+def tokens_of(group, index):
+    """First token of each block; a summary stands for the end of its block."""
+    if isinstance(group.retention, State):
+        return [(int(i) + 1) * group.block_tokens for i in index]
+    return [int(i) * group.block_tokens for i in index]
+
+
+PROMPT = Prompt.of(np.arange(100, 100 + TOKENS), salt=b"tenant")
+
+
+def saved(path, layout):
+    """A store with every block of the prompt in every group; its arena is forgotten."""
+    arena = Arena(layout)
+    with Store.open(path, layout, capacity=4 * MIB) as store:
+        for g, rows in enumerate(layout.groups):
+            keys = block_keys(PROMPT, rows.group.block_tokens)
+            ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
+            fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
+            assert store.save(arena, g, ids, keys, links(keys)).all()
+    return DiskTier(path)
+
+
+def loaded(tiers, layout, num_tokens=TOKENS):
+    """The prompt's blocks in a fresh arena of a layout, checked value by value."""
+    arena = Arena(layout)
+    arena.bytes.fill_(0xAB)
+    keyed = wanted(tiers[0].layout, PROMPT, num_tokens)
+    blocks, start = {}, 1
+    for g, rows in enumerate(layout.groups):
+        group = rows.group
+        if isinstance(group.retention, State):
+            index = np.array([0])
+        else:
+            last = -(-num_tokens // group.block_tokens)
+            first = 0 if isinstance(group.retention, Full) else max(0, last - 2)
+            index = np.arange(first, last)
+        ids = np.arange(len(index)) + rows.rows_per_slab * start
+        start += -(-len(index) // rows.rows_per_slab)
+        blocks[g] = Blocks(ids, index)
+    assert load_request(tiers, keyed, arena, blocks, num_tokens)
+    for g, rows in enumerate(layout.groups):
+        recurrent = isinstance(rows.group.retention, State)
+        index = blocks[g].index
+        first = [num_tokens] if recurrent else tokens_of(rows.group, index)
+        if not recurrent and isinstance(rows.group.retention, Window):
+            keep = [f >= num_tokens - 8 for f in first]
+            check(arena, g, blocks[g].ids[keep], [f for f, k in zip(first, keep, strict=True) if k])
+        else:
+            check(arena, g, blocks[g].ids, first)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLNHC", "BHLNC"])
+def test_a_request_comes_into_another_order(tmp_path, order):
+    tier = saved(tmp_path, layout_of())
+    loaded([tier], layout_of(order=order))
+    tier.close()
+
+
+@pytest.mark.parametrize("block_tokens", [2, 8, 12])
+def test_a_request_comes_into_other_block_sizes(tmp_path, block_tokens):
+    tier = saved(tmp_path, layout_of())
+    loaded([tier], layout_of(block_tokens=block_tokens))
+    tier.close()
+
+
+def test_two_ranks_stores_fill_one_arena_and_one_store_fills_two(tmp_path):
+    halves = [saved(tmp_path / str(r), layout_of(tp=(r, 2))) for r in range(2)]
+    loaded(halves, layout_of())
+    loaded(halves, layout_of(block_tokens=8, order="BHLNC"))
+    whole = saved(tmp_path / "whole", layout_of())
+    for r in range(2):
+        loaded([whole], layout_of(tp=(r, 2)))
+    for tier in (*halves, whole):
+        tier.close()
+
+
+def shelved(name, layout):
+    """A shared host tier with every block of the prompt, which its process has left."""
+    arena = Arena(layout)
+    host = HostTier(layout, capacity=MIB, shared=name)
+    with closing(host), closing(Mover(arena, host)) as mover:
+        for g, rows in enumerate(layout.groups):
+            keys = block_keys(PROMPT, rows.group.block_tokens)
+            ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
+            fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
+            assert mover.store(g, ids, keys).result(20).all()
+
+
+def test_shared_host_tiers_of_two_ranks_fill_one_arena_and_one_fills_two():
+    for sources, targets in (([(0, 2), (1, 2)], [(0, 1)]), ([(0, 1)], [(0, 2), (1, 2)])):
+        name = f"kvstow-test-{uuid.uuid4().hex[:12]}"
+        try:
+            for tp in sources:
+                shelved(name, layout_of(tp=tp))
+            parts = neighbours(name)
+            assert sorted(part.layout.tp for part in parts) == sources
+            for tp in targets:
+                loaded(parts, layout_of(tp=tp))
+                loaded(parts, layout_of(tp=tp, order="LBHNC"))
+            for part in parts:
+                part.close()
+        finally:
+            assert remove(name) == len(sources)
+
+
+def test_one_ranks_store_alone_is_refused_for_the_whole(tmp_path):
+    tier = saved(tmp_path, layout_of(tp=(0, 2)))
+    with pytest.raises(RouteError, match="no source holds"):
+        loaded([tier], layout_of())
+    tier.close()
+
+
+def test_a_request_with_a_missing_row_is_a_miss_and_writes_nothing(tmp_path):
+    tier = saved(tmp_path, layout_of())
+    keyed = wanted(tier.layout, PROMPT, TOKENS)
+    tier.evict(0, keyed[0].keys[2:3])
+    layout = layout_of(order="BLNHC")
+    arena = Arena(layout)
+    before = arena.bytes.numpy().copy()
+    blocks = {g: Blocks.first([rows.rows_per_slab]) for g, rows in enumerate(layout.groups)}
+    assert not load_request([tier], keyed, arena, blocks, TOKENS)
+    assert (arena.bytes.numpy() == before).all()
+    tier.close()
+
+
+# ── conversion ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{"order": "BHLNC"}, {"order": "LBNHC"}, {"block_tokens": 8}, {"block_tokens": 12}],
+    ids=str,
+)
+def test_a_converted_store_serves_arenas_of_the_new_layout_directly(tmp_path, target):
+    old = saved(tmp_path / "old", layout_of())
+    layout = layout_of(**target)
+    new = DiskTier(tmp_path / "new", layout, capacity=4 * MIB)
+    done = convert([old], new)
+    assert done.incomplete == 0
+    assert done.written == new.usage.rows
+    arena = Arena(layout)
+    with Store(new, layout) as store:
+        for g, rows in enumerate(layout.groups):
+            keys = block_keys(PROMPT, rows.group.block_tokens)
+            ids = np.arange(len(keys)) + rows.rows_per_slab
+            assert store.load(arena, g, keys, ids).all()
+            check(arena, g, ids, tokens_of(rows.group, range(len(keys))))
+    old.close()
+
+
+def test_two_ranks_stores_are_converted_into_one(tmp_path):
+    halves = [saved(tmp_path / str(r), layout_of(tp=(r, 2))) for r in range(2)]
+    new = DiskTier(tmp_path / "new", layout_of(), capacity=4 * MIB)
+    halves[1].evict(0, block_keys(PROMPT, 4)[1:2])
+    done = convert(halves, new)
+    assert done.incomplete == 1
+    assert not new.contains(0, block_keys(PROMPT, 4)[1:2]).any()
+    loaded([new], layout_of(tp=(0, 2)), num_tokens=4)
+    for tier in (*halves, new):
+        tier.close()
+
+
+def test_conversion_keeps_chains_so_that_it_can_be_repeated(tmp_path):
+    old = saved(tmp_path / "4", layout_of())
+    mid = DiskTier(tmp_path / "8", layout_of(block_tokens=8), capacity=4 * MIB)
+    end = DiskTier(tmp_path / "24", layout_of(block_tokens=24), capacity=4 * MIB)
+    convert([old], mid)
+    convert([mid], end)
+    assert end.contains(0, block_keys(PROMPT, 24)).all()
+    for tier in (old, mid, end):
+        tier.close()
+
+
+def test_smaller_blocks_cannot_be_converted_to(tmp_path):
+    old = saved(tmp_path / "old", layout_of())
+    new = DiskTier(tmp_path / "new", layout_of(block_tokens=2), capacity=4 * MIB)
+    with pytest.raises(
+        StoreError, match=r"keys, not the tokens .*\n\nhint: choose a multiple of 4"
+    ):
+        convert([old], new)
+    assert new.usage.rows == 0
+    loaded([old], layout_of(block_tokens=2))  # what the hint says
+    old.close()
+    new.close()
+
+
+# ── keys and hits ─────────────────────────────────────────────────────────────────────
+
+
+def test_keys_name_the_prefix_whatever_the_block_size():
+    small, large = block_keys(PROMPT, 4), block_keys(PROMPT, 12)
+    assert large == small[2::3]
+    assert len(set(small)) == len(small) == TOKENS // 4
+
+
+def test_keys_depend_on_salt_tokens_and_other_inputs():
+    tokens = list(range(8))
+    variants = [
+        Prompt.of(tokens),
+        Prompt.of(tokens, salt=b"a"),
+        Prompt.of([*tokens[:7], 9]),
+        Prompt.of(tokens, inputs=((0, b"image"),)),
+        Prompt.of(tokens, inputs=((5, b"image"),)),
+        Prompt.of(tokens, inputs=((5, b"other"),)),
+    ]
+    assert len({block_keys(prompt, 8)[0] for prompt in variants}) == len(variants)
+    firsts = [block_keys(prompt, 4)[0] for prompt in variants]
+    assert firsts[0] == firsts[2] == firsts[4] == firsts[5]  # they differ from token 5 on
+
+
+def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(tmp_path):
+    tier = saved(tmp_path, layout_of())
+    assert hit([tier], PROMPT).num_tokens == 20  # the last token is always computed
+    longer = PROMPT.extended([1, 2, 3])
+    assert hit([tier], longer).num_tokens == 24
+    keys = block_keys(PROMPT, 4)
+    names = [rows.group.name for rows in tier.layout.groups]
+    tier.evict(names.index("window8"), keys[:3])  # before the last window: not needed
+    assert hit([tier], longer).num_tokens == 24
+    tier.evict(names.index("state"), keys[5:])  # no checkpoint at 24
+    assert hit([tier], longer).num_tokens == 20
+    tier.evict(names.index("full"), keys[1:2])
+    assert hit([tier], longer).num_tokens == 0  # 4 would need the first block of the window
+    tier.close()
+
+
+def test_a_hit_may_be_pieced_together_from_several_tiers(tmp_path):
+    tier = saved(tmp_path, layout_of())
+    host = HostTier(tier.layout, capacity=MIB)
+    keys = block_keys(PROMPT, 4)
+    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in keys]
+    tier.load(0, keys, rows)
+    host.store(0, keys[2:4], rows[2:4])
+    tier.evict(0, keys[2:4])
+    longer = PROMPT.extended([1])
+    assert hit([tier], longer).num_tokens < 24
+    assert hit([host, tier], longer).num_tokens == 24
+    tier.close()
+
+
+def test_the_layout_in_a_store_is_what_the_fingerprint_says(tmp_path):
+    layout = hybrid()
+    tier = DiskTier(tmp_path, layout, capacity=MIB)
+    assert tier.layout.groups[0].group == layout.groups[0].group
+    assert replace(tier.layout, num_slabs=2) == tier.layout
+    tier.close()

@@ -1,0 +1,185 @@
+from dataclasses import dataclass
+
+import pytest
+
+from kvstow.errors import PlanError
+from kvstow.plan.align import Alignment, Demand, Site
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import ORDERS
+from kvstow.plan.models import catalogue, model_layers
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.retention import Window
+from planning import attention, recurrent
+
+PACKINGS = (packed, union, separate)
+
+
+@pytest.mark.parametrize("name", catalogue())
+@pytest.mark.parametrize("memory", [1 << 30, 40 << 30])
+def test_padding_of_catalogue_models_keeps_within_four_percent(name, memory):
+    layout = packed(grouped(model_layers(name).layers), budget=memory)
+    padding = [
+        1 - rows.rows_per_slab * sum(layer.page_bytes for layer in rows.group.layers)
+        / layout.slab_bytes
+        for rows in layout.groups
+    ]  # fmt: skip
+    assert max(padding) <= 0.04
+    assert sum(padding) / len(padding) <= 0.025
+    assert (1 << 30) // layout.slab_bytes >= 12
+    if len(layout.groups) == 1:
+        assert max(padding) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "qwen3-next-80b", "gemma-3-27b"])
+def test_every_packing_exists_in_every_order(name):
+    groups = grouped(model_layers(name).layers)
+    for pack in PACKINGS:
+        for order in ORDERS:
+            layout = pack(groups, budget=4 << 30, site=Site(model=name, order=order))
+            assert layout.order == order
+            assert layout.nbytes <= 4 << 30
+
+
+def test_v4_rows_are_exact_to_the_byte():
+    for name, nbytes in (("deepseek-v4-flash", 1_002_240), ("deepseek-v4-pro", 1_435_968)):
+        layout = packed(grouped(model_layers(name).layers), budget=60 << 30)
+        assert layout.row_bytes(layout.group_index("full")) == nbytes
+
+
+def test_union_has_the_incumbents_five_groups_and_their_fill():
+    layout = union(grouped(model_layers("deepseek-v4-flash").layers), budget=60 << 30)
+    assert layout.slab_bytes == 1_002_240
+    fills = sorted(round(100 * rows.group.page_bytes / 1_002_240) for rows in layout.groups)
+    assert fills == [66, 78, 82, 87, 100]
+
+
+def test_union_inflates_attention_blocks_to_the_state_page_and_packed_never_does():
+    groups = grouped(model_layers("qwen3-next-80b").layers)
+    inflated = union(groups, budget=40 << 30)
+    assert inflated.slab_bytes == 13_369_344
+    assert inflated.groups[0].group.block_tokens == 544
+    tight = packed(groups, budget=40 << 30)
+    assert tight.groups[0].group.block_tokens == 16
+
+
+def test_a_later_group_with_a_larger_page_counts():
+    """Facts 1: the slab is not sized by the first group."""
+    layers = [attention("a", heads=1, dim=2), attention("b", heads=8, dim=64, retention=Window(4))]
+    for pack in PACKINGS:
+        layout = pack(grouped(layers), num_slabs=3)
+        assert layout.slab_bytes >= max(rows.group.page_bytes for rows in layout.groups)
+        assert layout.groups[1].group.page_bytes > layout.groups[0].group.page_bytes
+
+
+def test_tokens_per_block_do_not_change_a_recurrent_page():
+    """Facts 3."""
+    pages = {
+        tokens: [
+            layer.page_bytes
+            for layer in model_layers("jamba-mini", block_tokens=tokens).layers
+            if "mamba" in layer.name
+        ]
+        for tokens in (16, 64)
+    }
+    assert pages[16] == pages[64] != []
+
+
+@dataclass
+class Lookalike:
+    """Behaves like a number where nobody looks closely."""
+
+    value: int
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __floordiv__(self, other: int) -> int:
+        return self.value // other
+
+
+@pytest.mark.parametrize("budget", [1e9, True, "20GiB", Lookalike(1 << 30), 0, -5])
+def test_a_budget_that_is_no_whole_number_is_refused(budget):
+    """Facts 4: a mock object must not become a block count."""
+    groups = grouped([attention("a")])
+    for pack in PACKINGS:
+        with pytest.raises(PlanError, match="budget in bytes is"):
+            pack(groups, budget=budget)
+        with pytest.raises(PlanError, match="number of slabs is"):
+            pack(groups, num_slabs=budget)
+
+
+def test_a_budget_and_a_number_of_slabs_exclude_each_other():
+    groups = grouped([attention("a")])
+    with pytest.raises(PlanError, match="either"):
+        packed(groups)
+    with pytest.raises(PlanError, match="either"):
+        packed(groups, budget=1, num_slabs=2)
+
+
+def test_a_budget_below_two_slabs_is_refused_with_the_least_that_works():
+    groups = grouped([attention("a", heads=2, dim=64)])
+    with pytest.raises(PlanError) as refused:
+        packed(groups, budget=1000)
+    least = int(str(refused.value).rsplit("at least ", 1)[1].split()[0])
+    assert packed(groups, budget=least).num_slabs == 2
+    with pytest.raises(PlanError):
+        packed(groups, budget=least - 1)
+
+
+def test_demands_on_offsets_and_strides_are_met():
+    """Facts 11: a reader declares its constraints, the plan satisfies them."""
+    layers = [attention(f"layers.{i}", heads=1, dim=10, tokens=3) for i in range(3)]
+    demands = (Demand(layers="layers.1", offset_multiple=512, stride_multiple=3 * 512),)
+    for pack in PACKINGS:
+        site = Site(alignment=Alignment(demands=demands))
+        layout = pack(grouped(layers), num_slabs=3, site=site)
+        place = layout.layers["layers.1"][2]
+        assert place.offset % 512 == 0
+        assert place.block_stride % 1536 == 0
+
+
+def test_a_kernel_that_ignores_strides_is_refused_on_rows_and_served_by_compact_layers():
+    layers = [attention(f"layers.{i}", heads=1, dim=8, tokens=2) for i in range(3)]
+    page = layers[0].page_bytes
+    alignment = Alignment(demands=(Demand(stride_limit=page),))
+    with pytest.raises(PlanError, match=f"is above the limit of {page}"):
+        packed(grouped(layers), num_slabs=3, site=Site(alignment=alignment))
+    site = Site(order="LBHNC", alignment=alignment)
+    assert (
+        packed(grouped(layers), num_slabs=3, site=site).layers["layers.0"][2].block_stride == page
+    )
+
+
+def test_alignments_that_are_no_whole_numbers_are_refused():
+    with pytest.raises(PlanError, match="row alignment is 0"):
+        Alignment(row=0)
+    with pytest.raises(PlanError, match=r"page alignment is 2\.0"):
+        Alignment(page=2.0)
+
+
+def test_inline_scales_are_part_of_the_page():
+    """Facts 13."""
+    plain = model_layers("llama-3.1-8b", kv_dtype="fp8").layers[0]
+    scaled = model_layers("llama-3.1-8b", kv_dtype="fp8_per_token_head").layers[0]
+    assert scaled.page_bytes - plain.page_bytes == 8 * 16 * 2 * 4
+
+
+def test_counts_come_from_the_plan_not_from_the_size_of_some_storage():
+    """Facts 14: a larger arena does not mean more blocks."""
+    groups = grouped([attention("a", heads=2, dim=64)])
+    layout = packed(groups, budget=10_000)
+    assert layout.num_blocks(0) * layout.row_stride(0) == layout.nbytes < 10_000
+
+
+def test_layers_of_one_kind_are_grouped_without_trying():
+    """Facts 7: grouping is by value, and states with attention just make two groups."""
+    names = [g.name for g in grouped([attention("a"), recurrent("b"), attention("c")])]
+    assert names == ["full", "state"]
+
+
+def test_a_long_recurrent_row_becomes_equal_groups():
+    layout = packed(grouped(model_layers("qwen3-next-80b").layers), budget=8 << 30)
+    states = [rows for rows in layout.groups if rows.group.name.startswith("state")]
+    assert len(states) > 1
+    assert len({len(rows.group.layers) for rows in states}) == 1
+    assert max(rows.group.page_bytes for rows in states) <= 32 << 20

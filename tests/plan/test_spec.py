@@ -1,0 +1,157 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.errors import SpecError
+from kvstow.plan.retention import Full, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+
+
+def field(name: str, dtype: DType, *sizes: int) -> Field:
+    return Field(name, dtype, tuple(Extent.whole(f"axis{i}", n) for i, n in enumerate(sizes)))
+
+
+def layer(**changes: object) -> LayerSpec:
+    facts: dict[str, object] = {
+        "name": "layer",
+        "retention": Full(),
+        "block_tokens": 16,
+        "states": 16,
+        "heads": Extent.whole("head", 2),
+        "fields": (field("k", DType.BFLOAT16, 4), field("v", DType.BFLOAT16, 4)),
+    }
+    return LayerSpec(**(facts | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "unit", "per_unit"),
+    [
+        (DType.FLOAT64, 64, 8, 1),
+        (DType.FLOAT32, 32, 4, 1),
+        (DType.BFLOAT16, 16, 2, 1),
+        (DType.FLOAT8_E5M2, 8, 1, 1),
+        (DType.FLOAT4_E2M1, 4, 1, 2),
+        (DType.INT4, 4, 1, 2),
+    ],
+)
+def test_an_element_type_knows_its_bits_and_its_addressable_unit(
+    dtype: DType, bits: int, unit: int, per_unit: int
+) -> None:
+    assert (dtype.bits, dtype.unit, dtype.per_unit) == (bits, unit, per_unit)
+
+
+def test_every_element_type_has_a_size() -> None:
+    assert all(dtype.bits in (4, 8, 16, 32, 64) for dtype in DType)
+
+
+def test_a_whole_extent_is_one_piece_of_everything() -> None:
+    assert Extent.whole("head", 8) == Extent("head", 8, ((0, 8),))
+
+
+def test_an_extents_size_is_the_sum_of_its_pieces() -> None:
+    assert Extent("channel", 20, ((0, 4), (10, 12), (15, 16))).size == 4 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(), ((0, 0),), ((-1, 2),), ((0, 9),), ((3, 2),), ((0, 4), (3, 6)), ((0, 2), (0, 2))],
+)
+def test_an_extent_of_pieces_that_are_empty_outside_or_overlapping_cannot_be_built(
+    pieces: tuple[tuple[int, int], ...],
+) -> None:
+    with pytest.raises(SpecError, match="disjoint"):
+        Extent("head", 8, pieces)
+
+
+def test_pieces_may_lie_in_memory_in_another_order_than_in_the_model() -> None:
+    assert Extent("head", 8, ((6, 8), (0, 2))).size == 4
+
+
+def test_a_four_bit_field_of_an_odd_length_does_not_fill_whole_bytes() -> None:
+    with pytest.raises(SpecError, match="3 elements of int4"):
+        field("k", DType.INT4, 3)
+
+
+def test_a_field_without_axes_cannot_be_built() -> None:
+    with pytest.raises(SpecError, match="no axes"):
+        Field("k", DType.INT8, ())
+
+
+@given(st.sampled_from(DType), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_a_fields_bytes_are_its_elements_times_their_bits(dtype: DType, sizes: list[int]) -> None:
+    sizes[-1] *= 2
+    elements = 1
+    for size in sizes:
+        elements *= size
+    assert field("x", dtype, *sizes).nbytes * 8 == elements * dtype.bits
+
+
+def test_a_page_is_heads_times_states_times_cell() -> None:
+    assert layer().cell_bytes == 4 * 2 + 4 * 2
+    assert layer().page_bytes == 2 * 16 * (4 * 2 + 4 * 2)
+
+
+def test_fields_start_at_their_natural_alignment_and_cells_end_at_the_largest() -> None:
+    fields = (field("a", DType.INT8, 3), field("b", DType.FLOAT32, 1), field("c", DType.INT8, 1))
+    spec = layer(fields=fields)
+    assert spec.field_offsets == {"a": 0, "b": 4, "c": 8}
+    assert spec.cell_bytes == 12
+
+
+def test_an_aligned_page_is_padded_and_says_what_it_held_before() -> None:
+    spec = layer(align=576)
+    assert spec.payload_bytes == 512
+    assert spec.page_bytes == 576
+
+
+@pytest.mark.parametrize("key", ["block_tokens", "states", "align"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "4", None])
+def test_a_layer_whose_counts_are_not_whole_and_positive_cannot_be_built(
+    key: str, value: object
+) -> None:
+    with pytest.raises(SpecError, match=f"{key} is {value!r}"):
+        layer(**{key: value})
+
+
+def test_states_divide_the_tokens_of_a_block() -> None:
+    with pytest.raises(SpecError, match="16 tokens per block do not make 3"):
+        layer(states=3)
+
+
+def test_a_summary_is_one_state_of_any_number_of_tokens() -> None:
+    assert layer(retention=State(), states=1, block_tokens=511).tokens_per_state == 511
+    with pytest.raises(SpecError, match="one state, not 2"):
+        layer(retention=State(), states=2)
+
+
+def test_two_fields_of_one_name_cannot_share_a_cell() -> None:
+    with pytest.raises(SpecError, match="unique"):
+        layer(fields=(field("k", DType.INT8, 1), field("k", DType.INT8, 1)))
+
+
+def test_a_layer_without_fields_cannot_be_built() -> None:
+    with pytest.raises(SpecError, match="must be some"):
+        layer(fields=())
+
+
+def test_a_missing_field_is_reported_with_those_there_are() -> None:
+    assert layer().field("v").name == "v"
+    with pytest.raises(SpecError, match=r"no field 'q'; it has \['k', 'v'\]"):
+        layer().field("q")
+
+
+def test_per_layer_engines_allocate_keys_and_values_apart() -> None:
+    assert layer().num_tensors == 2
+    assert layer(fields=(field("latent", DType.INT8, 1),)).num_tensors == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sizes_of_one_and_two_are_sizes_like_any_other(size: int) -> None:
+    spec = layer(
+        block_tokens=size,
+        states=size,
+        retention=Window(size),
+        heads=Extent.whole("head", size),
+        fields=(field("k", DType.FLOAT32, size), field("v", DType.FLOAT32, size)),
+    )
+    assert spec.page_bytes == size * size * 2 * size * 4

@@ -1,0 +1,352 @@
+"""Routes by example: what is refused, what is joined, what is left alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstow.errors import BlockError, PlanError, RouteError
+from kvstow.plan.align import Alignment, Site
+from kvstow.plan.fleet import Fleet
+from kvstow.plan.group import Group, grouped
+from kvstow.plan.layout import ORDERS, Layout, PlacedGroup, Placement
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.route.blocks import Blocks
+from kvstow.route.price import Link, price
+from kvstow.route.route import route
+from kvstow.route.sources import sources
+from planning import attention, recurrent
+
+TIGHT = Alignment(page=1, row=1, base=64)
+
+
+def laid_out(*layers, order="BLHNC", pack=packed, num_slabs=12, alignment=TIGHT, **site) -> Layout:
+    where = Site(model="m", order=order, alignment=alignment, **site)
+    return pack(grouped(layers), num_slabs=num_slabs, site=where)
+
+
+def first(*ids) -> dict[int, Blocks]:
+    return {0: Blocks.first(ids)}
+
+
+def triples(moves) -> list[tuple[int, int, int]]:
+    columns = (moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist())
+    return list(zip(*columns, strict=True))
+
+
+TWO = (attention("layers.0"), attention("layers.1"))  # 2 heads × 2 tokens × 8 bytes a page
+ROW = 64
+
+
+class TestJoining:
+    @pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
+    def test_equal_rows_of_neighbouring_blocks_are_one_move(self, order):
+        layout = laid_out(*TWO, order=order)
+        moves = route(layout, layout).moves(first(2, 3, 4), first(7, 8, 9), 6)
+        assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
+
+    def test_layer_compact_layouts_take_one_move_per_layer_and_run(self):
+        layout = laid_out(*TWO, order="LBHNC")
+        moves = route(layout, layout).moves(first(2, 3, 4), first(7, 8, 9), 6)
+        assert [n for _, _, n in triples(moves)] == [96, 96]
+
+    def test_blocks_listed_out_of_order_are_joined_where_they_lie_side_by_side(self):
+        layout = laid_out(*TWO)
+        moves = route(layout, layout).moves(first(4, 2, 3), first(9, 7, 8), 6)
+        assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
+
+    def test_blocks_that_are_neighbours_on_one_side_only_are_not_joined(self):
+        layout = laid_out(*TWO)
+        moves = route(layout, layout).moves(first(2, 3), first(7, 9), 4)
+        assert triples(moves) == [(2 * ROW, 7 * ROW, ROW), (3 * ROW, 9 * ROW, ROW)]
+
+    def test_padding_between_rows_of_one_request_is_run_over(self):
+        layout = laid_out(*TWO, alignment=Alignment(page=1, row=100, base=100))
+        moves = route(layout, layout).moves(first(2, 3), first(7, 8), 4)
+        assert triples(moves) == [(200, 700, 164)]
+
+    def test_padding_between_rows_that_another_group_uses_is_not_run_over(self):
+        """Two groups interleaved, 8 bytes each: legal, though no planner does it."""
+        spec = attention("layers.0", heads=1, tokens=1)
+        other = attention("layers.1", heads=1, tokens=1, retention=Window(4))
+        layout = Layout(
+            model="m", order="BLHNC", num_slabs=8, nbytes=8 * 16,
+            groups=tuple(
+                PlacedGroup(group=Group(name=name, layers=(layer,)), rows_per_slab=1,
+                     placements=(Placement(offset, 16, 8, 8),))
+                for name, layer, offset in (("a", spec, 0), ("b", other, 8))
+            ),
+            base_align=2,
+        )  # fmt: skip
+        lists = {0: Blocks.first([2, 3]), 1: Blocks.first([5, 6])}
+        moves = route(layout, layout).moves(lists, lists, 2)
+        assert triples(moves) == [(32, 32, 8), (48, 48, 8), (88, 88, 8), (104, 104, 8)]
+
+    def test_padding_on_one_side_is_not_run_over_where_the_other_side_holds_a_layer(self):
+        layers = [attention(f"layers.{i}", heads=1) for i in range(3)]  # pages of 16 bytes
+        stage = laid_out(layers[0], layers[2], pp=(0, 2), alignment=Alignment(page=32, row=1))
+        whole = laid_out(*layers)
+        assert [stage.layers[f"layers.{i}"][2].offset for i in (0, 2)] == [0, 32]
+        for here, there in ((stage, whole), (whole, stage)):
+            moves = route(here, there).moves(first(2), first(3), 2)
+            assert moves.nbytes.tolist() == [16, 16]
+
+    def test_unfilled_slots_are_run_over_in_the_middle_and_not_at_the_end(self):
+        layout = laid_out(*TWO)
+        moves = route(layout, layout).moves(first(2), first(7), 1)
+        assert triples(moves) == [(2 * ROW, 7 * ROW, ROW - 8)]
+
+    def test_exact_moves_leave_unfilled_slots_alone(self):
+        layout = laid_out(*TWO)
+        moves = route(layout, layout).moves(first(2), first(7), 1, exact=True)
+        assert [s - 2 * ROW for s, _, _ in triples(moves)] == [0, 16, 32, 48]
+        assert moves.nbytes.tolist() == [8] * 4
+
+    def test_tokens_before_the_start_are_left_alone(self):
+        layout = laid_out(attention("layers.0", heads=1, tokens=4))
+        moves = route(layout, layout).moves(first(2, 3), first(7, 8), 8, start_token=3)
+        assert triples(moves) == [(2 * 32 + 24, 7 * 32 + 24, 8 + 32)]
+
+    def test_token_contiguous_layers_are_joined_across_blocks_of_unequal_size(self):
+        here = laid_out(attention("layers.0", tokens=4), order="LBNHC")
+        there = laid_out(attention("layers.0", tokens=6), order="LBNHC")
+        moves = route(here, there).moves(first(2, 3, 4), first(5, 6), 12)
+        assert triples(moves) == [(2 * 64, 5 * 96, 12 * 16)]
+
+    def test_moves_come_by_destination_block(self):
+        here, there = laid_out(*TWO), laid_out(*TWO, order="BLNHC")
+        moves = route(here, there).moves(first(5, 2, 9), first(8, 3, 6), 6)
+        assert (np.diff(moves.destination) > 0).all()
+
+    def test_moves_of_two_groups_are_never_joined(self):
+        """Every failure can be told by its group."""
+        layers = (attention("layers.0"), attention("layers.1", retention=Window(2)))
+        layout = laid_out(*layers)
+        assert [rows.rows_per_slab for rows in layout.groups] == [1, 1]
+        lists = {0: Blocks.first([2]), 1: Blocks.first([3])}
+        assert len(route(layout, layout).moves(lists, lists, 2)) == 2
+
+
+class TestRetentions:
+    def test_a_summary_is_moved_whole_whatever_the_start(self):
+        layout = laid_out(recurrent("layers.0"))
+        moves = route(layout, layout).moves(first(2), first(3), 100, start_token=100)
+        nbytes = sum(field.nbytes for field in layout.layers["layers.0"][1].fields)
+        assert moves.total_bytes == nbytes
+
+    def test_summaries_with_different_checkpoint_distances_meet(self):
+        spec = recurrent("layers.0")
+        here, there = laid_out(spec), laid_out(replace(spec, block_tokens=48, retention=State(2)))
+        assert len(route(here, there).moves(first(2), first(3), 10)) == 1
+
+    def test_an_encoding_is_moved_up_to_its_tokens(self):
+        layout = laid_out(attention("layers.0", heads=1, tokens=4, retention=Encoder(6)))
+        moves = route(layout, layout).moves(first(2, 3), first(4, 5), 1, exact=True)
+        assert moves.total_bytes == 6 * 8
+
+    @pytest.mark.parametrize(
+        ("retention", "needed"), [(Window(3), 4), (Chunk(5), 5), (Sink(1, 2), 0), (Full(), 0)]
+    )
+    def test_a_block_that_the_next_token_needs_must_be_listed_by_the_source(
+        self, retention, needed
+    ):
+        """Six tokens, one to a block: the seventh looks back as far as its retention says."""
+        layout = laid_out(attention("layers.0", tokens=1, retention=retention))
+        way = route(layout, layout)
+        everything = np.arange(6)
+        there = {0: Blocks(everything + 2, everything)}
+        kept = everything[everything >= needed]
+        way.moves({0: Blocks(kept + 2, kept)}, there, 6)
+        kept = everything[everything != needed]
+        with pytest.raises(RouteError, match=f"logical blocks {needed} "):
+            way.moves({0: Blocks(kept + 2, kept)}, there, 6)
+
+    def test_source_blocks_that_nobody_asked_for_are_ignored(self):
+        layout = laid_out(*TWO)
+        assert len(route(layout, layout).moves(first(2, 3, 4), first(7), 6)) == 1
+
+    def test_states_of_several_tokens_keep_their_places(self):
+        def compressed(tokens):
+            latent = (Field("latent", DType.UINT8, (Extent.whole("content", 4),)),)
+            return LayerSpec(name="layers.0", retention=Full(), block_tokens=tokens,
+                             states=tokens // 4, heads=Extent.whole("head", 1),
+                             fields=latent)  # fmt: skip
+
+        way = route(laid_out(compressed(8)), laid_out(compressed(12)))
+        moves = way.moves(first(2, 5), first(3, 9), 13, exact=True)
+        assert triples(moves) == [(16, 36, 8), (40, 44, 4), (44, 108, 4)]
+
+
+class TestRefusals:
+    def differences(self, here, there) -> tuple[str, ...]:
+        with pytest.raises(RouteError) as caught:
+            route(here, there)
+        return caught.value.differences
+
+    def test_every_difference_is_listed_with_both_values(self):
+        here = laid_out(attention("layers.0"), attention("layers.1"))
+        there = laid_out(
+            attention("layers.0", dtype=DType.FLOAT8_E4M3),
+            attention("layers.1", heads=4, dim=6, retention=Window(2)),
+        )
+        found = "\n".join(self.differences(here, there))
+        for text in ("'k': dtype is bfloat16 in the source, float8_e4m3fn in the destination",
+                     "'v': dtype is bfloat16",
+                     "heads: size is 2 in the source, 4 in the destination",
+                     "axis 'content': size is 2 in the source, 6 in the destination",
+                     "retention is Full() in the source, Window(tokens=2)"):  # fmt: skip
+            assert text in found
+
+    def test_fields_that_only_one_side_has_are_refused(self):
+        spec = attention("layers.0")
+        scale = Field("k_scale", DType.FLOAT32, (Extent.whole("content", 1),))
+        scaled = replace(spec, fields=(*spec.fields, scale))
+        assert self.differences(laid_out(spec), laid_out(scaled)) == (
+            "layer 'layers.0': field 'k_scale' is none in the source, float32 [1] in the "
+            "destination",
+        )
+        assert "none in the destination" in self.differences(laid_out(scaled), laid_out(spec))[0]
+
+    def test_another_model_is_refused(self):
+        layout = laid_out(*TWO)
+        found = self.differences(layout, replace(layout, model="n"))
+        assert found == ("model is 'm' in the source, 'n' in the destination",)
+
+    def test_layers_that_are_missing_without_a_pipeline_are_refused(self):
+        found = self.differences(laid_out(TWO[0]), laid_out(TWO[1]))
+        assert found == (
+            "layer 'layers.1': missing in the source, held by the destination",
+            "layer 'layers.0': held by the source, missing in the destination",
+        )
+
+    def test_different_tokens_per_state_are_refused(self):
+        spec = attention("layers.0", tokens=4)
+        found = self.differences(laid_out(spec), laid_out(replace(spec, states=2)))
+        assert "tokens per state is 1 in the source, 2 in the destination" in found[0]
+
+    def test_four_bit_elements_split_inside_a_byte_are_refused(self):
+        def part(*pieces):
+            field = Field("k", DType.INT4, (Extent("content", 8, pieces),))
+            return replace(attention("layers.0"), fields=(field,))
+
+        found = self.differences(laid_out(part((0, 4))), laid_out(part((1, 5))))
+        assert "split inside a byte" in found[0]
+
+    def test_ids_outside_the_group_null_rows_and_ids_named_twice_are_refused(self):
+        layout = laid_out(*TWO)
+        way = route(layout, layout)
+        wrong = {
+            (12, 13): "12, 13 are not among",
+            (0, 3): "blocks 0 are not among",
+            (-1, 3): "blocks -1 are not among",
+            (3, 3): "blocks 3 are named twice",
+        }
+        for ids, text in wrong.items():
+            with pytest.raises(BlockError, match=text):
+                way.moves(first(2, 3), first(*ids), 4)
+            with pytest.raises(BlockError, match=text):
+                way.moves(first(*ids), first(2, 3), 4)
+
+    def test_a_group_without_a_list_is_refused(self):
+        layout = laid_out(*TWO)
+        with pytest.raises(RouteError, match="destination group 0"):
+            route(layout, layout).moves(first(2), {}, 2)
+
+    def test_tokens_that_are_no_interval_are_refused(self):
+        layout = laid_out(*TWO)
+        with pytest.raises(RouteError, match=r"tokens \[5, 4\)"):
+            route(layout, layout).moves(first(2), first(3), 4, start_token=5)
+
+
+class TestSources:
+    def ranks(self, model, tp, **how):
+        return Fleet(model=model, tp=tp, **how).layouts()
+
+    def test_replicas_are_shared_out_evenly_among_destination_ranks(self):
+        peers = self.ranks("deepseek-v2-lite", 4)
+        chosen = [sources(peers, rank)[0].index for rank in self.ranks("deepseek-v2-lite", 8)]
+        assert sorted(chosen) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    def test_replicas_take_turns_with_requests(self):
+        peers = self.ranks("deepseek-v2-lite", 4)
+        (alone,) = self.ranks("deepseek-v2-lite", 1)
+        chosen = [sources(peers, alone, turn=turn)[0].index for turn in range(4)]
+        assert sorted(chosen) == [0, 1, 2, 3]
+
+    def test_heads_on_more_ranks_than_there_are_heads_come_from_one_rank_each(self):
+        peers = self.ranks("llama-3.2-1b", 16)
+        for rank in self.ranks("llama-3.2-1b", 4):
+            found = sources(peers, rank)
+            assert len(found) == 2
+            assert len({source.index // 2 for source in found}) == 2
+
+    def test_a_rank_with_equal_peers_reads_from_its_counterpart_alone(self):
+        peers = self.ranks("bamba-9b", 2)
+        for i, rank in enumerate(peers):
+            assert [source.index for source in sources(peers, rank)] == [i]
+
+    def test_what_no_source_holds_is_refused_by_name(self):
+        peers = self.ranks("llama-3.2-1b", 4)
+        (alone,) = self.ranks("llama-3.2-1b", 1)
+        with pytest.raises(RouteError, match=r"no source holds heads \[6, 8\)"):
+            sources(peers[:3], alone)
+
+    def test_differences_name_the_source(self):
+        here = self.ranks("llama-3.2-1b", 2, kv_dtype="fp8")
+        (alone,) = self.ranks("llama-3.2-1b", 1)
+        with pytest.raises(RouteError) as caught:
+            sources(here, alone)
+        assert {text.split(":")[0] for text in caught.value.differences} == {"source 0", "source 1"}
+
+    def test_degrees_that_do_not_divide_each_other_are_joined(self):
+        """12 heads on 6 and on 4 ranks: thirds of pairs."""
+
+        def rank(r, tp):
+            heads = Extent("head", 12, ((r * 12 // tp, (r + 1) * 12 // tp),))
+            return laid_out(replace(attention("layers.0"), heads=heads), tp=(r, tp))
+
+        found = [[s.index for s in sources([rank(r, 6) for r in range(6)], rank(q, 4))]
+                 for q in range(4)]  # fmt: skip
+        assert found == [[0, 1], [1, 2], [3, 4], [4, 5]]
+
+    def test_a_fleet_has_no_rank_beyond_its_last(self):
+        with pytest.raises(PlanError, match="rank 2 is not one of the 2 ranks"):
+            Fleet(model="llama-3.2-1b", tp=2).layout(2)
+
+
+class TestPrice:
+    def test_lanes_do_not_depend_on_the_number_of_blocks(self):
+        small, large = (laid_out(*TWO, num_slabs=n, order="LBHNC") for n in (4, 4000))
+        assert len(route(small, small).lanes[0]) == len(route(large, large).lanes[0]) == 2
+
+    def test_blocks_of_unequal_size_are_priced_by_their_period(self):
+        here = laid_out(attention("layers.0", tokens=4, heads=1))
+        there = laid_out(attention("layers.0", tokens=6, heads=1))
+        cost = price(route(here, there).crossings)
+        assert (cost.lanes, cost.moves, cost.nbytes) == (4, 2, 48)
+        assert (cost.min_move_bytes, cost.max_move_bytes) == (16, 32)
+
+    def test_a_link_charges_for_moves_and_for_bytes(self):
+        link = Link(name="l", bytes_per_second=1000.0, seconds_per_move=0.5)
+        assert link.seconds(3, 500) == 2.0
+
+
+@pytest.mark.parametrize("pack", [packed, union, separate])
+@pytest.mark.parametrize("order", ORDERS)
+def test_sizes_of_one_and_two_and_equal_sizes_round_trip(order, pack):
+    """There and back again restores every byte."""
+    for size in (1, 2):
+        layers = [attention(f"layers.{i}", heads=size, tokens=size, dim=2) for i in range(size)]
+        here, there = laid_out(*layers, order=order, pack=pack), laid_out(*layers)
+        memory = np.random.default_rng(1).integers(0, 256, here.nbytes, np.uint8)
+        middle, back = np.zeros(there.nbytes, np.uint8), np.zeros(here.nbytes, np.uint8)
+        ids = first(3, 2), first(5, 7)
+        for a, b, lists, x, y in ((here, there, ids, memory, middle),
+                                  (there, here, ids[::-1], middle, back)):  # fmt: skip
+            for s, d, n in triples(route(a, b).moves(*lists, 2 * size)):
+                y[d : d + n] = x[s : s + n]
+        for block in (2, 3):
+            for run in here.runs(0, block):
+                assert (back[run.offset : run.end] == memory[run.offset : run.end]).all()

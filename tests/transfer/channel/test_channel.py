@@ -1,0 +1,365 @@
+"""The side channel under attack: garbage, replays, other versions, other layouts, other keys."""
+
+import logging
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstow.errors import TransferError
+from kvstow.plan.align import Site
+from kvstow.plan.group import grouped
+from kvstow.plan.manifest import encode
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Full
+from kvstow.transfer import wire
+from kvstow.transfer.channel import Channel, Keys, is_loopback
+from kvstow.transfer.local import Fabric
+from transfer_node import Node, attention, hybrid_layout, rows_for
+
+TOKENS = 18
+LAYOUT = hybrid_layout()
+SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
+OPTIONS = {"contact_seconds": 8.0, "transfer_seconds": 15.0}
+
+
+def wait_for(question: Callable[[], bool], seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def node(fabric: Fabric) -> Iterator[Node]:
+    made = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS)
+    yield made
+    made.close()
+
+
+class Stranger:
+    """A plain ZeroMQ socket that says whatever it likes."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = 3000
+        self.socket.connect(address)
+
+    def say(self, *parts: bytes) -> None:
+        self.socket.send_multipart(parts)
+
+    def answer(self) -> wire.Frame:
+        return wire.decode(self.socket.recv_multipart()[-1])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+    def __enter__(self) -> "Stranger":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def stranger(node: Node) -> Iterator[Stranger]:
+    made = Stranger(node.address)
+    yield made
+    made.close()
+
+
+def dropped(node: Node, reason: str) -> float:
+    return node.metric("kvstow_transfer_messages_total", reason=reason)
+
+
+def assert_serves(node: Node, fabric: Fabric) -> None:
+    consumer = Node(encode(LAYOUT), fabric, name="consumer", options=OPTIONS)
+    node.fill(SOURCE)
+    assert "error" not in consumer.pull([node.offer(SOURCE, TOKENS)], TARGET)
+    assert consumer.check(TARGET, 0, TOKENS) == ""
+    consumer.close()
+
+
+# ── garbage ───────────────────────────────────────────────────────────────────────────
+
+
+def frame(message: Any, *, session: int = 0, sequence: int = 1) -> bytes:
+    return wire.encode(wire.Frame(session, sequence, message))
+
+
+def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabric):
+    good = frame(wire.Renew((1,)))
+    skewed = good[:4] + struct.pack(">H", 9) + good[6:]
+    broken = {
+        "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
+        "truncated": good[:-1],
+        "version": skewed,
+        "body": struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, 2) + b"\xc1\xc1",
+        "session": good,
+    }
+    for reason, data in broken.items():
+        stranger.say(data)
+        wait_for(lambda reason=reason: dropped(node, reason) >= 1)
+    stranger.say(b"")
+    stranger.say(b"one", b"two", b"three")
+    wait_for(lambda: dropped(node, "truncated") >= 2)
+    wait_for(lambda: dropped(node, "body") >= 2)
+    assert_serves(node, fabric)
+
+
+def test_another_version_is_told_both_numbers(node, stranger):
+    good = frame(wire.AskStatus())
+    stranger.say(good[:4] + struct.pack(">H", 9) + good[6:])
+    message = stranger.answer().message
+    assert isinstance(message, wire.Refused)
+    assert message.reasons == (f"wire version {wire.VERSION} there, 9 here",)
+
+
+def test_an_oversized_message_is_cut_off_and_others_are_still_heard(node, stranger, fabric):
+    stranger.say(b"\0" * (wire.MAX_FRAME + 4096))
+    time.sleep(0.2)
+    assert_serves(node, fabric)
+
+
+def test_a_raw_tcp_client_that_talks_garbage_is_survived(node, fabric):
+    host, port = node.address.removeprefix("tcp://").split(":")
+    for data in (b"", b"\0" * 100, b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 70):
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(data)
+    assert_serves(node, fabric)
+
+
+def hello(node: Node) -> wire.Hello:
+    """A true hello, of another agent of the same layout."""
+    return wire.Hello(msgspec.structs.replace(node.agent.service.home.card, agent="stranger"))
+
+
+def test_a_replayed_message_is_dropped(node, stranger):
+    stranger.say(frame(hello(node)))
+    session = stranger.answer().session
+    renewal = frame(wire.Renew(()), session=session, sequence=2)
+    stranger.say(renewal)
+    assert isinstance(stranger.answer().message, wire.Alive)
+    for _ in range(3):
+        stranger.say(renewal)
+    wait_for(lambda: dropped(node, "replayed") == 3)
+    stranger.say(frame(wire.Renew(()), session=session + 1, sequence=3))
+    wait_for(lambda: dropped(node, "session") == 1)
+
+
+def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger, fabric):
+    """A begin is bound to its session: whoever recorded it cannot open the ticket again."""
+    stranger.say(frame(hello(node)))
+    session = stranger.answer().session
+    begin = frame(wire.Begin(1, 2, b"", None, None, 0, ()), session=session, sequence=2)
+    stranger.say(begin)
+    assert isinstance(stranger.answer().message, wire.Refused)
+    other = Stranger(node.address)
+    other.say(begin)
+    assert isinstance(other.answer().message, wire.Stranger)
+    other.close()
+
+
+MESSAGES = [
+    wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), 0, ()),
+    wire.Begin(
+        1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), (2, 3), 0, 9, 4, 1),)
+    ),
+    wire.End(1, 2, "accepted"),
+    wire.Stop(7),
+    wire.Renew((1, 2, 3)),
+    wire.AskProbe(1 << 60),
+    wire.Deliver(1, 2, b"", b"not a ticket"),
+    wire.Delivered(1, None, ""),
+    wire.Written(1, 2, 3),
+    wire.Staged(1, 2, 3),
+    wire.Fetched(1, 1 << 40),
+    wire.TellProbe(1, -1.0),
+    wire.TellDigest(1, (1, 2)),
+    wire.Welcome(None),  # type: ignore[arg-type]
+]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_fuzzed_conversation_never_stops_the_agent(data, node, fabric):
+    with Stranger(node.address) as stranger:
+        session, sequence = data.draw(st.integers(0, 2**64 - 1)), 1
+        if data.draw(st.booleans()):
+            stranger.say(frame(hello(node)))
+            session = stranger.answer().session
+        for message in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=6)):
+            sequence += data.draw(st.integers(0, 2))
+            whole = bytearray(frame(message, session=session, sequence=sequence))
+            for _ in range(data.draw(st.integers(0, 3))):
+                whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+            stranger.say(bytes(whole))
+        with Stranger(node.address) as last:
+            last.say(frame(wire.AskStatus()))
+            assert isinstance(last.answer().message, wire.TellStatus)
+
+
+def test_after_all_that_the_agent_still_serves(node, fabric):
+    for seed in range(20):
+        stranger = Stranger(node.address)
+        stranger.say(bytes((seed * i) % 256 for i in range(seed * 7)))
+        stranger.close()
+    assert_serves(node, fabric)
+
+
+# ── layouts ───────────────────────────────────────────────────────────────────────────
+
+
+def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_values(node, fabric):
+    from kvstow.plan.spec import DType
+
+    def layer(i: int, dtype: DType, heads: int) -> Any:
+        spec = attention(f"layers.{i}", Full())
+        fields = tuple(replace(field, dtype=dtype) for field in spec.fields)
+        total = replace(spec.heads, total=heads, pieces=((0, heads),))
+        return replace(spec, fields=fields, heads=total)
+
+    theirs = packed(grouped([layer(0, DType.FLOAT16, 2), layer(3, DType.BFLOAT16, 3)]),
+                    num_slabs=6, site=Site(model="another"))  # fmt: skip
+    other = Node(encode(theirs), fabric, name="other", options=OPTIONS)
+    with pytest.raises(TransferError) as caught:
+        other.agent.connect(node.address)
+    assert caught.value.kind == "refused"
+    text = str(caught.value)
+    for part in ("'hybrid'", "'another'", "bfloat16", "float16", "heads", "layers.1"):
+        assert part in text, text
+    assert node.check({}, 0, 0) == ""
+    assert other.check({}, 0, 0) == ""
+    other.close()
+
+
+def test_a_manifest_that_is_none_is_refused(node, stranger):
+    card = msgspec.structs.replace(node.agent.service.home.card, manifest=b"{}")
+    stranger.say(frame(wire.Hello(card)))
+    message = stranger.answer().message
+    assert isinstance(message, wire.Refused)
+    assert message.kind == "refused"
+
+
+def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
+    """Descriptors are never exchanged: addresses follow from the manifest."""
+
+    def size(num_slabs: int) -> int:
+        layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
+        one = Node(encode(layout), fabric)
+        data = frame(wire.Hello(one.agent.service.home.card))
+        one.close()
+        return len(data)
+
+    assert size(1_000_000) < size(10) + 100
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────────────
+
+
+def acquainted(*pairs: Keys) -> list[Keys]:
+    """The pairs, each of which knows all others."""
+    return [replace(one, peers=frozenset(k.public for k in pairs if k is not one))
+            for one in pairs]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("tcp://127.0.0.1:5555", True),
+        ("tcp://127.9.9.9:5555", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:5555", True),
+        ("ipc:///tmp/agent", True),
+        ("tcp://0.0.0.0:5555", False),
+        ("tcp://*:5555", False),
+        ("tcp://10.0.0.1:5555", False),
+        ("tcp://[::]:5555", False),
+        ("tcp://eth0:5555", False),
+        ("tcp://localhost.example.org:5555", False),
+    ],
+)
+def test_what_stays_on_this_machine_is_known(address, local):
+    assert is_loopback(address) == local
+
+
+def test_listening_beyond_loopback_without_keys_is_refused():
+    with pytest.raises(TransferError, match="no keys"):
+        Channel("tcp://0.0.0.0:*", None, lambda reason, detail: None)
+
+
+def test_dialling_beyond_loopback_without_the_other_key_is_refused(node, fabric):
+    with pytest.raises(TransferError, match="public key is not known"):
+        node.agent.connect("tcp://192.0.2.1:5555")
+
+
+def test_agents_that_know_each_other_pull_under_keys(fabric):
+    mine, theirs = acquainted(Keys.fresh(), Keys.fresh())
+    producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=mine)
+    consumer = Node(encode(LAYOUT), fabric, name="consumer", options=OPTIONS, keys=theirs)
+    producer.fill(SOURCE)
+    result = consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
+    assert "error" not in result
+    assert consumer.check(TARGET, 0, TOKENS) == ""
+    for one in (producer, consumer):
+        one.close()
+
+
+def test_an_unknown_key_gets_no_answer_and_a_log_line_without_any_key(fabric, caplog):
+    known, keeper, outsider = Keys.fresh(), Keys.fresh(), Keys.fresh()
+    keeper = replace(keeper, peers=frozenset({known.public}))
+    producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
+    consumer = Node(encode(LAYOUT), fabric, name="consumer",
+                    options={**OPTIONS, "contact_seconds": 0.5}, keys=outsider)  # fmt: skip
+    with caplog.at_level(logging.DEBUG), pytest.raises(TransferError) as caught:
+        consumer.agent.connect(producer.address, key=keeper.public)
+    assert caught.value.kind == "timeout"
+    assert "not on the list" in caplog.text
+    assert dropped(producer, "session") >= 1
+    for pair in (known, keeper, outsider):
+        assert pair.secret not in caplog.text
+        assert pair.public not in caplog.text
+        assert pair.secret not in repr(pair)
+    for one in (producer, consumer):
+        one.close()
+
+
+def test_a_wrong_server_key_gets_no_answer_and_a_log_line(fabric, caplog):
+    keeper, visitor = acquainted(Keys.fresh(), Keys.fresh())
+    producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
+    consumer = Node(encode(LAYOUT), fabric, name="consumer",
+                    options={**OPTIONS, "contact_seconds": 0.5}, keys=visitor)  # fmt: skip
+    with caplog.at_level(logging.INFO), pytest.raises(TransferError) as caught:
+        consumer.agent.connect(producer.address, key=Keys.fresh().public)
+    assert caught.value.kind == "timeout"
+    wait_for(lambda: "key exchange" in caplog.text)
+    for one in (producer, consumer):
+        one.close()
+
+
+def test_a_client_without_keys_is_not_heard_where_keys_are_used(fabric):
+    keeper = replace(Keys.fresh(), peers=frozenset())
+    producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
+    stranger = Stranger(producer.address)
+    stranger.socket.rcvtimeo = 300
+    stranger.say(frame(wire.AskStatus()))
+    with pytest.raises(zmq.Again):
+        stranger.answer()
+    stranger.close()
+    producer.close()

@@ -1,0 +1,496 @@
+"""Faults, one by one, made for real: each ends as an error that names every group's blocks,
+within its deadline, and afterwards the pair works again."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from kvstow.plan.align import Alignment
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import encode
+from kvstow.plan.retention import Full
+from kvstow.plan.spec import DType
+from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.ticket import Ticket
+from strategies import Kind, Served
+from transfer_node import Node, hybrid_layout, rows_for
+from transfer_process import Process, Remote, Zygote
+
+TOKENS = 18
+HURRY = {"transfer_seconds": 15.0, "contact_seconds": 8.0, "heartbeat_seconds": 0.1,
+         "drain_seconds": 0.3}  # fmt: skip
+TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+
+LAYOUT = hybrid_layout()
+SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
+GROUPS = {rows.group.name for rows in LAYOUT.groups}
+
+
+def wait_for(question: Callable[[], bool], seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def assert_failed(result: dict, *kinds: str) -> None:
+    """An error of one of the kinds, which names all destination blocks of every group."""
+    assert result.get("kind") in kinds, result
+    assert set(result["blocks"]) == GROUPS
+    for g, rows in enumerate(LAYOUT.groups):
+        assert result["blocks"][rows.group.name] == TARGET[str(g)][0]
+
+
+def assert_works(producer: Any, consumer: Any, salt: int = 5) -> None:
+    producer.fill(SOURCE, salt)
+    result = consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET, digest="always")
+    assert "error" not in result, result
+    assert consumer.check(TARGET, 0, TOKENS, salt) == ""
+
+
+class Couple:
+    """A producer and a consumer, each in a process of its own."""
+
+    def __init__(self, zygote: Zygote, env: dict[str, str]) -> None:
+        self.zygote = zygote
+        self.env = env
+        self.processes: list[Process] = []
+        self.port = free_port()
+        self.producer = self.start_producer()
+        self.consumer = self.start("consumer")
+
+    def start(self, name: str, **how: Any) -> Remote:
+        process = self.zygote.process(self.env)
+        self.processes.append(process)
+        return process.node(encode(LAYOUT), name, options=HURRY, **how)
+
+    def start_producer(self) -> Remote:
+        return self.start("producer", listen=f"tcp://127.0.0.1:{self.port}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+@pytest.fixture(params=["tcp", "one host"])
+def couple(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Couple]:
+    made = Couple(zygote, TCP if request.param == "tcp" else {})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture(params=["all counters", "lists of counters"])
+def nodes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fabric: Fabric
+) -> Iterator[tuple[Node, Node]]:
+    """Producer and consumer in this process, over the local transport, with either fence."""
+    if request.param == "lists of counters":
+        monkeypatch.setattr("kvstow.transfer.mirror.MOST_ENTRIES", 0)
+    pair = tuple(Node(encode(LAYOUT), fabric, name=n, options=HURRY) for n in ("p", "c"))
+    yield pair  # type: ignore[misc]
+    for node in pair:
+        node.close()
+
+
+# ── processes that die, stall, come back ──────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_producer_killed_in_the_middle_is_an_error_and_its_successor_is_found(zygote, direction):
+    couple = Couple(zygote, TCP)
+    try:
+        producer, consumer = couple.producer, couple.consumer
+        assert_works(producer, consumer)
+        consumer.wipe()
+        ticket = producer.offer(SOURCE, TOKENS)
+        producer.process.stop()  # from here on nothing of it moves
+        number = consumer.begin_pull([ticket], TARGET, direction=direction)
+        time.sleep(0.2)
+        producer.process.kill()
+        assert_failed(consumer.end_pull(number), "peer", "timeout")
+        assert consumer.wait_quiet(number, 15)
+        assert consumer.held() == 0
+        successor = couple.start_producer()
+        assert_failed(consumer.pull([ticket], TARGET), "expired", "ticket")
+        assert_works(successor, consumer, salt=9)
+    finally:
+        couple.close()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_stalled_producer_is_a_timeout_and_its_rows_are_kept_until_it_is_quiet(zygote, direction):
+    couple = Couple(zygote, TCP)
+    try:
+        producer, consumer = couple.producer, couple.consumer
+        assert_works(producer, consumer)
+        ticket = producer.offer(SOURCE, TOKENS)
+        producer.process.stop()
+        started = time.monotonic()
+        number = consumer.begin_pull([ticket], TARGET, direction=direction, deadline=1.0)
+        assert_failed(consumer.end_pull(number), "timeout")
+        assert time.monotonic() - started < 10
+        if direction == "write":  # it may still write when it wakes up
+            assert not consumer.wait_quiet(number, 1.0)
+            assert consumer.held() > 0
+        producer.process.resume()
+        assert consumer.wait_quiet(number, 15)
+        assert consumer.held() == 0
+        assert_works(producer, consumer, salt=7)
+    finally:
+        couple.close()
+
+
+def test_a_consumer_that_dies_costs_the_producer_its_lease_and_nothing_else(couple):
+    producer, consumer = couple.producer, couple.consumer
+    assert_works(producer, consumer)
+    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=1.0)
+    producer.process.stop()
+    consumer.begin_pull([ticket], TARGET, direction="read")
+    consumer.process.kill()
+    producer.process.resume()
+    wait_for(lambda: producer.held() == 0)
+    assert_works(producer, couple.start("consumer"))
+
+
+def test_a_restarted_consumer_is_served_like_a_new_one(couple):
+    assert_works(couple.producer, couple.consumer)
+    couple.consumer.process.kill()
+    assert_works(couple.producer, couple.start("consumer"))
+
+
+# ── cables ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    names = [node.agent.service.home.transport.name for node in nodes]
+    ticket = producer.offer(SOURCE, TOKENS)
+    fabric.cut(*names)
+    number = consumer.begin_pull([ticket], TARGET, direction=direction, deadline=0.5)
+    assert_failed(consumer.end_pull(number), "timeout")
+    fabric.heal(*names)
+    assert consumer.wait_quiet(number, 15)
+    assert consumer.held() == 0
+    assert_works(producer, consumer, salt=3)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_killed_engine_is_a_peer_error(nodes, fabric, direction):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    ticket = producer.offer(SOURCE, TOKENS)
+    fabric.kill(producer.agent.service.home.transport.name)
+    number = consumer.begin_pull([ticket], TARGET, direction=direction)
+    assert_failed(consumer.end_pull(number), "peer", "transport", "timeout")
+    assert consumer.wait_quiet(number, 15)
+
+
+# ── tickets ───────────────────────────────────────────────────────────────────────────
+
+
+def forged(ticket: str, **changes: Any) -> str:
+    real = Ticket.parse(ticket)
+    values = {field.name: getattr(real, field.name) for field in fields(real)}
+    return str(Ticket(**(values | changes)))
+
+
+def test_a_forged_ticket_is_refused(nodes):
+    producer, consumer = nodes
+    producer.fill(SOURCE)
+    ticket = producer.offer(SOURCE, TOKENS)
+    real = Ticket.parse(ticket)
+    others = {g: type(b)(b.ids[::-1].copy(), b.index) for g, b in real.blocks.items()}
+    assert_failed(consumer.pull([forged(ticket, blocks=others)], TARGET), "ticket")
+    assert_failed(consumer.pull([forged(ticket, lease=real.lease + 1)], TARGET), "ticket")
+    assert_failed(consumer.pull([forged(ticket, fingerprint="00" * 32)], TARGET), "ticket")
+    assert_works(producer, consumer)
+
+
+def test_a_ticket_out_of_range_is_refused_before_anything_is_read(nodes):
+    producer, consumer = nodes
+    ticket = producer.offer(SOURCE, TOKENS)
+    real = Ticket.parse(ticket)
+    for wrong in (-1, 0, LAYOUT.num_blocks(0), 1 << 40):
+        ids = real.blocks[0].ids.copy()
+        ids[0] = wrong
+        blocks = {**real.blocks, 0: type(real.blocks[0])(ids, real.blocks[0].index)}
+        assert_failed(consumer.pull([forged(ticket, blocks=blocks)], TARGET), "ticket")
+    assert consumer.check({}, 0, 0) == ""
+
+
+def test_a_ticket_is_good_for_as_many_readers_as_it_was_offered_for(nodes):
+    producer, consumer = nodes
+    producer.fill(SOURCE)
+    ticket = producer.offer(SOURCE, TOKENS, readers=2)
+    for _ in range(2):
+        assert "error" not in consumer.pull([ticket], TARGET)
+    assert_failed(consumer.pull([ticket], TARGET), "used")
+
+
+def test_a_ticket_of_another_layout_is_refused(nodes, fabric):
+    producer, consumer = nodes
+    other = Node(encode(hybrid_layout(num_slabs=20)), fabric, name="other", options=HURRY)
+    ticket = other.offer(SOURCE, TOKENS)
+    wrong = forged(ticket, address=producer.address,
+                   start=producer.agent.service.home.transport.name)  # fmt: skip
+    assert_failed(consumer.pull([wrong], TARGET), "ticket")
+    other.close()
+
+
+# ── leases and fences ─────────────────────────────────────────────────────────────────
+
+
+def test_a_lease_that_ran_out_before_the_pull_is_an_error(nodes):
+    producer, consumer = nodes
+    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=0.05)
+    wait_for(lambda: producer.held() == 0)
+    producer.reuse(SOURCE, salt=99)
+    assert_failed(consumer.pull([ticket], TARGET), "expired")
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_rows_reused_in_the_middle_of_a_pull_are_never_accepted(fabric, direction):
+    """The previous prompt's answer: what went wrong elsewhere."""
+    producer, consumer, tripped = None, None, []
+
+    def in_the_middle(copy: int) -> None:
+        if producer is not None and len(tripped) < 1 and copy == 1:
+            tripped.append(copy)
+            producer.reuse(SOURCE, salt=99)
+
+    manifest = encode(LAYOUT)
+    options = {**HURRY, "direction": direction}
+    nodes = [
+        Node(manifest, name=n, options=options,
+             transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle))
+        for n in ("p", "c")
+    ]  # fmt: skip
+    nodes[0].fill(SOURCE)
+    ticket = nodes[0].offer(SOURCE, TOKENS)
+    producer, consumer = nodes
+    assert_failed(consumer.pull([ticket], TARGET, digest="off"), "fence")
+    assert tripped
+    producer = None
+    assert_works(nodes[0], consumer, salt=2)
+    for node in nodes:
+        node.close()
+
+
+def test_a_lease_that_runs_out_during_the_read_is_an_error(fabric):
+    manifest = encode(LAYOUT)
+    rare = {**HURRY, "heartbeat_seconds": 100.0}
+    producer, consumer = (Node(manifest, fabric, name=n, options=rare) for n in ("p", "c"))
+    assert_works(producer, consumer)
+    names = [node.agent.service.home.transport.name for node in (producer, consumer)]
+    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=0.3)
+    fabric.cut(*names)
+    number = consumer.begin_pull([ticket], TARGET, direction="read")
+    wait_for(lambda: producer.held() == 0)
+    producer.reuse(SOURCE, salt=99)
+    fabric.heal(*names)
+    assert_failed(consumer.end_pull(number), "expired", "fence")
+    for node in (producer, consumer):
+        node.close()
+
+
+def test_a_lease_that_runs_out_after_the_pull_changes_nothing(nodes):
+    producer, consumer = nodes
+    producer.fill(SOURCE)
+    ticket = producer.offer(SOURCE, TOKENS, readers=2, lease_seconds=0.3)
+    assert "error" not in consumer.pull([ticket], TARGET)
+    wait_for(lambda: producer.held() == 0)
+    producer.reuse(SOURCE, salt=99)
+    assert consumer.check(TARGET, 0, TOKENS) == ""
+
+
+def test_a_withdrawn_ticket_fails_its_reader_promptly(nodes, fabric):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    ticket = producer.offer(SOURCE, TOKENS)
+    fabric.cut(*(node.agent.service.home.transport.name for node in nodes))
+    number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=60)
+    time.sleep(0.1)
+    producer.withdraw(ticket)
+    assert_failed(consumer.end_pull(number), "expired")
+
+
+def test_an_aborted_pull_releases_the_producer_promptly(nodes, fabric):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=600)
+    fabric.cut(*(node.agent.service.home.transport.name for node in nodes))
+    number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=60)
+    time.sleep(0.1)
+    consumer.transfers[number].abort()
+    assert_failed(consumer.end_pull(number), "aborted")
+    wait_for(lambda: producer.held() == 0)
+
+
+def test_pulls_that_fail_or_succeed_leave_every_slot_for_counters_free(nodes, fabric):
+    producer, consumer = nodes
+    home = consumer.agent.service.home
+    names = [node.agent.service.home.transport.name for node in nodes]
+    for trouble in ("withdrawn", "aborted", "late", "none"):
+        assert_works(producer, consumer)
+        ticket = producer.offer(SOURCE, TOKENS)
+        fabric.cut(*names)
+        deadline = 0.3 if trouble == "late" else 60
+        number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=deadline)
+        time.sleep(0.1)
+        if trouble == "withdrawn":
+            producer.withdraw(ticket)
+        elif trouble == "aborted":
+            consumer.abort(number)
+        elif trouble == "none":
+            fabric.heal(*names)
+        assert ("error" in consumer.end_pull(number)) == (trouble != "none")
+        fabric.heal(*names)
+        assert consumer.wait_quiet(number, 15)
+        assert home.num_free_slots == len(home.slots)
+
+
+def test_a_dropped_ticket_releases_the_producer_promptly(nodes):
+    producer, consumer = nodes
+    ticket = producer.offer(SOURCE, TOKENS, lease_seconds=600)
+    consumer.agent.drop(Ticket.parse(ticket))
+    wait_for(lambda: producer.held() == 0)
+
+
+def test_a_kept_ticket_outlives_its_lease_time(nodes):
+    producer, consumer = nodes
+    producer.fill(SOURCE)
+    kept, lost = (producer.offer(SOURCE, TOKENS, lease_seconds=0.6) for _ in range(2))
+    consumer.agent.keep(Ticket.parse(kept))
+    time.sleep(1.5)
+    assert_failed(consumer.pull([lost], TARGET), "expired")
+    assert "error" not in consumer.pull([kept], TARGET)
+
+
+@pytest.mark.parametrize("spoilt", range(3))
+def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt):
+    """A broken owner raises no generation: the fence passes, and only the digest can tell."""
+    producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
+    one = {str(spoilt): [rows[:1] for rows in SOURCE[str(spoilt)]]}
+    tripped: list[int] = []
+    offered: list[str] = []
+
+    def in_the_middle(copy: int) -> None:
+        if offered and not tripped:
+            guests = producer.agent.service.serving.guests
+            wait_for(lambda: any(guest.reading for guest in tuple(guests.values())))
+            producer.agent.service.home.worker.submit(int).result()  # it has its digest by now
+            producer.fill(one, salt=99)
+            tripped.append(copy)
+
+    consumer = Node(
+        encode(LAYOUT),
+        name="c",
+        options=HURRY,
+        transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle),
+    )
+    producer.fill(SOURCE)
+    consumer.path(producer.address)
+    if spoilt == 1:  # make sure that a byte within the window's reach is spoilt
+        one["1"] = [rows[-1:] for rows in SOURCE["1"]]
+    offered.append(producer.offer(SOURCE, TOKENS))
+    assert_failed(consumer.pull(offered, TARGET, direction="read", digest="always"), "digest")
+    assert tripped
+    consumer.close()
+    producer.close()
+
+
+def test_a_digest_that_does_not_come_is_a_timeout(nodes):
+    producer, consumer = nodes
+    assert_works(producer, consumer)
+    done = threading.Event()
+    producer.agent.service.home.worker.submit(done.wait)
+    ticket = producer.offer(SOURCE, TOKENS)
+    result = consumer.pull([ticket], TARGET, digest="always", deadline=0.5)
+    done.set()
+    assert_failed(result, "timeout")
+    assert_works(producer, consumer, salt=4)
+
+
+# ── several sources ───────────────────────────────────────────────────────────────────
+
+
+def test_one_source_that_fails_fails_the_whole_while_the_others_come_to_rest(fabric):
+    kv = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
+    kinds = (Kind(Full(), 4, kv),) * 2
+
+    def served(tp: int) -> Served:
+        return Served(tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed",
+                      alignment=Alignment())  # fmt: skip
+
+    sources = [
+        Node(encode(served(2).layout(kinds, rank, 0, 40)), fabric, name=f"p{rank}", options=HURRY)
+        for rank in range(2)
+    ]
+    layout = served(1).layout(kinds, 0, 0, 40)
+    consumer = Node(encode(layout), fabric, name="c", options=HURRY)
+    target = rows_for(layout, 40, 3)
+    listed = [rows_for(node.layout, 40, i) for i, node in enumerate(sources)]
+    for direction in ("read", "write"):
+        tickets = [n.offer(rows, 40) for n, rows in zip(sources, listed, strict=True)]
+        consumer.path(sources[0].address)
+        consumer.path(sources[1].address)
+        here = consumer.agent.service.home.transport.name
+        there = [node.agent.service.home.transport.name for node in sources]
+        for name in there:
+            fabric.cut(here, name)
+        number = consumer.begin_pull(tickets, target, direction=direction, deadline=20.0)
+        time.sleep(0.3)
+        sources[1].withdraw(tickets[1])
+        result = consumer.end_pull(number)
+        assert result["kind"] == "expired", result
+        assert set(result["blocks"]) == {"full"}
+        if direction == "write":
+            assert not consumer.wait_quiet(number, 0.3)
+            assert consumer.held() > 0
+        for name in there:
+            fabric.heal(here, name)
+        assert consumer.wait_quiet(number, 15)
+        assert consumer.held() == 0
+    for node, rows in zip(sources, listed, strict=True):
+        node.fill(rows)
+    tickets = [n.offer(rows, 40) for n, rows in zip(sources, listed, strict=True)]
+    assert "error" not in consumer.pull(tickets, target)
+    assert consumer.check(target, 0, 40) == ""
+    for node in (*sources, consumer):
+        node.close()
+
+
+def test_a_missing_source_is_refused(nodes, fabric):
+    """Half of the heads are not a request."""
+    kinds = (Kind(Full(), 4, (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))),)
+
+    def layout(tp: int) -> Layout:
+        return Served(tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed",
+                      alignment=Alignment()).layout(kinds, 0, 0, 16)  # fmt: skip
+
+    half = Node(encode(layout(2)), fabric, name="half", options=HURRY)
+    whole = Node(encode(layout(1)), fabric, name="whole", options=HURRY)
+    ticket = half.offer(rows_for(half.layout, 16, 1), 16)
+    result = whole.pull([ticket], rows_for(whole.layout, 16, 2))
+    assert result["kind"] == "refused"
+    assert "no source holds" in result["error"]
+    for node in (half, whole):
+        node.close()

@@ -1,0 +1,211 @@
+"""Pulls between real processes over NIXL, and between threads over the local transport."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstow.errors import TransferError
+from kvstow.plan.group import grouped
+from kvstow.plan.manifest import encode
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Full
+from kvstow.transfer.local import Fabric
+from transfer_node import Node, attention, from_json, hybrid_layout, rows_for
+
+
+@pytest.fixture(params=["local", "nixl"])
+def pair(request: pytest.FixtureRequest, other) -> Iterator[tuple[Any, Node]]:
+    """A producer, in another process over NIXL, and a consumer here."""
+    manifest = encode(hybrid_layout())
+    fabric = Fabric() if request.param == "local" else None
+    name = f"producer-{request.node.name}"
+    producer = (
+        Node(manifest, fabric, name=name) if fabric else other.node(manifest, name)
+    )  # fmt: skip
+    consumer = Node(manifest, fabric, name="consumer")
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+TOKENS = 18
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("digest", ["always", "sample", "off"])
+def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    ticket = producer.offer(source, TOKENS)
+    stats = consumer.pull([ticket], target, direction=direction, digest=digest)
+    assert stats["fence"] == "passed"
+    assert stats["directions"] == [direction]
+    assert stats["digest"] == ("off" if digest == "off" else "passed")
+    assert stats["bytes"] > 0
+    assert consumer.check(target, 0, TOKENS) == ""
+
+
+def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    number = consumer.begin_pull([producer.offer(source, TOKENS)], target)
+    consumer.end_pull(number)
+    assert consumer.wait_quiet(number, 5)
+    assert consumer.held() == 0
+    wait_for(lambda: producer.held() == 0)
+
+
+def test_a_prefix_that_the_consumer_has_is_not_moved_again(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    whole = consumer.pull([producer.offer(source, TOKENS)], target)
+    consumer.wipe()
+    rest = consumer.pull([producer.offer(source, TOKENS)], target, start_token=12)
+    assert consumer.check(target, 12, TOKENS) == ""
+    assert 0 < rest["bytes"] < whole["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "descriptors"),
+    [
+        ([3, 4, 5, 6], [7, 8, 9, 10], 1),
+        ([3, 4, 8, 9], [3, 4, 6, 7], 2),
+        ([6, 5, 4, 3], [3, 4, 5, 6], 4),
+        ([2, 4, 6, 8], [1, 3, 5, 7], 4),
+    ],
+)
+def test_rows_that_are_neighbours_on_both_sides_are_one_descriptor(other, here, there, descriptors):
+    layout = packed(grouped([attention("layers.0", Full())]), num_slabs=12)
+    producer = other.node(encode(layout), f"producer-{here}")
+    consumer = Node(encode(layout))
+    index = [0, 1, 2, 3]
+    producer.fill({"0": [there, index]})
+    stats = consumer.pull([producer.offer({"0": [there, index]}, 16)], {"0": [here, index]})
+    assert stats["descriptors"] == descriptors
+    assert stats["bytes"] == 4 * layout.row_bytes(0)
+    assert consumer.check({"0": [here, index]}, 0, 16) == ""
+    consumer.close()
+    producer.close()
+
+
+@pytest.mark.parametrize(("count", "reads_all"), [(3, False), (60, True)])
+def test_few_blocks_of_a_large_pool_are_fenced_by_a_list_of_their_counters(other, count, reads_all):
+    layout = packed(grouped([attention("layers.0", Full())]), num_slabs=6000)
+    producer = other.node(encode(layout), f"producer-{count}")
+    consumer = Node(encode(layout))
+    source, target = ([list(range(first, 6000, 97))[:count], list(range(count))]
+                      for first in (5, 9))  # fmt: skip
+    for salt in (1, 2):
+        producer.fill({"0": source}, salt)
+        stats = consumer.pull([producer.offer({"0": source}, 4 * count)], {"0": target})
+        assert stats["fence"] == "passed"
+        assert consumer.check({"0": target}, 0, 4 * count, salt) == ""
+    (contact,) = consumer.agent.service.contacts.values()
+    assert (contact._mirror is not None) == reads_all
+    consumer.close()
+    producer.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(64, 64), (64, None), (None, 64), (1 << 20, 128), (40, 1 << 16)]
+)
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+def test_rows_may_go_through_slots_on_either_side_or_both(other, transport, theirs, ours):
+    fabric, manifest = Fabric(), encode(hybrid_layout())
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    name = f"staging-{theirs}-{ours}"
+    if transport == "local":
+        producer = Node(manifest, fabric, name=name, options={"slot_bytes": theirs})
+        consumer = Node(manifest, fabric, options={"slot_bytes": ours})
+    else:
+        producer = other.node(manifest, name, options={"slot_bytes": theirs})
+        consumer = Node(manifest, options={"slot_bytes": ours})
+    for salt in range(6):  # more pieces than slots, more pulls than slots
+        producer.fill(source, salt)
+        consumer.wipe()
+        ticket = producer.offer(source, TOKENS)
+        stats = consumer.pull([ticket], target, direction="staged", digest="always")
+        assert stats.get("directions") == ["staged"], stats
+        assert consumer.check(target, 0, TOKENS, salt) == ""
+    wait_for(lambda: producer.held() == 0)
+    consumer.close()
+    producer.close()
+
+
+def test_staging_without_any_slots_is_refused(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    refused = consumer.pull([producer.offer(source, TOKENS)], target, direction="staged")
+    assert refused["kind"] == "refused"
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_push_ends_as_a_pull_does(pair, direction):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    arrival = consumer.agent.expect(from_json(target), TOKENS, direction=direction)
+    assert not arrival.poll()
+    assert producer.push(source, str(arrival.ticket)) == ""
+    stats = arrival.wait(10)
+    assert (stats.fence, stats.directions) == ("passed", (direction,))
+    assert consumer.check(target, 0, TOKENS) == ""
+    assert producer.push(source, str(arrival.ticket)) == "ticket"  # it is not expected twice
+    wait_for(lambda: consumer.held() == 0)
+    wait_for(lambda: producer.held() <= sum(len(ids) for ids, _ in source.values()))
+
+
+def test_a_push_that_never_comes_gives_the_rows_back(pair):
+    _, consumer = pair
+    target = rows_for(hybrid_layout(), TOKENS, 2)
+    arrival = consumer.agent.expect(from_json(target), TOKENS, deadline=0.2)
+    with pytest.raises(TransferError, match="nobody pushed"):
+        arrival.wait(10)
+    wait_for(lambda: consumer.held() == 0)
+
+
+def test_what_happened_is_counted_and_told(pair):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    ticket = producer.offer(source, TOKENS)
+    stats = consumer.pull([ticket], target, direction="read")
+    refused = consumer.pull([ticket], target, direction="read")
+    assert refused["kind"] == "used"
+    assert consumer.metric("kvstow_transfers_total", outcome="accepted") == 1
+    assert consumer.metric("kvstow_transfers_total", outcome="used") == 1
+    moved = consumer.metric("kvstow_transfer_bytes_total", direction="read")
+    assert moved >= stats["bytes"]
+    assert consumer.metric("kvstow_transfer_seconds_count") == 1
+    assert producer.metric("kvstow_transfer_lease_ends_total", reason="read") == 1
+    assert producer.metric("kvstow_transfer_leases") == 0
+    told = [event.what for event in consumer.agent.telemetry.events.recent("transfer")]
+    assert told.count("transfer") == 2
+    assert "connected" in told
+    text = consumer.agent.telemetry.exposition().decode()
+    assert 'kvstow_transfers_total{outcome="accepted"} 1.0' in text
+    status = consumer.status()
+    assert [peer["state"] for peer in status["peers"]] == ["ready"]
+    assert status["peers"][0]["moved_bytes"] >= stats["bytes"]
+    assert status["quarantined_rows"] == 0
+    assert [guest["name"] for guest in producer.status()["guests"]] == ["consumer"]
+
+
+def test_first_contact_measures_both_directions_and_can_be_told(pair):
+    producer, consumer = pair
+    path = consumer.path(producer.address)
+    assert path["read"] > 0
+    assert path["write"] > 0
+    reading = path["tracks"] * path["read"]
+    assert path["direction"] == ("write" if path["write"] > 2 * reading else "read")
+
+
+def wait_for(question, seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.01)

@@ -1,0 +1,229 @@
+"""What every transport must do, asked of the local one and of NIXL."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstow.errors import BackendMissing, TransferError
+from kvstow.transfer import nixl
+from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.nixl import NixlTransport, framed, unframed
+from kvstow.transfer.transport import Kinds, Region, Spans
+
+BYTES = 4096
+KINDS = Kinds()
+
+
+class Side:
+    """A transport with some memory."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport = transport
+        self.memory = np.zeros(BYTES, np.uint8)
+        transport.register(Region(self.memory.ctypes.data, BYTES))
+
+    def at(self, *offsets: int) -> np.ndarray:
+        return self.memory.ctypes.data + np.array(offsets, np.int64)
+
+
+@pytest.fixture(params=["local", "nixl"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    fabric = Fabric()
+    made = [LocalTransport(fabric) if request.param == "local" else NixlTransport()
+            for _ in range(2)]  # fmt: skip
+    here, there = (Side(transport) for transport in made)
+    here.transport.connect(there.transport.metadata())
+    yield here, there
+    for side in (here, there):
+        side.transport.close()
+
+
+def finished(post: Any, there: Side) -> None:
+    limit = time.monotonic() + 20
+    post.start()
+    while not post.poll():
+        there.transport.progress()
+        assert time.monotonic() < limit
+    post.release()
+
+
+def spans(local: np.ndarray, remote: np.ndarray, *nbytes: int) -> Spans:
+    return Spans(local, remote, np.array(nbytes, np.int64))
+
+
+def test_a_read_brings_exactly_the_bytes_that_were_asked_for(sides):
+    here, there = sides
+    there.memory[:] = np.arange(BYTES) % 251
+    here.memory[:] = 255
+    wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
+    finished(here.transport.prepare("read", there.transport.name, KINDS, wanted), there)
+    expected = np.full(BYTES, 255, np.uint8)
+    expected[10:15] = there.memory[300:305]
+    expected[1000] = there.memory[7]
+    assert (here.memory == expected).all()
+
+
+def test_a_write_changes_exactly_the_bytes_that_were_meant(sides):
+    here, there = sides
+    here.memory[:] = np.arange(BYTES) % 251
+    there.memory[:] = 255
+    wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
+    finished(here.transport.prepare("write", there.transport.name, KINDS, wanted), there)
+    expected = np.full(BYTES, 255, np.uint8)
+    expected[300:305] = here.memory[10:15]
+    expected[7] = here.memory[1000]
+    assert (there.memory == expected).all()
+
+
+def test_memory_that_was_not_registered_is_refused(sides):
+    here, there = sides
+    outside = spans(here.at(0), there.at(BYTES - 4), 8)
+    with pytest.raises(TransferError) as caught:
+        finished(here.transport.prepare("read", there.transport.name, KINDS, outside), there)
+    assert caught.value.peer == there.transport.name
+    assert (here.memory == 0).all()
+
+
+def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
+    fabric = Fabric()
+    here, there = (Side(LocalTransport(fabric)) for _ in range(2))
+    memory = np.arange(64, dtype=np.uint8)
+    for nbytes in (8, 64):
+        there.transport.register(Region(memory.ctypes.data, nbytes))
+    here.transport.connect(there.transport.metadata())
+    whole = spans(here.at(0), memory.ctypes.data + np.zeros(1, np.int64), 64)
+    finished(here.transport.prepare("read", there.transport.name, KINDS, whole), there)
+    assert (here.memory[:64] == memory).all()
+
+
+def test_an_unknown_peer_is_refused(sides):
+    here, there = sides
+    with pytest.raises(TransferError):
+        here.transport.prepare("read", "nobody", KINDS, spans(here.at(0), there.at(0), 8))
+
+
+def test_a_peer_that_was_disconnected_can_be_connected_again(sides):
+    here, there = sides
+    name = there.transport.name
+    one = spans(here.at(0), there.at(0), 8)
+    for _ in range(3):
+        there.memory[:8] += 1
+        here.transport.disconnect(name)
+        with pytest.raises(TransferError):
+            here.transport.prepare("read", name, KINDS, one)
+        assert here.transport.connect(there.transport.metadata()) == name
+        finished(here.transport.prepare("read", name, KINDS, one), there)
+        assert (here.memory[:8] == there.memory[:8]).all()
+
+
+def test_nothing_moves_before_a_post_is_started_nor_after_its_peer_was_disconnected(sides):
+    here, there = sides
+    there.memory[:] = 9
+    one = spans(here.at(0), there.at(0), 8)
+    first, second, third = (
+        here.transport.prepare("read", there.transport.name, KINDS, one) for _ in range(3)
+    )
+    for _ in range(20):
+        here.transport.progress()
+        there.transport.progress()
+    assert (here.memory == 0).all()
+    second.release()
+    here.transport.disconnect(there.transport.name)
+    with pytest.raises(TransferError):
+        first.start()
+    third.release()
+    assert (here.memory == 0).all()
+
+
+def test_without_nixl_the_hint_is_what_is_known_to_install_it(monkeypatch):
+    monkeypatch.setattr(nixl, "BINDINGS", ("no_such_nixl._api",))
+    with pytest.raises(BackendMissing, match=f"pip install {nixl.INSTALL}$"):
+        NixlTransport()
+    pinned = (Path(__file__).parents[3] / "requirements" / "no-deps.txt").read_text()
+    flag, *packages = nixl.INSTALL.split()
+    assert flag == "--no-deps"
+    assert packages
+    assert all(f"\n{package};" in pinned for package in packages)
+
+
+def test_disconnecting_a_stranger_is_no_error(sides):
+    sides[0].transport.disconnect("nobody")
+
+
+@pytest.mark.parametrize("spoil", ["cut", "flip", "garbage", "empty"])
+def test_metadata_that_are_not_whole_never_reach_the_engine(spoil):
+    whole = framed(b"metadata of an engine" * 9)
+    spoilt = {
+        "cut": whole[:-1],
+        "flip": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
+        "garbage": b"\xff" * 64,
+        "empty": b"",
+    }[spoil]
+    with pytest.raises(TransferError) as caught:
+        unframed(spoilt)
+    assert caught.value.kind == "refused"
+    assert unframed(whole) == b"metadata of an engine" * 9
+
+
+def test_names_are_fresh_at_every_start():
+    fabric = Fabric()
+    assert len({LocalTransport(fabric).name for _ in range(50)}) == 50
+
+
+# ── faults of the local one ───────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def pair() -> tuple[Fabric, Side, Side]:
+    fabric = Fabric()
+    here, there = (Side(LocalTransport(fabric, step_bytes=1)) for _ in range(2))
+    here.transport.connect(there.transport.metadata())
+    return fabric, here, there
+
+
+def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
+    fabric, here, there = pair
+    there.memory[:] = 9
+    names = here.transport.name, there.transport.name
+    post = here.transport.prepare("read", names[1], KINDS,
+                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post.start()
+    assert not post.poll()
+    fabric.cut(*names)
+    assert not any(post.poll() for _ in range(5))
+    assert (here.memory[16:] == 0).all()
+    fabric.heal(*names)
+    assert post.poll()
+    assert (here.memory[16:24] == 9).all()
+
+
+def test_a_killed_peer_fails_what_is_under_way(pair):
+    fabric, here, there = pair
+    post = here.transport.prepare("read", there.transport.name, KINDS,
+                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+    post.start()
+    post.poll()
+    fabric.kill(there.transport.name)
+    with pytest.raises(TransferError) as caught:
+        post.poll()
+    assert caught.value.kind == "peer"
+
+
+def test_a_released_post_still_lands_and_a_disconnected_one_does_not(pair):
+    _, here, there = pair
+    there.memory[:] = 9
+    for late, expected in ((True, 9), (False, 0)):
+        here.memory[:] = 0
+        post = here.transport.prepare("read", there.transport.name, KINDS,
+                                      spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+        post.start()
+        post.release()
+        if not late:
+            here.transport.disconnect(there.transport.name)
+        here.transport.progress()
+        here.transport.progress()
+        assert here.memory[0] == expected
