@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from bench.machine import arguments, write
 
-from kvstow.transfer.bench import Setting, measured
+from kvstow.testing.measure.transfer import Setting, measured
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.nixl import NixlTransport
 
 TOKENS = 1000
 HEAD = (Extent.whole("content", 128),)

@@ -22,13 +22,13 @@ from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, 
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel import Keys
+from kvstow.transfer.channel.sockets import Keys
+from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.generations import Generations
-from kvstow.transfer.local import Fabric, LocalTransport
-from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.options import Options
-from kvstow.transfer.status import status_document
 from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from kvstow.transfer.transport.nixl import NixlTransport
 from strategies import blocks_of, first_block, group_bytes, own_bytes, value
 
 CANARY = 0xA5

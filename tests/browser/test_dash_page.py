@@ -18,7 +18,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import packed
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 MODEL = "gemma-3-270m"
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvstow.plan.manifest import encode
-from kvstow.transfer.local import Fabric
+from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
 
 

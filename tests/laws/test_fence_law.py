@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstow.blocks.pool import Pool
 from kvstow.plan.manifest import encode
-from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import Node, from_json, hybrid_layout, rows_for
 
 LAYOUT = hybrid_layout()

@@ -8,9 +8,9 @@ import strategies
 from kvstow.errors import RouteError
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Route, route
-from kvstow.transfer.bench_setting import BLOCK_TOKENS, Setting
+from kvstow.testing.measure.setting import BLOCK_TOKENS, Setting
 from kvstow.transfer.straight import Ways
-from kvstow.transfer.transport import Spans, merged
+from kvstow.transfer.transport.base import Spans, merged
 
 BASES = (1 << 40, 1 << 50)
 

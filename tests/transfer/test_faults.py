@@ -15,8 +15,8 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
-from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Kind, Served
 from transfer_node import Node, hybrid_layout, rows_for
 from transfer_process import Process, Remote, Zygote

@@ -16,7 +16,7 @@ from kvstow.plan.align import Alignment
 from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Chunk, Full, State, Window
 from kvstow.plan.spec import DType
-from kvstow.transfer.local import Fabric
+from kvstow.transfer.transport.local import Fabric
 from strategies import Kind, Served
 from transfer_node import Node, rows_for
 

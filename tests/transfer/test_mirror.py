@@ -11,8 +11,8 @@ from kvstow.observe import Telemetry
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.home import Home
-from kvstow.transfer.local import Fabric, LocalTransport
 from kvstow.transfer.mirror import ENTRIES_EACH, MOST_ENTRIES, Mirror, MirrorFence, is_worth
+from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import hybrid_layout
 
 LAYOUT = hybrid_layout()

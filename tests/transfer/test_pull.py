@@ -11,7 +11,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
-from kvstow.transfer.local import Fabric
+from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, from_json, hybrid_layout, rows_for
 
 

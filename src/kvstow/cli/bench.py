@@ -49,7 +49,7 @@ def transfer(
     """
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    from kvstow.transfer.bench import Setting, measured
+    from kvstow.testing.measure.transfer import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
     note(f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "

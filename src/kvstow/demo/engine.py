@@ -31,8 +31,8 @@ from kvstow.errors import TransferError
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.nixl import NixlTransport
 from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.nixl import NixlTransport
 
 Say = Callable[[FromChild], None]
 

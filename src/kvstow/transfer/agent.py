@@ -13,7 +13,8 @@ from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.channel import Channel, Keys
+from kvstow.transfer.channel.messages import DropReason
+from kvstow.transfer.channel.sockets import Channel, Keys
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.home import Home
@@ -26,8 +27,7 @@ from kvstow.transfer.pulling import Transfer
 from kvstow.transfer.receiving import Arrival, Push
 from kvstow.transfer.service import Service
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Transport
-from kvstow.transfer.wire import DropReason
+from kvstow.transfer.transport.base import Transport
 
 
 class Agent:

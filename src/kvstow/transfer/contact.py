@@ -16,17 +16,7 @@ from kvstow.errors import ManifestError, RouteError, TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
 from kvstow.route.compare import differences
-from kvstow.transfer.channel import Channel, Line
-from kvstow.transfer.fencing import Fence
-from kvstow.transfer.home import PROBE_BYTES, Home
-from kvstow.transfer.mirror import Mirror, MirrorFence, is_worth
-from kvstow.transfer.mover import Mover
-from kvstow.transfer.options import Options
-from kvstow.transfer.path import Path, chosen
-from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.track import TRACKS, Job, processors
-from kvstow.transfer.transport import Kinds, Spans, lost
-from kvstow.transfer.wire import (
+from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
     AskProbe,
@@ -44,6 +34,16 @@ from kvstow.transfer.wire import (
     Welcome,
     Written,
 )
+from kvstow.transfer.channel.sockets import Channel, Line
+from kvstow.transfer.fencing import Fence
+from kvstow.transfer.home import PROBE_BYTES, Home
+from kvstow.transfer.mirror import Mirror, MirrorFence, is_worth
+from kvstow.transfer.mover import Mover
+from kvstow.transfer.options import Options
+from kvstow.transfer.path import Path, chosen
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.base import Kinds, Spans, lost
+from kvstow.transfer.transport.parallel import TRACKS, Job, processors
 
 if TYPE_CHECKING:
     from kvstow.transfer.leg import Leg

@@ -14,8 +14,8 @@ from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Claims
+from kvstow.transfer.channel.messages import Claim, Sample
 from kvstow.transfer.options import DigestPolicy
-from kvstow.transfer.wire import Claim, Sample
 
 LEAST_SHARE = 128
 """A sample is at most one cell in so many: digests are slower than transfers."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstow.transfer.transport import Ints
+from kvstow.transfer.transport.base import Ints
 
 ENTRY = 8
 SLOT_ENTRIES = 4096

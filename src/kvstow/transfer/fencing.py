@@ -4,13 +4,13 @@ from collections import deque
 from contextlib import suppress
 
 from kvstow.errors import TransferError
+from kvstow.transfer.channel.messages import Card
 from kvstow.transfer.fence import Round, fence_rounds
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Kinds, Spans
-from kvstow.transfer.wire import Card
+from kvstow.transfer.transport.base import Kinds, Spans
 
 
 class Fence:

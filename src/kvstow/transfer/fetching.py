@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from kvstow.errors import CopyError, TransferError
 from kvstow.memory.copy import Copy
+from kvstow.transfer.channel.messages import AnyMessage, Card, Failed, Staged, Stopped, Written
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.staging import Piece, Stage, over
-from kvstow.transfer.transport import Ints, Kinds, Spans, merged
-from kvstow.transfer.wire import AnyMessage, Card, Failed, Staged, Stopped, Written
+from kvstow.transfer.transport.base import Ints, Kinds, Spans, merged
 
 IN_FLIGHT = 2
 

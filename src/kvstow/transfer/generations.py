@@ -12,7 +12,7 @@ import numpy as np
 from kvstow.errors import BlockError
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.transport import Ints
+from kvstow.transfer.transport.base import Ints
 
 
 class Owner(Protocol):

@@ -16,12 +16,12 @@ from kvstow.observe import Fact, Telemetry, TransferMetrics
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode, fingerprint
 from kvstow.route.blocks import Blocks
+from kvstow.transfer.channel.messages import Card, RegionCard
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.staging import DEVICE_SLOT_BYTES, SLOTS, Stage
-from kvstow.transfer.track import Track
-from kvstow.transfer.transport import Ints, Kinds, MemoryKind, Region, Transport
-from kvstow.transfer.wire import Card, RegionCard
+from kvstow.transfer.transport.base import Ints, Kinds, MemoryKind, Region, Transport
+from kvstow.transfer.transport.parallel import Track
 
 PROBE_BYTES = 4 << 20
 _SLOTS = 128

@@ -15,21 +15,7 @@ from typing import Literal
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Route
-from kvstow.transfer.contact import Contact
-from kvstow.transfer.fencing import Fence
-from kvstow.transfer.fetching import Fetching
-from kvstow.transfer.home import Home, check_known
-from kvstow.transfer.lease import Leases
-from kvstow.transfer.mirror import MirrorFence
-from kvstow.transfer.mover import Mover, chunk_bytes
-from kvstow.transfer.options import DigestPolicy
-from kvstow.transfer.path import Way
-from kvstow.transfer.staging import SLOTS, pieces
-from kvstow.transfer.straight import Ways
-from kvstow.transfer.ticket import Ticket, packed_ints
-from kvstow.transfer.track import Track
-from kvstow.transfer.transport import Spans, lost
-from kvstow.transfer.wire import (
+from kvstow.transfer.channel.messages import (
     AnyMessage,
     Begin,
     Begun,
@@ -48,6 +34,20 @@ from kvstow.transfer.wire import (
     Write,
     Written,
 )
+from kvstow.transfer.contact import Contact
+from kvstow.transfer.fencing import Fence
+from kvstow.transfer.fetching import Fetching
+from kvstow.transfer.home import Home, check_known
+from kvstow.transfer.lease import Leases
+from kvstow.transfer.mirror import MirrorFence
+from kvstow.transfer.mover import Mover, chunk_bytes
+from kvstow.transfer.options import DigestPolicy
+from kvstow.transfer.path import Way
+from kvstow.transfer.staging import SLOTS, pieces
+from kvstow.transfer.straight import Ways
+from kvstow.transfer.ticket import Ticket, packed_ints
+from kvstow.transfer.transport.base import Spans, lost
+from kvstow.transfer.transport.parallel import Track
 
 LegState = Literal["waiting", "met", "moving", "fencing", "clean", "failed"]
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
+from kvstow.transfer.channel.messages import Card
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import STALLED_SECONDS
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport import Ints, Kinds, Spans, lost
-from kvstow.transfer.wire import Card
+from kvstow.transfer.transport.base import Ints, Kinds, Spans, lost
 
 MOST_ENTRIES = 1 << 16
 ENTRIES_EACH = 128

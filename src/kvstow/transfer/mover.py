@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from kvstow.errors import TransferError
 from kvstow.transfer.home import Home
-from kvstow.transfer.track import Job, Track
-from kvstow.transfer.transport import Direction, Kinds, Post, Spans, chunks
+from kvstow.transfer.transport.base import Direction, Kinds, Post, Spans, chunks
+from kvstow.transfer.transport.parallel import Job, Track
 
 IN_FLIGHT = 3
 LEAST_CHUNK = 16 << 20

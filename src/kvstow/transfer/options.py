@@ -5,7 +5,7 @@ from typing import Literal
 
 from kvstow.errors import SpecError
 from kvstow.transfer.path import Way
-from kvstow.transfer.track import TRACKS
+from kvstow.transfer.transport.parallel import TRACKS
 
 DigestPolicy = Literal["always", "sample", "off"]
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from kvstow.errors import RouteError, TransferError
 from kvstow.route.sources import sources
+from kvstow.transfer.channel.messages import Sample
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.digesting import (
     digests,
@@ -23,7 +24,6 @@ from kvstow.transfer.latch import Latch
 from kvstow.transfer.leg import Goal, Leg, Plan
 from kvstow.transfer.path import Way
 from kvstow.transfer.straight import Ways
-from kvstow.transfer.wire import Sample
 
 INLINE_BYTES = 8 << 20
 """A sample that is no larger is counted in the agent's own thread, made ready while the rows

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstow.errors import TransferError
+from kvstow.transfer.channel.messages import Delivered
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.pulling import Stats, Transfer
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.wire import Delivered
 
 Starter = Callable[[Sequence[tuple[Ticket, Contact]]], Transfer]
 

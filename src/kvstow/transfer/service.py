@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstow.errors import KvstowError, TransferError
-from kvstow.transfer.channel import Channel, Line
+from kvstow.transfer.channel.messages import AnyMessage, Deliver, Delivered, End
+from kvstow.transfer.channel.sockets import Channel, Line
+from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.home import Home
 from kvstow.transfer.lease import EndReason, Lease, Leases
@@ -20,9 +22,7 @@ from kvstow.transfer.options import Options
 from kvstow.transfer.pulling import Plans, Transfer
 from kvstow.transfer.receiving import Arrival, Push
 from kvstow.transfer.serving import SILENT_BEATS, Serving
-from kvstow.transfer.status import status_document
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.wire import AnyMessage, Deliver, Delivered, End
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,7 @@ from kvstow.errors import (
 from kvstow.plan.manifest import decode
 from kvstow.route.blocks import Blocks
 from kvstow.route.compare import differences
-from kvstow.transfer.channel import Channel, Line
-from kvstow.transfer.digesting import digests
-from kvstow.transfer.fetching import Gathering
-from kvstow.transfer.guest import Guest
-from kvstow.transfer.home import Home, check_blocks
-from kvstow.transfer.lease import Leases
-from kvstow.transfer.staging import pieces
-from kvstow.transfer.ticket import Ticket, unpacked_ints
-from kvstow.transfer.transport import Spans
-from kvstow.transfer.wire import (
+from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
     AskProbe,
@@ -45,6 +36,15 @@ from kvstow.transfer.wire import (
     TellStatus,
     Welcome,
 )
+from kvstow.transfer.channel.sockets import Channel, Line
+from kvstow.transfer.digesting import digests
+from kvstow.transfer.fetching import Gathering
+from kvstow.transfer.guest import Guest
+from kvstow.transfer.home import Home, check_blocks
+from kvstow.transfer.lease import Leases
+from kvstow.transfer.staging import pieces
+from kvstow.transfer.ticket import Ticket, unpacked_ints
+from kvstow.transfer.transport.base import Spans
 from kvstow.transfer.writing import Probe, Writing
 
 AWAKE_AFTER_HELLO = 0.5

@@ -27,7 +27,7 @@ from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Route
-from kvstow.transfer.transport import Ints
+from kvstow.transfer.transport.base import Ints
 
 SLOTS = 4
 DEVICE_SLOT_BYTES = 32 << 20

@@ -17,7 +17,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.route.lanes import Lanes, Overlap
 from kvstow.route.pairing import Tokens
 from kvstow.route.route import Crossing, Route
-from kvstow.transfer.transport import Ints, Spans, merged
+from kvstow.transfer.transport.base import Ints, Spans, merged
 
 _ABOVE = 32
 _BELOW = (1 << _ABOVE) - 1

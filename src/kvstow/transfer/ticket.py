@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow.errors import SpecError, TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.transport import Ints
+from kvstow.transfer.transport.base import Ints
 
 PREFIX = "kvt1."
 MAX_BYTES = 16 << 20

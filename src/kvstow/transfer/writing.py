@@ -3,12 +3,12 @@
 import numpy as np
 
 from kvstow.errors import TransferError
+from kvstow.transfer.channel.messages import AnyMessage, Failed, Stopped, TellProbe, Written
 from kvstow.transfer.contact import PROBES
 from kvstow.transfer.guest import Guest
 from kvstow.transfer.home import PROBE_BYTES, Home
 from kvstow.transfer.mover import Mover, chunk_bytes
-from kvstow.transfer.transport import Spans, merged
-from kvstow.transfer.wire import AnyMessage, Failed, Stopped, TellProbe, Written
+from kvstow.transfer.transport.base import Spans, merged
 
 
 def attached(home: Home, guest: Guest) -> None:

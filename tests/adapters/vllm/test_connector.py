@@ -28,7 +28,7 @@ from kvstow.adapters.connector.worker import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
-from kvstow.transfer.local import Fabric, LocalTransport
+from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
 PROMPT = list(range(500, 518))

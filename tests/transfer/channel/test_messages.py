@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.transfer import wire
-from kvstow.transfer.wire import Begin, End, Frame, Renew, Unreadable, decode, encode
+from kvstow.transfer.channel import messages
+from kvstow.transfer.channel.messages import Begin, End, Frame, Renew, Unreadable, decode, encode
 
 FRAME = Frame(5, 9, Renew((1, 2, 2**63 - 1)))
 
 
-def messages() -> st.SearchStrategy[wire.AnyMessage]:
+def any_message() -> st.SearchStrategy[messages.AnyMessage]:
     ints = st.integers(0, 2**63 - 1)
     return st.one_of(
         st.builds(Renew, st.tuples(ints, ints)),
         st.builds(End, ints, ints, st.sampled_from(["accepted", "failed", "aborted"])),
-        st.builds(wire.Refused, ints, st.just("ticket"), st.tuples(st.text(max_size=9))),
+        st.builds(messages.Refused, ints, st.just("ticket"), st.tuples(st.text(max_size=9))),
         st.builds(
             Begin, ints, ints, st.binary(max_size=16), st.none(),
-            st.none() | st.builds(wire.Write, st.just(()), ints, ints), ints, st.just(()),
+            st.none() | st.builds(messages.Write, st.just(()), ints, ints), ints, st.just(()),
         ),
-        st.builds(wire.TellProbe, ints, st.floats(allow_nan=False)),
+        st.builds(messages.TellProbe, ints, st.floats(allow_nan=False)),
     )  # fmt: skip
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), messages())
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), any_message())
 def test_a_frame_comes_back(session, sequence, message):
     assert decode(encode(Frame(session, sequence, message))) == Frame(session, sequence, message)
 
@@ -40,7 +40,7 @@ def test_garbage_is_refused(data):
 
 @given(st.binary(max_size=100))
 def test_a_garbage_body_is_refused(body):
-    header = struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 1, 1, len(body))
+    header = struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 1, 1, len(body))
     try:
         frame = decode(header + body)
     except Unreadable:
@@ -71,7 +71,7 @@ def test_another_version_is_refused_with_both_numbers():
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
-    monkeypatch.setattr(wire, "MAX_FRAME", 64)
+    monkeypatch.setattr(messages, "MAX_FRAME", 64)
     with pytest.raises(Unreadable, match="100 bytes, at most 64") as caught:
         decode(b"\0" * 100)
     assert caught.value.reason == "oversized"
@@ -94,14 +94,14 @@ def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
 def test_a_body_that_is_no_message_is_refused(body):
     data = msgspec.msgpack.encode(body)
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, len(data)) + data)
+        decode(struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, len(data)) + data)
     assert caught.value.reason == "body"
 
 
 def test_deeply_nested_bodies_do_not_exhaust_the_stack():
     data = b"\x91" * 100_000
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, len(data)) + data)
+        decode(struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, len(data)) + data)
     assert caught.value.reason == "body"
 
 

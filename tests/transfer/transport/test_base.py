@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.transfer.transport import Spans, chunks, merged
+from kvstow.transfer.transport.base import Spans, chunks, merged
 
 
 @st.composite

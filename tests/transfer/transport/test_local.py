@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BackendMissing, TransferError
-from kvstow.transfer import nixl
-from kvstow.transfer.local import Fabric, LocalTransport
-from kvstow.transfer.nixl import NixlTransport, framed, unframed
-from kvstow.transfer.transport import Kinds, Region, Spans
+from kvstow.transfer.transport import nixl
+from kvstow.transfer.transport.base import Kinds, Region, Spans
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from kvstow.transfer.transport.nixl import NixlTransport, framed, unframed
 
 BYTES = 4096
 KINDS = Kinds()

@@ -13,11 +13,11 @@ import pytest
 
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
+from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer import mover
-from kvstow.transfer.local import Fabric, LocalTransport
-from kvstow.transfer.timed import TimedNixl
-from kvstow.transfer.track import Track
-from kvstow.transfer.transport import Kinds, Region, Spans
+from kvstow.transfer.transport.base import Kinds, Region, Spans
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from kvstow.transfer.transport.parallel import Track
 from transfer_node import Node, hybrid_layout, rows_for
 
 TOKENS = 18

@@ -21,7 +21,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.pulling import Transfer
-from kvstow.transfer.transport import Transport
+from kvstow.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)
 

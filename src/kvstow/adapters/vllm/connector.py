@@ -35,7 +35,7 @@ from kvstow.adapters.vllm.envelopes import (
     KvstowStep,
 )
 from kvstow.plan.manifest import encode
-from kvstow.transfer.nixl import NixlTransport
+from kvstow.transfer.transport.nixl import NixlTransport
 
 
 class KvstowConnector(KVConnectorBase_V1, SupportsHMA):

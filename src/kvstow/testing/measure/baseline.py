@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import TransferError
-from kvstow.transfer.bench_setting import SPARE, Setting
-from kvstow.transfer.nixl import OPERATIONS
-from kvstow.transfer.transport import Direction, Kinds
+from kvstow.testing.measure.setting import SPARE, Setting
+from kvstow.transfer.transport.base import Direction, Kinds
+from kvstow.transfer.transport.nixl import OPERATIONS
 
 Rows = npt.NDArray[np.uint64]
 DONE = b"done"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvstow.errors import TransferError
-from kvstow.transfer.transport import Direction, Kinds, Post, Region, Spans, inside, lost
+from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, Spans, inside, lost
 
 STEP_BYTES = 64 << 20
 MAX_METADATA = 1 << 20

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BackendMissing, FaultKind, TransferError
-from kvstow.transfer.transport import Direction, Kinds, MemoryKind, Post, Region, Spans
+from kvstow.transfer.transport.base import Direction, Kinds, MemoryKind, Post, Region, Spans
 
 UCX_DEFAULTS = {"UCX_TCP_RX_SEG_SIZE": "1m", "UCX_TCP_TX_SEG_SIZE": "1m"}
 """Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate."""

@@ -22,15 +22,7 @@ from queue import SimpleQueue
 
 from kvstow.errors import TransferError
 from kvstow.transfer.latch import Latch
-from kvstow.transfer.transport import (
-    Direction,
-    Kinds,
-    Post,
-    Region,
-    Spans,
-    Transport,
-    lost,
-)
+from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, Spans, Transport, lost
 
 TRACKS = 2
 """Engines that work on one transfer at most, the agent's own included."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstow.transfer.nixl import NixlTransport
+from kvstow.transfer.transport.nixl import NixlTransport
 
 ENGINE = ("transfer", "check_xfer_state", "get_new_notifs", "add_remote_agent")
 """Calls in which NIXL moves bytes, makes progress or connects. Lists of descriptors and

@@ -20,9 +20,9 @@ from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
-from kvstow.transfer import wire
-from kvstow.transfer.channel import Channel, Keys, is_loopback
-from kvstow.transfer.local import Fabric
+from kvstow.transfer.channel import messages
+from kvstow.transfer.channel.sockets import Channel, Keys, is_loopback
+from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 
 TOKENS = 18
@@ -63,8 +63,8 @@ class Stranger:
     def say(self, *parts: bytes) -> None:
         self.socket.send_multipart(parts)
 
-    def answer(self) -> wire.Frame:
-        return wire.decode(self.socket.recv_multipart()[-1])
+    def answer(self) -> messages.Frame:
+        return messages.decode(self.socket.recv_multipart()[-1])
 
     def close(self) -> None:
         self.socket.close()
@@ -100,17 +100,17 @@ def assert_serves(node: Node, fabric: Fabric) -> None:
 
 
 def frame(message: Any, *, session: int = 0, sequence: int = 1) -> bytes:
-    return wire.encode(wire.Frame(session, sequence, message))
+    return messages.encode(messages.Frame(session, sequence, message))
 
 
 def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabric):
-    good = frame(wire.Renew((1,)))
+    good = frame(messages.Renew((1,)))
     skewed = good[:4] + struct.pack(">H", 9) + good[6:]
     broken = {
         "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
         "truncated": good[:-1],
         "version": skewed,
-        "body": struct.pack(">4sHQQI", b"KVSW", wire.VERSION, 0, 1, 2) + b"\xc1\xc1",
+        "body": struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, 2) + b"\xc1\xc1",
         "session": good,
     }
     for reason, data in broken.items():
@@ -124,15 +124,15 @@ def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabri
 
 
 def test_another_version_is_told_both_numbers(node, stranger):
-    good = frame(wire.AskStatus())
+    good = frame(messages.AskStatus())
     stranger.say(good[:4] + struct.pack(">H", 9) + good[6:])
     message = stranger.answer().message
-    assert isinstance(message, wire.Refused)
-    assert message.reasons == (f"wire version {wire.VERSION} there, 9 here",)
+    assert isinstance(message, messages.Refused)
+    assert message.reasons == (f"wire version {messages.VERSION} there, 9 here",)
 
 
 def test_an_oversized_message_is_cut_off_and_others_are_still_heard(node, stranger, fabric):
-    stranger.say(b"\0" * (wire.MAX_FRAME + 4096))
+    stranger.say(b"\0" * (messages.MAX_FRAME + 4096))
     time.sleep(0.2)
     assert_serves(node, fabric)
 
@@ -145,21 +145,21 @@ def test_a_raw_tcp_client_that_talks_garbage_is_survived(node, fabric):
     assert_serves(node, fabric)
 
 
-def hello(node: Node) -> wire.Hello:
+def hello(node: Node) -> messages.Hello:
     """A true hello, of another agent of the same layout."""
-    return wire.Hello(msgspec.structs.replace(node.agent.service.home.card, agent="stranger"))
+    return messages.Hello(msgspec.structs.replace(node.agent.service.home.card, agent="stranger"))
 
 
 def test_a_replayed_message_is_dropped(node, stranger):
     stranger.say(frame(hello(node)))
     session = stranger.answer().session
-    renewal = frame(wire.Renew(()), session=session, sequence=2)
+    renewal = frame(messages.Renew(()), session=session, sequence=2)
     stranger.say(renewal)
-    assert isinstance(stranger.answer().message, wire.Alive)
+    assert isinstance(stranger.answer().message, messages.Alive)
     for _ in range(3):
         stranger.say(renewal)
     wait_for(lambda: dropped(node, "replayed") == 3)
-    stranger.say(frame(wire.Renew(()), session=session + 1, sequence=3))
+    stranger.say(frame(messages.Renew(()), session=session + 1, sequence=3))
     wait_for(lambda: dropped(node, "session") == 1)
 
 
@@ -167,32 +167,38 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
     """A begin is bound to its session: whoever recorded it cannot open the ticket again."""
     stranger.say(frame(hello(node)))
     session = stranger.answer().session
-    begin = frame(wire.Begin(1, 2, b"", None, None, 0, ()), session=session, sequence=2)
+    begin = frame(messages.Begin(1, 2, b"", None, None, 0, ()), session=session, sequence=2)
     stranger.say(begin)
-    assert isinstance(stranger.answer().message, wire.Refused)
+    assert isinstance(stranger.answer().message, messages.Refused)
     other = Stranger(node.address)
     other.say(begin)
-    assert isinstance(other.answer().message, wire.Stranger)
+    assert isinstance(other.answer().message, messages.Stranger)
     other.close()
 
 
 MESSAGES = [
-    wire.Begin(1, 2, b"x" * 16, None, wire.Write((), 0, 5), 0, ()),
-    wire.Begin(
-        1, 2, b"", (), wire.Write((), 0, 5), 64, (wire.Sample(("layers.0",), (2, 3), 0, 9, 4, 1),)
+    messages.Begin(1, 2, b"x" * 16, None, messages.Write((), 0, 5), 0, ()),
+    messages.Begin(
+        1,
+        2,
+        b"",
+        (),
+        messages.Write((), 0, 5),
+        64,
+        (messages.Sample(("layers.0",), (2, 3), 0, 9, 4, 1),),
     ),
-    wire.End(1, 2, "accepted"),
-    wire.Stop(7),
-    wire.Renew((1, 2, 3)),
-    wire.AskProbe(1 << 60),
-    wire.Deliver(1, 2, b"", b"not a ticket"),
-    wire.Delivered(1, None, ""),
-    wire.Written(1, 2, 3),
-    wire.Staged(1, 2, 3),
-    wire.Fetched(1, 1 << 40),
-    wire.TellProbe(1, -1.0),
-    wire.TellDigest(1, (1, 2)),
-    wire.Welcome(None),  # type: ignore[arg-type]
+    messages.End(1, 2, "accepted"),
+    messages.Stop(7),
+    messages.Renew((1, 2, 3)),
+    messages.AskProbe(1 << 60),
+    messages.Deliver(1, 2, b"", b"not a ticket"),
+    messages.Delivered(1, None, ""),
+    messages.Written(1, 2, 3),
+    messages.Staged(1, 2, 3),
+    messages.Fetched(1, 1 << 40),
+    messages.TellProbe(1, -1.0),
+    messages.TellDigest(1, (1, 2)),
+    messages.Welcome(None),  # type: ignore[arg-type]
 ]
 
 
@@ -211,8 +217,8 @@ def test_a_fuzzed_conversation_never_stops_the_agent(data, node, fabric):
                 whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
             stranger.say(bytes(whole))
         with Stranger(node.address) as last:
-            last.say(frame(wire.AskStatus()))
-            assert isinstance(last.answer().message, wire.TellStatus)
+            last.say(frame(messages.AskStatus()))
+            assert isinstance(last.answer().message, messages.TellStatus)
 
 
 def test_after_all_that_the_agent_still_serves(node, fabric):
@@ -251,9 +257,9 @@ def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_valu
 
 def test_a_manifest_that_is_none_is_refused(node, stranger):
     card = msgspec.structs.replace(node.agent.service.home.card, manifest=b"{}")
-    stranger.say(frame(wire.Hello(card)))
+    stranger.say(frame(messages.Hello(card)))
     message = stranger.answer().message
-    assert isinstance(message, wire.Refused)
+    assert isinstance(message, messages.Refused)
     assert message.kind == "refused"
 
 
@@ -263,7 +269,7 @@ def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
     def size(num_slabs: int) -> int:
         layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
         one = Node(encode(layout), fabric)
-        data = frame(wire.Hello(one.agent.service.home.card))
+        data = frame(messages.Hello(one.agent.service.home.card))
         one.close()
         return len(data)
 
@@ -358,7 +364,7 @@ def test_a_client_without_keys_is_not_heard_where_keys_are_used(fabric):
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
     stranger = Stranger(producer.address)
     stranger.socket.rcvtimeo = 300
-    stranger.say(frame(wire.AskStatus()))
+    stranger.say(frame(messages.AskStatus()))
     with pytest.raises(zmq.Again):
         stranger.answer()
     stranger.close()

@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from kvstow.errors import TransferError
-from kvstow.transfer.channel import Channel, Keys
-from kvstow.transfer.wire import AskStatus, DropReason, TellStatus
+from kvstow.transfer.channel.messages import AskStatus, DropReason, TellStatus
+from kvstow.transfer.channel.sockets import Channel, Keys
 
 
 class Asker:

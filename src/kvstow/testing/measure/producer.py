@@ -9,11 +9,11 @@ from functools import wraps
 from typing import Any
 
 from kvstow.errors import TransferError
+from kvstow.testing.measure.setting import BLOCK_TOKENS, Setting
+from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.bench_setting import BLOCK_TOKENS, Setting
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.timed import TimedNixl
 
 
 class Meter:
@@ -68,7 +68,7 @@ class Producer:
     def __init__(self, setting: Setting) -> None:
         numbers = [str(number) for number in (setting.rows, setting.layers, setting.piece)]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvstow.transfer.bench_producer", *numbers, setting.device],
+            [sys.executable, "-m", "kvstow.testing.measure.producer", *numbers, setting.device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

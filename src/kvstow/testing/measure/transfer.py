@@ -13,7 +13,7 @@
 Each is repeated, in turns, and the best of each counts; of what a sample costs, the ratio of
 the medians, which are less of a lottery where it is a percent. A pull counts from the call to
 acceptance: routes, descriptors, messages, fence. `ratio_to_per_layer` is against the
-prepared pieces; `bench_baseline` says what each of them counts.
+prepared pieces; `baseline` says what each of them counts.
 """
 
 import os
@@ -25,17 +25,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kvstow.testing.measure.baseline import Baseline
+from kvstow.testing.measure.producer import Meter, Producer, producing
+from kvstow.testing.measure.setting import Setting
+from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.bench_baseline import Baseline
-from kvstow.transfer.bench_producer import Meter, Producer, producing
-from kvstow.transfer.bench_setting import Setting
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.home import Home
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
-from kvstow.transfer.timed import TimedNixl
-from kvstow.transfer.track import TRACK_NAME, Job
-from kvstow.transfer.transport import Region
+from kvstow.transfer.transport.base import Region
+from kvstow.transfer.transport.parallel import TRACK_NAME, Job
 
 __all__ = ["Setting", "measured"]
 

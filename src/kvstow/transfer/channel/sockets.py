@@ -17,7 +17,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvstow.errors import TransferError
-from kvstow.transfer.wire import (
+from kvstow.transfer.channel.messages import (
     MAX_FRAME,
     VERSION,
     AnyMessage,
