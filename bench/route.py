@@ -119,8 +119,8 @@ def latency(num_rows: int = 512, pool: int = 100_000) -> dict[str, Any]:
 
 def measured(way: Route, ids: Sequence[npt.NDArray[np.int64]], tokens: int) -> dict[str, Any]:
     lists = [{0: Blocks.first(numbers)} for numbers in ids]
-    moves = len(way.moves(*lists, tokens))
-    best = seconds(lambda: way.moves(*lists, tokens), for_seconds=SECONDS)
+    moves = len(way.copies(*lists, tokens))
+    best = seconds(lambda: way.copies(*lists, tokens), for_seconds=SECONDS)
     return {
         "blocks": len(ids[0]),
         "moves": moves,

@@ -43,7 +43,7 @@ def main() -> None:
     ours = packed(groups, num_slabs=NUM_BLOCKS)
     packed_rows = Arena(ours)
     source, destination = Blocks.first([9, 3, 40]), Blocks.first([5, 6, 7])
-    moves = route(theirs, ours).moves({0: source}, {0: destination}, 3 * BLOCK_TOKENS)
+    moves = route(theirs, ours).copies({0: source}, {0: destination}, 3 * BLOCK_TOKENS)
     copy(engine, packed_rows, moves).wait()
     same = torch.equal(
         engine.field("layers.5", "v")[source.ids],

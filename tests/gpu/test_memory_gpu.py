@@ -158,7 +158,7 @@ def test_engine_tensors_on_the_device_are_adopted_in_place():
     here, there = {0: Blocks.first([4, 1])}, {0: Blocks.first([7, 3])}
     with Arena.adopt(layout, tensors, axes=axes) as engine, Arena(mine, device=DEVICE) as arena:
         assert torch.equal(engine.tensor("l.2"), tensors["l.2"].transpose(1, 2))
-        copy(engine, arena, route(layout, mine).moves(here, there, 8)).wait()
+        copy(engine, arena, route(layout, mine).copies(here, there, 8)).wait()
         assert torch.equal(arena.tensor("l.1")[7], tensors["l.1"][4].transpose(0, 1))
         assert digest(engine, here, 8) == digest(arena, there, 8)
 

@@ -129,7 +129,7 @@ def test_an_element_keeps_its_coordinates_when_copied_to_another_order(source, d
         for i in range(2):
             values = torch.arange(a.tensor(f"l.{i}").numel()) + 1000 * i
             a.tensor(f"l.{i}").view(torch.int16).copy_(values.reshape(a.tensor("l.0").shape))
-        moves = route(mine, theirs).moves({0: Blocks.first(ids)}, {0: Blocks.first(others)}, 8)
+        moves = route(mine, theirs).copies({0: Blocks.first(ids)}, {0: Blocks.first(others)}, 8)
         copy(a, b, moves).wait()
         for i in range(2):
             assert torch.equal(

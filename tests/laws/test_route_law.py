@@ -15,7 +15,7 @@ import strategies
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Encoder, Sink, State
 from kvstow.route.blocks import Blocks
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 from kvstow.route.route import Route, route
 from kvstow.route.sources import sources
 from strategies import Bytes, group_bytes, own_bytes, value
@@ -103,7 +103,7 @@ def crossings(way: Route) -> list[tuple[int, int]]:
     return [crossing.groups for crossing in way.crossings]
 
 
-def run(moves: Moves, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+def run(moves: Copies, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
     """Executes the moves; returns how often each destination byte was written."""
     written = np.zeros(len(destination), np.int64)
     for s, d, n in zip(moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist(),
@@ -115,7 +115,7 @@ def run(moves: Moves, source: np.ndarray, destination: np.ndarray) -> np.ndarray
     return written
 
 
-def touched(moves: Moves, nbytes: int) -> np.ndarray:
+def touched(moves: Copies, nbytes: int) -> np.ndarray:
     mask = np.zeros(nbytes, np.bool_)
     for s, n in zip(moves.source.tolist(), moves.nbytes.tolist(), strict=True):
         mask[s : s + n] = True
@@ -148,7 +148,7 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
     exact = data.draw(st.booleans())
     start = data.draw(st.integers(0, num_tokens))
     way = route(a, b)
-    moves = way.moves(source.blocks, destination.blocks, num_tokens, exact=exact,
+    moves = way.copies(source.blocks, destination.blocks, num_tokens, exact=exact,
                       start_token=start)  # fmt: skip
     here = source.filled()
     there = np.random.default_rng(0).integers(0, 256, b.nbytes, np.uint8)
@@ -188,7 +188,7 @@ def test_all_sources_together_write_every_byte_exactly_once(data: st.DataObject)
     turn = data.draw(st.integers(0, 3))
     for source in sources(peers, b, turn=turn):
         side = Side(peers[source.index], lists(data, peers[source.index], num_tokens))
-        moves = source.route.moves(side.blocks, destination.blocks, num_tokens, exact=True)
+        moves = source.route.copies(side.blocks, destination.blocks, num_tokens, exact=True)
         written += run(moves, side.filled(), there)
     for g, held in destination.bytes.items():
         retention = b.groups[g].group.retention
@@ -219,4 +219,4 @@ def test_equal_layouts_take_one_move_per_strip_and_run_of_blocks(data: st.DataOb
         pairs = sorted(zip(blocks.ids.tolist(), theirs[g].ids.tolist(), strict=True))
         neighbours = sum((a[0] + 1, a[1] + 1) == b for a, b in pairwise(pairs))
         most += (len(pairs) - neighbours) * len(layout.footprints[g].strips)
-    assert len(route(layout, layout).moves(ours, theirs, num_tokens)) <= most
+    assert len(route(layout, layout).copies(ours, theirs, num_tokens)) <= most

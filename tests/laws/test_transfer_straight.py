@@ -29,7 +29,7 @@ def listed(spans: Spans) -> list[tuple[int, int, int]]:
 
 def by_route(way: Route, source, destination, tokens) -> list[tuple[int, int, int]] | str:
     try:
-        moves = way.moves(source, destination, tokens[1], start_token=tokens[0])
+        moves = way.copies(source, destination, tokens[1], start_token=tokens[0])
     except RouteError as error:
         return str(error)
     return listed(merged(Spans(moves.destination + BASES[1], moves.source + BASES[0],

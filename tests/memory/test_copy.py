@@ -15,7 +15,7 @@ from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import packed
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 from kvstow.testing.patterns import fill, pattern
 from planning import attention
 
@@ -32,7 +32,7 @@ def spans(*moves: tuple[int, int, int]) -> Spans:
 
 @st.composite
 def scattered(draw: st.DrawFn, nbytes: int, *, step: int = 1) -> Spans:
-    """Moves whose destinations are apart; sources may repeat."""
+    """Copies whose destinations are apart; sources may repeat."""
     cuts = draw(st.lists(st.integers(0, nbytes // step), max_size=12, unique=True))
     ends = [cut * step for cut in sorted(cuts)]
     places = [(lo, hi - lo) for lo, hi in zip(ends[::2], ends[1::2], strict=False)]
@@ -68,7 +68,7 @@ def test_moves_of_a_route_are_taken_as_they_are():
     layout = flat()
     with Arena(layout) as a, Arena(layout) as b:
         fill(a, 1)
-        moves = Moves(np.array([0, 64]), np.array([128, 0]), np.array([64, 64]))
+        moves = Copies(np.array([0, 64]), np.array([128, 0]), np.array([64, 64]))
         copy(a, b, moves).wait()
         assert torch.equal(b.bytes[128:192], a.bytes[:64])
         assert torch.equal(b.bytes[:64], a.bytes[64:128])

@@ -87,7 +87,9 @@ def test_no_copies_have_no_bytes_and_make_no_chunks():
 
 def test_copies_are_moved_to_addresses_and_reversed():
     there = of((1, 2, 3), (10, 20, 30)).moved(100, 1000)
-    assert in_order(there) == [(100 + s, 1000 + d) for s, d in in_order(of((1, 2, 3), (10, 20, 30)))]
+    assert in_order(there) == [
+        (100 + s, 1000 + d) for s, d in in_order(of((1, 2, 3), (10, 20, 30)))
+    ]
     assert in_order(there.reversed()) == [(d, s) for s, d in in_order(there)]
 
 

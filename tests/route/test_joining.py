@@ -49,7 +49,7 @@ def addresses(side: Layout, ids: list[int], num_tokens: int) -> np.ndarray:
 
 
 def check(way: Route, ours: list[int], theirs: list[int], num_tokens: int) -> None:
-    found = way.moves({0: Blocks.first(ours)}, {0: Blocks.first(theirs)}, num_tokens, exact=True)
+    found = way.copies({0: Blocks.first(ours)}, {0: Blocks.first(theirs)}, num_tokens, exact=True)
     source, destination = (addresses(side, ids, num_tokens) for side, ids in
                            ((way.source, ours), (way.destination, theirs)))  # fmt: skip
     order = np.argsort(destination)
@@ -89,5 +89,5 @@ def test_a_lane_goes_on_in_an_earlier_slot_where_layers_come_in_another_order(th
     way = route(layout(2, "BLNHC", layers_backwards=True), layout(4, "BLNHC"))
     for ours in permutations([5, 6, 7, 9], 4):
         check(way, list(ours), theirs, 8)
-    joined = way.moves({0: Blocks.first([6, 5])}, {0: Blocks.first([4])}, 4)
+    joined = way.copies({0: Blocks.first([6, 5])}, {0: Blocks.first([4])}, 4)
     assert len(joined) == 3

@@ -44,27 +44,27 @@ class TestJoining:
     @pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
     def test_equal_rows_of_neighbouring_blocks_are_one_move(self, order):
         layout = laid_out(*TWO, order=order)
-        moves = route(layout, layout).moves(first(2, 3, 4), first(7, 8, 9), 6)
+        moves = route(layout, layout).copies(first(2, 3, 4), first(7, 8, 9), 6)
         assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
 
     def test_layer_compact_layouts_take_one_move_per_layer_and_run(self):
         layout = laid_out(*TWO, order="LBHNC")
-        moves = route(layout, layout).moves(first(2, 3, 4), first(7, 8, 9), 6)
+        moves = route(layout, layout).copies(first(2, 3, 4), first(7, 8, 9), 6)
         assert [n for _, _, n in triples(moves)] == [96, 96]
 
     def test_blocks_listed_out_of_order_are_joined_where_they_lie_side_by_side(self):
         layout = laid_out(*TWO)
-        moves = route(layout, layout).moves(first(4, 2, 3), first(9, 7, 8), 6)
+        moves = route(layout, layout).copies(first(4, 2, 3), first(9, 7, 8), 6)
         assert triples(moves) == [(2 * ROW, 7 * ROW, 3 * ROW)]
 
     def test_blocks_that_are_neighbours_on_one_side_only_are_not_joined(self):
         layout = laid_out(*TWO)
-        moves = route(layout, layout).moves(first(2, 3), first(7, 9), 4)
+        moves = route(layout, layout).copies(first(2, 3), first(7, 9), 4)
         assert triples(moves) == [(2 * ROW, 7 * ROW, ROW), (3 * ROW, 9 * ROW, ROW)]
 
     def test_padding_between_rows_of_one_request_is_run_over(self):
         layout = laid_out(*TWO, alignment=Alignment(page=1, row=100, base=100))
-        moves = route(layout, layout).moves(first(2, 3), first(7, 8), 4)
+        moves = route(layout, layout).copies(first(2, 3), first(7, 8), 4)
         assert triples(moves) == [(200, 700, 164)]
 
     def test_padding_between_rows_that_another_group_uses_is_not_run_over(self):
@@ -81,7 +81,7 @@ class TestJoining:
             base_align=2,
         )  # fmt: skip
         lists = {0: Blocks.first([2, 3]), 1: Blocks.first([5, 6])}
-        moves = route(layout, layout).moves(lists, lists, 2)
+        moves = route(layout, layout).copies(lists, lists, 2)
         assert triples(moves) == [(32, 32, 8), (48, 48, 8), (88, 88, 8), (104, 104, 8)]
 
     def test_padding_on_one_side_is_not_run_over_where_the_other_side_holds_a_layer(self):
@@ -90,34 +90,34 @@ class TestJoining:
         whole = laid_out(*layers)
         assert [stage.layers[f"layers.{i}"][2].offset for i in (0, 2)] == [0, 32]
         for here, there in ((stage, whole), (whole, stage)):
-            moves = route(here, there).moves(first(2), first(3), 2)
+            moves = route(here, there).copies(first(2), first(3), 2)
             assert moves.nbytes.tolist() == [16, 16]
 
     def test_unfilled_slots_are_run_over_in_the_middle_and_not_at_the_end(self):
         layout = laid_out(*TWO)
-        moves = route(layout, layout).moves(first(2), first(7), 1)
+        moves = route(layout, layout).copies(first(2), first(7), 1)
         assert triples(moves) == [(2 * ROW, 7 * ROW, ROW - 8)]
 
     def test_exact_moves_leave_unfilled_slots_alone(self):
         layout = laid_out(*TWO)
-        moves = route(layout, layout).moves(first(2), first(7), 1, exact=True)
+        moves = route(layout, layout).copies(first(2), first(7), 1, exact=True)
         assert [s - 2 * ROW for s, _, _ in triples(moves)] == [0, 16, 32, 48]
         assert moves.nbytes.tolist() == [8] * 4
 
     def test_tokens_before_the_start_are_left_alone(self):
         layout = laid_out(attention("layers.0", heads=1, tokens=4))
-        moves = route(layout, layout).moves(first(2, 3), first(7, 8), 8, start_token=3)
+        moves = route(layout, layout).copies(first(2, 3), first(7, 8), 8, start_token=3)
         assert triples(moves) == [(2 * 32 + 24, 7 * 32 + 24, 8 + 32)]
 
     def test_token_contiguous_layers_are_joined_across_blocks_of_unequal_size(self):
         here = laid_out(attention("layers.0", tokens=4), order="LBNHC")
         there = laid_out(attention("layers.0", tokens=6), order="LBNHC")
-        moves = route(here, there).moves(first(2, 3, 4), first(5, 6), 12)
+        moves = route(here, there).copies(first(2, 3, 4), first(5, 6), 12)
         assert triples(moves) == [(2 * 64, 5 * 96, 12 * 16)]
 
     def test_moves_come_by_destination_block(self):
         here, there = laid_out(*TWO), laid_out(*TWO, order="BLNHC")
-        moves = route(here, there).moves(first(5, 2, 9), first(8, 3, 6), 6)
+        moves = route(here, there).copies(first(5, 2, 9), first(8, 3, 6), 6)
         assert (np.diff(moves.destination) > 0).all()
 
     def test_moves_of_two_groups_are_never_joined(self):
@@ -126,25 +126,25 @@ class TestJoining:
         layout = laid_out(*layers)
         assert [rows.rows_per_slab for rows in layout.groups] == [1, 1]
         lists = {0: Blocks.first([2]), 1: Blocks.first([3])}
-        assert len(route(layout, layout).moves(lists, lists, 2)) == 2
+        assert len(route(layout, layout).copies(lists, lists, 2)) == 2
 
 
 class TestRetentions:
     def test_a_summary_is_moved_whole_whatever_the_start(self):
         layout = laid_out(recurrent("layers.0"))
-        moves = route(layout, layout).moves(first(2), first(3), 100, start_token=100)
+        moves = route(layout, layout).copies(first(2), first(3), 100, start_token=100)
         nbytes = sum(field.nbytes for field in layout.layers["layers.0"][1].fields)
-        assert moves.total_bytes == nbytes
+        assert moves.total == nbytes
 
     def test_summaries_with_different_checkpoint_distances_meet(self):
         spec = recurrent("layers.0")
         here, there = laid_out(spec), laid_out(replace(spec, block_tokens=48, retention=State(2)))
-        assert len(route(here, there).moves(first(2), first(3), 10)) == 1
+        assert len(route(here, there).copies(first(2), first(3), 10)) == 1
 
     def test_an_encoding_is_moved_up_to_its_tokens(self):
         layout = laid_out(attention("layers.0", heads=1, tokens=4, retention=Encoder(6)))
-        moves = route(layout, layout).moves(first(2, 3), first(4, 5), 1, exact=True)
-        assert moves.total_bytes == 6 * 8
+        moves = route(layout, layout).copies(first(2, 3), first(4, 5), 1, exact=True)
+        assert moves.total == 6 * 8
 
     @pytest.mark.parametrize(
         ("retention", "needed"), [(Window(3), 4), (Chunk(5), 5), (Sink(1, 2), 0), (Full(), 0)]
@@ -158,14 +158,14 @@ class TestRetentions:
         everything = np.arange(6)
         there = {0: Blocks(everything + 2, everything)}
         kept = everything[everything >= needed]
-        way.moves({0: Blocks(kept + 2, kept)}, there, 6)
+        way.copies({0: Blocks(kept + 2, kept)}, there, 6)
         kept = everything[everything != needed]
         with pytest.raises(RouteError, match=f"logical blocks {needed} "):
-            way.moves({0: Blocks(kept + 2, kept)}, there, 6)
+            way.copies({0: Blocks(kept + 2, kept)}, there, 6)
 
     def test_source_blocks_that_nobody_asked_for_are_ignored(self):
         layout = laid_out(*TWO)
-        assert len(route(layout, layout).moves(first(2, 3, 4), first(7), 6)) == 1
+        assert len(route(layout, layout).copies(first(2, 3, 4), first(7), 6)) == 1
 
     def test_states_of_several_tokens_keep_their_places(self):
         def compressed(tokens):
@@ -175,7 +175,7 @@ class TestRetentions:
                              fields=latent)  # fmt: skip
 
         way = route(laid_out(compressed(8)), laid_out(compressed(12)))
-        moves = way.moves(first(2, 5), first(3, 9), 13, exact=True)
+        moves = way.copies(first(2, 5), first(3, 9), 13, exact=True)
         assert triples(moves) == [(16, 36, 8), (40, 44, 4), (44, 108, 4)]
 
 
@@ -245,19 +245,19 @@ class TestRefusals:
         }
         for ids, text in wrong.items():
             with pytest.raises(BlockError, match=text):
-                way.moves(first(2, 3), first(*ids), 4)
+                way.copies(first(2, 3), first(*ids), 4)
             with pytest.raises(BlockError, match=text):
-                way.moves(first(*ids), first(2, 3), 4)
+                way.copies(first(*ids), first(2, 3), 4)
 
     def test_a_group_without_a_list_is_refused(self):
         layout = laid_out(*TWO)
         with pytest.raises(RouteError, match="destination group 0"):
-            route(layout, layout).moves(first(2), {}, 2)
+            route(layout, layout).copies(first(2), {}, 2)
 
     def test_tokens_that_are_no_interval_are_refused(self):
         layout = laid_out(*TWO)
         with pytest.raises(RouteError, match=r"tokens \[5, 4\)"):
-            route(layout, layout).moves(first(2), first(3), 4, start_token=5)
+            route(layout, layout).copies(first(2), first(3), 4, start_token=5)
 
 
 class TestSources:
@@ -345,7 +345,7 @@ def test_sizes_of_one_and_two_and_equal_sizes_round_trip(order, pack):
         ids = first(3, 2), first(5, 7)
         for a, b, lists, x, y in ((here, there, ids, memory, middle),
                                   (there, here, ids[::-1], middle, back)):  # fmt: skip
-            for s, d, n in triples(route(a, b).moves(*lists, 2 * size)):
+            for s, d, n in triples(route(a, b).copies(*lists, 2 * size)):
                 y[d : d + n] = x[s : s + n]
         for block in (2, 3):
             for run in here.runs(0, block):

@@ -18,7 +18,7 @@ WAY = route(LAYOUT, LAYOUT)
 @given(st.integers(1, 5000), st.integers(1, 30), st.integers(0, 1 << 20))
 def test_pieces_hold_every_byte_of_the_moves_once_and_fit(slot_bytes, num_tokens, seed):
     source, target = (from_json(rows_for(LAYOUT, num_tokens, seed + i)) for i in range(2))
-    moves = WAY.moves(source, target, num_tokens)
+    moves = WAY.copies(source, target, num_tokens)
     expected = {
         d + i: s + i
         for s, d, n in zip(moves.source.tolist(), moves.destination.tolist(),

@@ -20,7 +20,7 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.memory.host import move
 from kvstow.memory.moves import Spans, check_apart, check_inside, check_unread, merged, spans
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 
 Method = Literal["memmove", "batch", "kernel", "staged", "plain"]
 
@@ -63,14 +63,14 @@ class Copy:
 def copy(
     source: Arena,
     destination: Arena,
-    moves: Moves | Spans,
+    moves: Copies | Spans,
     *,
     method: Method | Literal["auto"] = "auto",
     stream: torch.cuda.Stream | None = None,
 ) -> Copy:
     """Start moving bytes from one arena to another.
 
-    Moves may come in any order; destinations must not overlap each other, nor sources when
+    Copies may come in any order; destinations must not overlap each other, nor sources when
     both arenas lie in the same memory.
     """
     checked = _checked(source, destination, spans(moves))

@@ -8,11 +8,11 @@ import numpy.typing as npt
 from kvstow.errors import BlockError, CopyError
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints, Run
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 
 
 class Spans(NamedTuple):
-    """Moves whose arrays have been checked against each other."""
+    """Copies whose arrays have been checked against each other."""
 
     source: Ints
     destination: Ints
@@ -22,7 +22,7 @@ class Spans(NamedTuple):
 def row_moves(
     layout: Layout, group: int, source_ids: npt.ArrayLike, destination_ids: npt.ArrayLike
 ) -> Spans:
-    """Moves of whole blocks between two arenas of one layout, as the fewest runs."""
+    """Copies of whole blocks between two arenas of one layout, as the fewest runs."""
     sources = np.atleast_1d(np.asarray(source_ids, np.int64))
     destinations = np.atleast_1d(np.asarray(destination_ids, np.int64))
     if sources.shape != destinations.shape:
@@ -42,7 +42,7 @@ def row_moves(
     )
 
 
-def spans(moves: Moves | Spans) -> Spans:
+def spans(moves: Copies | Spans) -> Spans:
     """The moves as int64 arrays of one length, empty ones left out."""
     columns = (moves.source, moves.destination, moves.nbytes)
     arrays = [np.array(column, ndmin=1, copy=None) for column in columns]

@@ -10,7 +10,7 @@ from kvstow.offload.image import only, same_rows
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Encoder, State
 from kvstow.route.blocks import Blocks
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 from kvstow.route.route import Route, route
 
 Ints = npt.NDArray[np.int64]
@@ -28,38 +28,38 @@ class Bridge:
             one, other = only(here, group), only(there, there_group)
             self._routes = route(one, other), route(other, one)
 
-    def out(self, ids: Ints, there_ids: Ints) -> Moves:
+    def out(self, ids: Ints, there_ids: Ints) -> Copies:
         """The moves that bring blocks `ids` to the rows `there_ids`."""
         if self._routes is None:
             return self._direct(ids, there_ids)
         return self._routed(self._routes[0], ids, there_ids)
 
-    def back(self, there_ids: Ints, ids: Ints) -> Moves:
+    def back(self, there_ids: Ints, ids: Ints) -> Copies:
         """The moves that bring rows `there_ids` to the blocks `ids`."""
         if self._routes is None:
             moves = self._direct(ids, there_ids)
-            return Moves(moves.destination, moves.source, moves.nbytes)
+            return Copies(moves.destination, moves.source, moves.nbytes)
         return self._routed(self._routes[1], there_ids, ids)
 
-    def _direct(self, ids: Ints, there_ids: Ints) -> Moves:
+    def _direct(self, ids: Ints, there_ids: Ints) -> Copies:
         nbytes = np.full(len(ids), self._here.row_bytes(self._group))
         here = starts(self._here, self._group, ids)
-        return Moves(here, starts(self._there, self._there_group, there_ids), nbytes)
+        return Copies(here, starts(self._there, self._there_group, there_ids), nbytes)
 
-    def _routed(self, way: Route, source: Ints, destination: Ints) -> Moves:
+    def _routed(self, way: Route, source: Ints, destination: Ints) -> Copies:
         """Rows as if they were one request's blocks, one after the other; a summary or an
         encoding is a request of its own."""
         group = self._here.groups[self._group].group
         step = 1 if isinstance(group.retention, State | Encoder) else max(1, len(source))
-        parts: list[Moves] = []
+        parts: list[Copies] = []
         for lo in range(0, len(source), step):
             part: tuple[Mapping[int, Blocks], ...] = tuple(
                 {0: Blocks.first(side[lo : lo + step])} for side in (source, destination)
             )
             tokens = len(source[lo : lo + step]) * group.block_tokens
-            parts.append(way.moves(part[0], part[1], tokens))
+            parts.append(way.copies(part[0], part[1], tokens))
         columns = [(moves.source, moves.destination, moves.nbytes) for moves in parts]
-        return Moves(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+        return Copies(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def starts(layout: Layout, group: int, ids: Ints) -> Ints:

@@ -109,7 +109,7 @@ class _Stage:
             first = 1 + i * self._parts
             theirs = {0: Blocks.first(np.arange(first, first + self._parts))}
             ours = {0: Blocks.first([1 + i])}
-            copy(stage, self._target, source.route.moves(theirs, ours, self._tokens)).wait()
+            copy(stage, self._target, source.route.copies(theirs, ours, self._tokens)).wait()
 
 
 def _group_of(old: Layout, new: Layout, group: int) -> int:

@@ -37,7 +37,7 @@ from kvstow.offload.policies import mark
 from kvstow.offload.queue import Bools, Ints
 from kvstow.offload.streams import Fences, fences
 from kvstow.offload.tier import Tier, chosen
-from kvstow.route.moves import Moves
+from kvstow.route.copies import Copies
 
 log = logging.getLogger("kvstow.offload")
 
@@ -208,7 +208,7 @@ class Mover:
             with self._lock:
                 self._finished.append(job)
 
-    def _copied(self, job: Job, source: Arena, destination: Arena, moves: Moves) -> None:
+    def _copied(self, job: Job, source: Arena, destination: Arena, moves: Copies) -> None:
         """Copy after the job's fence; wait until all bytes have arrived."""
         with self._fences.after(job) as stream:
             under_way = copy(source, destination, moves, stream=stream)

@@ -46,7 +46,7 @@ def load_request(
             return False
         copies.append((stage, staged, source.index))
     for source, (stage, staged, _) in zip(needed, copies, strict=True):
-        copy(stage, arena, source.route.moves(staged, blocks, num_tokens)).wait()
+        copy(stage, arena, source.route.copies(staged, blocks, num_tokens)).wait()
     return True
 
 

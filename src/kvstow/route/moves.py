@@ -25,22 +25,6 @@ AT_ONCE = 1 << 14
 """Moves that are written together where pairs have unequal numbers: few enough for a cache."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Moves:
-    """Copies between two arenas: `nbytes[i]` from byte `source[i]` to byte `destination[i]`."""
-
-    source: Ints
-    destination: Ints
-    nbytes: Ints
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
-
-
 class _Form(NamedTuple):
     """What is written for a pair: some of the lanes of its kind."""
 

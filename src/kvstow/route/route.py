@@ -4,7 +4,7 @@ Compiled once per pair of peers, in a time that does not depend on the number of
 
     Layout × Layout ─▶ Route ─▶ per pair of groups: what both hold of each layer
                           │
-      blocks of a request └───▶ moves(…): byte offsets on both sides, and lengths
+      blocks of a request └───▶ copies(…): byte offsets on both sides, and lengths
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,10 @@ from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.route.compare import differences
+from kvstow.route.copies import Copies, joined
 from kvstow.route.lanes import Lanes, Overlap, Strand, lanes
 from kvstow.route.meeting import meeting
-from kvstow.route.moves import Moves, Weave, expanded
+from kvstow.route.moves import Weave, expanded
 from kvstow.route.overlap import Box, Part, parts
 from kvstow.route.pairing import Tokens, block_span, check_covered, listed
 from kvstow.route.period import period
@@ -112,7 +113,7 @@ class Route:
         """Every copy of every kind of full block pair."""
         return tuple(lanes for crossing in self.crossings for lanes in crossing.period)
 
-    def moves(
+    def copies(
         self,
         source: Mapping[int, Blocks],
         destination: Mapping[int, Blocks],
@@ -120,7 +121,7 @@ class Route:
         *,
         exact: bool = False,
         start_token: int = 0,
-    ) -> Moves:
+    ) -> Copies:
         """The copies that bring tokens `[start_token, num_tokens)` of a request across.
 
         Keys are group indices. What the destination lists is brought if the source lists
@@ -140,10 +141,9 @@ class Route:
             )
             for crossing in self.crossings
         ]
-        if len(found) == 1:
-            return Moves(*found[0])
-        columns = zip(*found, strict=True) if found else [[np.empty(0, np.int64)]] * 3
-        return Moves(*(np.concatenate(column) for column in columns))
+        return joined([Copies(*pieces) for pieces in found])
+
+    moves = copies  # until every caller says `copies`
 
     def _check_listed(
         self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]

@@ -56,7 +56,7 @@ def pieces(
     slot_bytes: int,
 ) -> list[Piece]:
     """The moves of a request, in order of destination, cut into pieces."""
-    moves = route.moves(source, into, tokens[1], start_token=tokens[0])
+    moves = route.copies(source, into, tokens[1], start_token=tokens[0])
     order = np.argsort(moves.destination, kind="stable")
     cuts = -(-moves.nbytes[order] // slot_bytes)
     which = np.repeat(order, cuts)

@@ -79,7 +79,7 @@ class Ways:
             ]
             if len(runs) == len(pairs):
                 return runs[0] if len(runs) == 1 else merged(_joined(runs))
-        moves = self.route.moves(source, destination, tokens[1], start_token=tokens[0])
+        moves = self.route.copies(source, destination, tokens[1], start_token=tokens[0])
         return merged(
             Spans(moves.destination + bases[1], moves.source + bases[0], moves.nbytes)
         )  # fmt: skip

@@ -135,7 +135,7 @@ def test_rows_of_both_go_on_elsewhere(family):
             model(**given, decoder_input_ids=tokens[:, :5], past_key_values=cache)
             expected = model(**given, decoder_input_ids=tokens).logits[:, -1]
             request = elsewhere.ledger.admit(5).request
-            moves = route(memory.layout, elsewhere.layout).moves(
+            moves = route(memory.layout, elsewhere.layout).copies(
                 cache.blocks(0), elsewhere.ledger.blocks(request), 5
             )
             copy(memory.arena, elsewhere.arena, moves).wait()

@@ -209,7 +209,7 @@ def test_rows_that_came_from_elsewhere_go_on_with_the_same_logits(family):
         with KvstowCache(here) as cache:
             computed(model, ids[:, :-1], cache, PROMPT_TOKENS)
             request = there.ledger.admit(PROMPT_TOKENS).request
-            moves = route(here.layout, there.layout).moves(
+            moves = route(here.layout, there.layout).copies(
                 cache.blocks(0), there.ledger.blocks(request), PROMPT_TOKENS
             )
             copy(here.arena, there.arena, moves).wait()

@@ -161,8 +161,8 @@ def test_pages_that_overlap_inside_a_group_are_refused():
 def test_rows_and_layers_of_one_model_are_joined():
     rows, layers = (declared_layout(smollm2(order), base_align=64) for order in ("BLHNC", "LBHNC"))
     blocks = {0: Blocks.first([3, 4])}
-    moves = route(rows, layers).moves(blocks, blocks, 200)
-    assert moves.total_bytes == 2 * 5_898_240
+    moves = route(rows, layers).copies(blocks, blocks, 200)
+    assert moves.total == 2 * 5_898_240
 
 
 def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
