@@ -24,8 +24,8 @@ import numpy as np
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.simulate import Pace, Replay, Report, synthetic
-from kvstow.simulate.policy import POLICIES, layout_of
+from kvstow.simulate import Pace, Replay, ReplayReport, synthetic
+from kvstow.simulate.replay import POLICIES, layout_of
 
 MODELS = ("deepseek-v4-flash", "gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b", "jamba-mini")
 MEMORY = 40 << 30
@@ -33,9 +33,9 @@ CHURN_MEMORY = 16 << 30
 AT_ONCE = float("inf")
 
 
-def report(layout: Layout, steps: int, pace: Pace) -> Report:
+def report(layout: Layout, steps: int, pace: Pace) -> ReplayReport:
     trace = synthetic("chat", num_requests=40_000, rate=AT_ONCE, seed=1)
-    return Report.of(Replay(layout, trace, pace).run(max_steps=steps))
+    return ReplayReport.of(Replay(layout, trace, pace).run(max_steps=steps))
 
 
 def figures(steps: int) -> dict[str, object]:
@@ -109,7 +109,7 @@ def churn(seconds: float) -> dict[str, object]:
         replay = Replay(layout, trace, pace)
         record = replay.run(max_steps=steps * 9 // 10)
         record.rows = record.runs = record.fewest_runs = record.admitted = 0
-        late = Report.of(replay.run(max_steps=steps))
+        late = ReplayReport.of(replay.run(max_steps=steps))
         found[name] = {
             "runs_to_fewest": late.runs_to_fewest,
             "runs_per_request": late.runs_per_request,

@@ -7,8 +7,8 @@ import sys
 
 from kvstow.plan.group import grouped
 from kvstow.plan.models import load_model, model_layers
-from kvstow.simulate import Pace, Replay, Report, synthetic
-from kvstow.simulate.policy import POLICIES, layout_of
+from kvstow.simulate import Pace, Replay, ReplayReport, synthetic
+from kvstow.simulate.replay import POLICIES, layout_of
 
 
 def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") -> None:
@@ -16,7 +16,7 @@ def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") 
     trace = synthetic("chat", num_requests=int(requests), rate=float("inf"), seed=0)
     for policy in POLICIES:
         replay = Replay(layout_of(policy, groups, budget=int(gib) << 30), trace, Pace())
-        report = Report.of(replay.run())
+        report = ReplayReport.of(replay.run())
         print(
             f"{policy:<6} {report.mean_requests:7.1f} requests at once, "
             f"{report.waste['total']:6.1%} of the bytes in use wasted, "

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from block_layouts import CHECKPOINTED, HYBRID, MIXED, RECURRENT, layer, packed_layout, state
-from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.group import bounded_rows, rows_needed
 from kvstow.plan.retention import Chunk, Sink, Window
@@ -138,7 +138,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_being_written() -> None:
     two = ledger.fork(one).request
     assert np.array_equal(ledger.blocks(one)[0].ids, ledger.blocks(two)[0].ids)
     (copy,) = ledger.grow(two, 7)
-    assert copy == Copy(0, int(ledger.blocks(one)[0].ids[1]), int(ledger.blocks(two)[0].ids[1]))
+    assert copy == RowCopy(0, int(ledger.blocks(one)[0].ids[1]), int(ledger.blocks(two)[0].ids[1]))
     assert ledger.blocks(one)[0].ids[0] == ledger.blocks(two)[0].ids[0]
     assert ledger.grow(one, 7) == ()
     ledger.check()
@@ -165,7 +165,7 @@ def test_a_fork_copies_the_running_state_at_once() -> None:
     one = ledger.admit(5).request
     fork = ledger.fork(one)
     rows = [int(ledger.blocks(r)[1].ids[0]) for r in (one, fork.request)]
-    assert fork.copies == (Copy(1, rows[0], rows[1]),)
+    assert fork.copies == (RowCopy(1, rows[0], rows[1]),)
     assert rows[0] != rows[1]
 
 
@@ -199,7 +199,7 @@ def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:
     again = ledger.admit(Prompt.of(ids[:6]))
     assert again.hit_tokens == 4
     assert again.copies == (
-        Copy(1, checkpoint.destination, int(ledger.blocks(again.request)[1].ids[0])),
+        RowCopy(1, checkpoint.destination, int(ledger.blocks(again.request)[1].ids[0])),
     )
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from block_layouts import HYBRID, MIXED, RECURRENT, layer, packed_layout
-from kvstow.blocks.pick import Candidates, lru
-from kvstow.blocks.pool import Pool, Want
+from kvstow.blocks.placement import EvictionCandidates, lru
+from kvstow.blocks.pool import Pool, RowDemand
 from kvstow.blocks.runs import fewest_runs, num_runs
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
 from kvstow.plan.group import grouped
@@ -112,10 +112,10 @@ def test_when_slabs_are_scarce_what_stays_goes_low_and_what_does_not_goes_high()
     ids = pool.hold(0, all_rows(pool, 0))
     gaps = ids[::size]
     pool.release(0, gaps)
-    moving, brief = pool.hold_all([Want(0, 3, "moving"), Want(0, 3, "brief")])
+    moving, brief = pool.hold_all([RowDemand(0, 3, "moving"), RowDemand(0, 3, "brief")])
     assert moving.tolist() == gaps[:3].tolist()
     assert brief.tolist() == gaps[-3:].tolist()
-    grown = pool.hold_all([Want(0, 2, "moving", gaps[-4:-2] - 1)])[0]
+    grown = pool.hold_all([RowDemand(0, 2, "moving", gaps[-4:-2] - 1)])[0]
     assert sorted(grown.tolist()) == gaps[3:5].tolist()
     pool.check()
 
@@ -125,9 +125,9 @@ def test_a_slab_is_taken_for_good_only_when_all_gaps_are_filled() -> None:
     size = rows_per_slab(pool, 0)
     ids = pool.hold(0, all_rows(pool, 0) - size)
     pool.release(0, ids[::size])
-    pool.hold_all([Want(0, len(ids[::size]), "moving")])
+    pool.hold_all([RowDemand(0, len(ids[::size]), "moving")])
     assert pool.num_free(1) == rows_per_slab(pool, 1), "the last slab is still nobody's"
-    pool.hold_all([Want(0, 1, "moving")])
+    pool.hold_all([RowDemand(0, 1, "moving")])
     assert pool.num_free(1) == 0
 
 
@@ -147,14 +147,14 @@ def test_a_growing_request_gets_the_row_behind_its_last_one() -> None:
     pool = Pool(packed_layout((layer("a"),), 50))
     a, b = pool.hold(0, 3), pool.hold(0, 3)
     pool.release(0, b)
-    (more,) = pool.hold_all([Want(0, 1, "single", a[-1:])])
+    (more,) = pool.hold_all([RowDemand(0, 1, "single", a[-1:])])
     assert more[0] == a[-1] + 1
 
 
 def test_two_that_grow_behind_one_row_get_different_rows() -> None:
     pool = Pool(packed_layout((layer("a"),), 50))
     last = pool.hold(0, 1)
-    (more,) = pool.hold_all([Want(0, 2, "single", np.repeat(last, 2))])
+    (more,) = pool.hold_all([RowDemand(0, 2, "single", np.repeat(last, 2))])
     assert len(set(more.tolist())) == 2
 
 
@@ -180,10 +180,10 @@ def test_a_hit_makes_a_row_young_again() -> None:
 
 
 def test_a_plain_function_decides_what_is_evicted() -> None:
-    def youngest(candidates: Candidates, count: int) -> np.ndarray:
+    def youngest(candidates: EvictionCandidates, count: int) -> np.ndarray:
         return np.argsort(-candidates.last_use, kind="stable")[:count]
 
-    assert lru(Candidates(0, np.arange(3), np.arange(3)), 2).tolist() == [0, 1]
+    assert lru(EvictionCandidates(0, np.arange(3), np.arange(3)), 2).tolist() == [0, 1]
     pool = Pool(packed_layout((layer("a"),), 5), policy=youngest)
     cache(pool, 0, 2)
     young = cache(pool, 0, 2)
@@ -280,7 +280,7 @@ def test_what_is_refused_says_what_is_needed_and_free_in_every_group() -> None:
         "1 slabs too few for all of them together"
     )
     with pytest.raises(OutOfBlocks, match=words) as caught:
-        pool.hold_all([Want(0, 9), Want(1, 12)])
+        pool.hold_all([RowDemand(0, 9), RowDemand(1, 12)])
     assert caught.value.needed == 21
 
 

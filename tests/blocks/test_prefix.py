@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from block_layouts import layer, packed_layout, state
-from kvstow.blocks.index import Index
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.prefix import blocks_seen, served
+from kvstow.blocks.prefix import MAX_DEPTH, PrefixIndex, SourceTokens, blocks_seen, served
 from kvstow.blocks.prompt import Prompt
-from kvstow.blocks.witness import MAX_DEPTH, Witness
 from kvstow.errors import BlockError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Chunk, Full, Retention, Sink, Window
@@ -98,7 +96,7 @@ def test_what_is_not_a_token_is_refused(wrong: object) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 100, 3000])
 def test_an_index_finds_what_was_added_and_not_what_was_removed(num_rows: int) -> None:
-    index = Index(num_rows)
+    index = PrefixIndex(num_rows)
     hashes = RNG.integers(1, 1 << 62, num_rows).astype(np.uint64)
     rows = RNG.permutation(num_rows)
     added = index.add(rows, hashes, 0)
@@ -111,7 +109,7 @@ def test_an_index_finds_what_was_added_and_not_what_was_removed(num_rows: int) -
 
 
 def test_keys_that_meet_in_one_bucket_are_all_found_until_both_are_full() -> None:
-    index = Index(64)
+    index = PrefixIndex(64)
     hashes = (np.arange(1, 31, dtype=np.uint64) << np.uint64(40)) | np.uint64(5)
     added = index.add(np.arange(30), hashes, 0)
     assert added.sum() >= 16
@@ -252,9 +250,9 @@ def test_salts_and_inputs_keep_prompts_apart(first: dict, second: dict, hit: int
 
 def test_a_long_line_of_witnesses_still_confirms() -> None:
     ids = tokens(100)
-    witness = Witness.of(Prompt.of(ids[:5]))
+    witness = SourceTokens.of(Prompt.of(ids[:5]))
     for end in range(10, 101, 5):
-        witness = Witness.of(Prompt.of(ids[:end]), witness, end - 5)
+        witness = SourceTokens.of(Prompt.of(ids[:end]), witness, end - 5)
         assert witness.depth <= MAX_DEPTH
         assert witness.confirms(Prompt.of(ids), end)
         assert not witness.confirms(Prompt.of([*ids[:2], -ids[2] % 7, *ids[3:]]), end)

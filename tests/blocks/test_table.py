@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from block_layouts import layer
-from kvstow.blocks.table import Table, first_seen
+from kvstow.blocks.table import BlockTable, first_seen
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 
 SLOT = np.array([0])
 
 
-def table(retention: Retention, tokens: int = 2, slots: int = 3) -> Table:
-    made = Table(Group(name="g", layers=(layer("a", retention, tokens=tokens),)))
+def table(retention: Retention, tokens: int = 2, slots: int = 3) -> BlockTable:
+    made = BlockTable(Group(name="g", layers=(layer("a", retention, tokens=tokens),)))
     made.reserve(slots)
     return made
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.blocks.index import WIDTH, Index
+from kvstow.blocks.prefix import WIDTH, PrefixIndex
 
 NUM_ROWS = 40
 BUCKETS = st.sampled_from([0, 1, 2, 31])
@@ -21,7 +21,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-def asked(index: Index, hashes: list[int]) -> list[int]:
+def asked(index: PrefixIndex, hashes: list[int]) -> list[int]:
     return index.find(np.array(hashes, np.uint64)).tolist()
 
 
@@ -29,7 +29,7 @@ def asked(index: Index, hashes: list[int]) -> list[int]:
 def test_an_index_finds_what_a_dictionary_would(steps) -> None:
     """Four first buckets for all hashes: most are not at their usual place, many not in
     their first bucket, and some find both full."""
-    index, rows_of, seen = Index(NUM_ROWS), {}, set()
+    index, rows_of, seen = PrefixIndex(NUM_ROWS), {}, set()
     for number, (what, hashes, order) in enumerate(steps):
         seen |= set(hashes)
         if what == "remove":
@@ -55,7 +55,7 @@ def test_an_index_finds_what_a_dictionary_would(steps) -> None:
 
 @given(st.lists(HASHES, unique=True, min_size=1, max_size=NUM_ROWS))
 def test_a_hash_is_turned_away_only_when_both_its_buckets_are_full(hashes: list[int]) -> None:
-    index = Index(NUM_ROWS)
+    index = PrefixIndex(NUM_ROWS)
     array = np.array(hashes, np.uint64)
     added = index.add(np.arange(len(hashes)), array, 0)
     kept = np.array(hashes, np.uint64)[added]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_layouts import layouts
-from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import Group, bounded_rows
 from kvstow.plan.layout import Layout
@@ -75,7 +75,7 @@ class Engine:
                     self.rows.pop((other, row), None)
         self.rows.setdefault((group, block), {})[position] = value
 
-    def copy(self, copies: tuple[Copy, ...]) -> None:
+    def copy(self, copies: tuple[RowCopy, ...]) -> None:
         for copy in copies:
             content = dict(self.rows.get((copy.group, copy.source), {}))
             self.rows.pop((copy.group, copy.destination), None)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_layouts import layouts
-from kvstow.blocks.pick import Kind
-from kvstow.blocks.pool import Pool, Want
+from kvstow.blocks.placement import Kind
+from kvstow.blocks.pool import Pool, RowDemand
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.layout import Layout
 
@@ -79,15 +79,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), near=st.booleans())
     def hold(self, data: st.DataObject, near: bool) -> None:
         groups = range(len(self.sets.layout.groups))
-        wants: list[Want] = []
+        wants: list[RowDemand] = []
         for g in data.draw(st.lists(st.sampled_from(groups), max_size=3)):
             most = self.sets.layout.num_blocks(g)
             last = [ids[-1][1] for ids in self.holders if ids[-1][0] == g]
             if near and last:
-                wants.append(Want(g, len(last), "single", np.array(last)))
+                wants.append(RowDemand(g, len(last), "single", np.array(last)))
             else:
                 count = data.draw(st.integers(0, max(1, most // 2)))
-                wants.append(Want(g, count, data.draw(st.sampled_from(KINDS))))
+                wants.append(RowDemand(g, count, data.draw(st.sampled_from(KINDS))))
         needs: Counter[int] = Counter()
         for want in wants:
             needs[want.group] += want.count

@@ -12,9 +12,18 @@ from kvstow.cli import app
 from kvstow.errors import TraceError
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
-from kvstow.simulate import MIXES, Pace, Replay, Report, Request, read_trace, synthetic, write_trace
-from kvstow.simulate.policy import layout_of
-from kvstow.simulate.tokens import output, prompt
+from kvstow.simulate import (
+    MIXES,
+    Pace,
+    Replay,
+    ReplayReport,
+    TraceRequest,
+    read_trace,
+    synthetic,
+    write_trace,
+)
+from kvstow.simulate.replay import layout_of
+from kvstow.simulate.trace import output_of, prompt_of
 
 INF = float("inf")
 
@@ -52,10 +61,10 @@ def test_an_agents_next_turn_begins_with_all_before_it() -> None:
     later = next(r for r in trace if any(name.startswith("answer") for name, _ in r.prefixes))
     name = next(name for name, _ in later.prefixes if name.startswith("answer"))
     number, earlier = by_output[name]
-    words = prompt(trace.index(later), later, later.prompt_tokens).tokens.tolist()
-    before = prompt(number, earlier, earlier.prompt_tokens).tokens.tolist()
+    words = prompt_of(trace.index(later), later, later.prompt_tokens).tokens.tolist()
+    before = prompt_of(number, earlier, earlier.prompt_tokens).tokens.tolist()
     assert words[: len(before)] == before
-    answer = output(number, earlier).tolist()
+    answer = output_of(number, earlier).tolist()
     assert words[len(before) : len(before) + len(answer)] == answer
 
 
@@ -101,7 +110,7 @@ def test_a_trace_without_requests_or_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_request_is_completed_and_everything_comes_back() -> None:
-    trace = [Request(i * 0.01, 3 + i % 9, 1 + i % 5) for i in range(80)]
+    trace = [TraceRequest(i * 0.01, 3 + i % 9, 1 + i % 5) for i in range(80)]
     for layers in (HYBRID, RECURRENT):
         replay = replayed(packed_layout(layers, 30), trace, chunk_tokens=4, prefill_tokens=12)
         assert replay.record.completed == 80
@@ -111,7 +120,7 @@ def test_every_request_is_completed_and_everything_comes_back() -> None:
 
 
 def test_a_pool_too_small_for_all_preempts_and_still_completes() -> None:
-    trace = [Request(0.0, 2, 12) for _ in range(12)]
+    trace = [TraceRequest(0.0, 2, 12) for _ in range(12)]
     replay = replayed(packed_layout(HYBRID, 9), trace, chunk_tokens=2)
     assert replay.record.preemptions > 0
     assert replay.record.completed == 12
@@ -121,11 +130,11 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     with pytest.raises(
         TraceError, match="a request of 1001 tokens does not fit into an empty pool"
     ):
-        Replay(packed_layout(HYBRID, 9), [Request(0.0, 1000, 1)], Pace())
+        Replay(packed_layout(HYBRID, 9), [TraceRequest(0.0, 1000, 1)], Pace())
 
 
 def test_nobody_is_admitted_before_arriving() -> None:
-    trace = [Request(0.0, 4, 2), Request(10.0, 4, 2)]
+    trace = [TraceRequest(0.0, 4, 2), TraceRequest(10.0, 4, 2)]
     replay = replayed(packed_layout(HYBRID, 30), trace)
     assert [s.requests for s in replay.record.samples if 1.0 < s.seconds < 9.9] == []
     assert replay.seconds >= 10.0
@@ -133,23 +142,23 @@ def test_nobody_is_admitted_before_arriving() -> None:
 
 
 def test_shared_beginnings_are_found_cached() -> None:
-    trace = [Request(float(i), 20, 2, (("system", 16),)) for i in range(10)]
-    report = Report.of(replayed(packed_layout(HYBRID, 60), trace).record)
+    trace = [TraceRequest(float(i), 20, 2, (("system", 16),)) for i in range(10)]
+    report = ReplayReport.of(replayed(packed_layout(HYBRID, 60), trace).record)
     assert report.hit_rate == pytest.approx(9 * 16 / 200)
 
 
 def test_a_preempted_request_says_the_same_when_it_comes_again() -> None:
-    request = Request(0.0, 20, 9, (("system", 12),))
-    first = prompt(3, request, 20).tokens
-    again = prompt(3, request, 25).tokens
+    request = TraceRequest(0.0, 20, 9, (("system", 12),))
+    first = prompt_of(3, request, 20).tokens
+    again = prompt_of(3, request, 25).tokens
     assert again[:20].tolist() == first.tolist()
-    assert prompt(4, request, 20).tokens[12:].tolist() != first[12:].tolist()
+    assert prompt_of(4, request, 20).tokens[12:].tolist() != first[12:].tolist()
 
 
 def test_waste_adds_up_to_the_bytes_of_the_slabs_in_use() -> None:
     """Padding, gaps, rounding and content are all that a busy slab has; nothing is cached."""
     layout = packed_layout(RECURRENT, 40)
-    trace = [Request(0.0, 3 + i % 9, 20) for i in range(40)]
+    trace = [TraceRequest(0.0, 3 + i % 9, 20) for i in range(40)]
     replay = Replay(layout, trace, Pace(sample_steps=1))
     for _ in range(30):
         replay.step()
@@ -172,7 +181,7 @@ def test_tight_rows_serve_more_requests_than_the_union() -> None:
     for policy in ("slab", "union"):
         layout = layout_of(policy, groups, budget=8 << 30)
         record = Replay(layout, trace, Pace()).run(max_steps=250)
-        means[policy] = Report.of(record).mean_requests
+        means[policy] = ReplayReport.of(record).mean_requests
     assert means["slab"] > 1.05 * means["union"]
 
 
@@ -213,7 +222,7 @@ def test_the_command_draws_a_page_that_loads_nothing(tmp_path: Path) -> None:
 
 def test_the_command_replays_a_file_and_refuses_a_bad_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    write_trace(path, [Request(0.0, 100, 10), Request(1.0, 200, 10)])
+    write_trace(path, [TraceRequest(0.0, 100, 10), TraceRequest(1.0, 200, 10)])
     command = ["simulate", "gpt-oss-20b", "--memory", "1GiB", "--trace", str(path), "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Events: what became cached and what is gone, for routers and for those who offload.
+"""BlockEvents: what became cached and what is gone, for routers and for those who offload.
 
 Numbered without gaps, kept for a while, so that a reader who was away can catch up or
 learn that it has to start over.
@@ -16,7 +16,7 @@ from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Event:
+class BlockEvent:
     """Blocks of one group that can be found by their hashes from now on, or no longer.
 
     `parent` is the hash of the block before the first stored one, 0 at the beginning of
@@ -32,13 +32,13 @@ class Event:
     parent: int = 0
 
 
-class Events:
+class BlockEvents:
     """The last `capacity` events."""
 
     def __init__(self, capacity: int = 1 << 14) -> None:
-        self._log: deque[Event] = deque(maxlen=capacity)
+        self._log: deque[BlockEvent] = deque(maxlen=capacity)
         self.next_sequence = 0
-        self.on_event: list[Callable[[Event], None]] = []
+        self.on_event: list[Callable[[BlockEvent], None]] = []
 
     def stored(
         self, group: int, block_tokens: int, hashes: Hashes, ids: Ints, *, parent: int
@@ -48,7 +48,7 @@ class Events:
     def removed(self, group: int, block_tokens: int, hashes: Hashes, ids: Ints) -> None:
         self._write("removed", group, block_tokens, hashes, ids, 0)
 
-    def since(self, sequence: int) -> Iterator[Event]:
+    def since(self, sequence: int) -> Iterator[BlockEvent]:
         """Events from that number on, oldest first; raises if some are gone already."""
         oldest = self.next_sequence - len(self._log)
         if not oldest <= sequence <= self.next_sequence:
@@ -67,7 +67,7 @@ class Events:
         ids: Ints,
         parent: int,
     ) -> None:
-        event = Event(
+        event = BlockEvent(
             sequence=self.next_sequence,
             kind=kind,
             group=group,

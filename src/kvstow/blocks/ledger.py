@@ -15,15 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.checkpoints import Checkpoints
-from kvstow.blocks.copies import Copy, SharedTail, shared_tails
-from kvstow.blocks.growth import Growth, by_block, stretch
-from kvstow.blocks.pool import Pool, Want
-from kvstow.blocks.prefix import MISS, Hit, Prefixes
+from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.requests import Requests
-from kvstow.blocks.states import States
-from kvstow.blocks.table import Table
+from kvstow.blocks.states import Checkpoints, StateTable
+from kvstow.blocks.table import (
+    BlockTable,
+    Growth,
+    RowCopy,
+    SharedTail,
+    by_block,
+    shared_tails,
+    stretch,
+)
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.view import Ints
@@ -38,7 +43,7 @@ class Admission:
 
     request: int
     hit_tokens: int
-    copies: tuple[Copy, ...]
+    copies: tuple[RowCopy, ...]
 
 
 class Ledger:
@@ -53,13 +58,13 @@ class Ledger:
         self.pool = pool
         self.groups = tuple(rows.group for rows in layout.groups)
         self._requests = Requests()
-        self._tables: dict[int, Table] = {}
-        self._states: dict[int, States] = {}
+        self._tables: dict[int, BlockTable] = {}
+        self._states: dict[int, StateTable] = {}
         for g, group in enumerate(self.groups):
             if isinstance(group.retention, State):
-                self._states[g] = States(group)
+                self._states[g] = StateTable(group)
             else:
-                self._tables[g] = Table(group, gaps=pool.has_gaps(g))
+                self._tables[g] = BlockTable(group, gaps=pool.has_gaps(g))
         self._encoders = {
             g: -(-group.retention.tokens // group.block_tokens)
             for g, group in enumerate(self.groups)
@@ -67,7 +72,7 @@ class Ledger:
         }
         self._growing = {g: t for g, t in self._tables.items() if g not in self._encoders}
         num_rows = [layout.num_blocks(g) for g in range(len(self.groups))]
-        self.prefixes = Prefixes(self.groups, num_rows) if caching else None
+        self.prefixes = PrefixCache(self.groups, num_rows) if caching else None
         if self.prefixes:
             pool.on_evict.append(self.prefixes.remove)
         self._checkpoints = Checkpoints(pool, self._requests, self._states, self.prefixes)
@@ -102,7 +107,7 @@ class Ledger:
         room = table.end[slots] * table.block_tokens - self._requests.num_tokens[slots]
         return int(room[room > 0].sum())
 
-    def _part(self, g: int) -> Table | States:
+    def _part(self, g: int) -> BlockTable | StateTable:
         return self._states[g] if g in self._states else self._tables[g]
 
     # ── admit ─────────────────────────────────────────────────────────────────────
@@ -132,15 +137,15 @@ class Ledger:
         )
         return Admission(self._requests.handle(slot), hit.num_tokens, copies)
 
-    def _hold_for_admission(self, hit: Hit, num_tokens: int) -> dict[int, Ints]:
-        wants: list[Want] = []
+    def _hold_for_admission(self, hit: PrefixHit, num_tokens: int) -> dict[int, Ints]:
+        wants: list[RowDemand] = []
         for g, group in enumerate(self.groups):
             if g in self._growing:
                 step = group.block_tokens
                 count = -(-num_tokens // step) - hit.num_tokens // step
                 wants += stretch(g, self._growing[g], count, num_tokens)
             else:
-                wants.append(Want(g, self._encoders.get(g, 1)))
+                wants.append(RowDemand(g, self._encoders.get(g, 1)))
         for g, part in hit.blocks.items():
             self.pool.share(g, part.ids)
         try:
@@ -154,7 +159,7 @@ class Ledger:
             parts.setdefault(want.group, []).append(ids)
         return {g: by_block(ids) for g, ids in parts.items()}
 
-    def _open(self, slot: int, g: int, hit: Hit, ids: Ints) -> Sequence[Copy]:
+    def _open(self, slot: int, g: int, hit: PrefixHit, ids: Ints) -> Sequence[RowCopy]:
         """Enter a request's rows of one group: what is shared, then what is new."""
         shared = hit.blocks.get(g)
         if g in self._states:
@@ -164,7 +169,7 @@ class Ledger:
                 return ()
             source = int(shared.ids[0])
             self.pool.release(g, shared.ids)
-            return (Copy(g, source, row),)
+            return (RowCopy(g, source, row),)
         table = self._tables[g]
         if shared is None:
             table.open(slot, 0, len(ids))
@@ -185,7 +190,7 @@ class Ledger:
 
     # ── grow ──────────────────────────────────────────────────────────────────────
 
-    def grow(self, requests: Handles, num_tokens: npt.ArrayLike) -> tuple[Copy, ...]:
+    def grow(self, requests: Handles, num_tokens: npt.ArrayLike) -> tuple[RowCopy, ...]:
         """Room for `num_tokens` tokens in all, each; all requests or none.
 
         Says as well that all tokens before these have been computed: whole blocks of them
@@ -204,7 +209,7 @@ class Ledger:
         self._requests.num_tokens[slots] = after
         return copies
 
-    def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[Copy, ...]:
+    def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[RowCopy, ...]:
         """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
         growth = Growth()
         for g, table in self._growing.items():
@@ -217,7 +222,9 @@ class Ledger:
         grows = after > before
         tails = self._shared_tails(slots[grows], before[grows])
         must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
-        others = [Want(tail.group, 1) for tail in tails] + [Want(due.group, 1) for due in must]
+        others = [RowDemand(tail.group, 1) for tail in tails] + [
+            RowDemand(due.group, 1) for due in must
+        ]
         try:
             ids = self.pool.hold_all([*growth.wants, *others]) if growth.wants or others else []
         except OutOfBlocks:
@@ -259,10 +266,10 @@ class Ledger:
             return ()
         return shared_tails(self.pool, self._growing, slots[forked], num_tokens[forked])
 
-    def _copied(self, tail: SharedTail, row: int) -> Copy:
+    def _copied(self, tail: SharedTail, row: int) -> RowCopy:
         self._growing[tail.group].replace_last(tail.slot, row)
         self.pool.release(tail.group, [tail.row])
-        return Copy(tail.group, tail.row, row)
+        return RowCopy(tail.group, tail.row, row)
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
@@ -322,7 +329,7 @@ class Ledger:
     def fork(self, request: int) -> Admission:
         """The same request once more: all blocks shared, states copied; all or nothing."""
         slot = int(self._requests.slots(request)[0])
-        rows = self.pool.hold_all([Want(g, 1) for g in self._states])
+        rows = self.pool.hold_all([RowDemand(g, 1) for g in self._states])
         if self._requests.full:
             self._reserve(2 * self._requests.num_slots)
         known = self._requests.prompts[slot]
@@ -336,11 +343,11 @@ class Ledger:
         for g, table in self._tables.items():
             self.pool.share(g, table.all_ids(slot))
             table.copy(slot, twin)
-        copies: list[Copy] = []
+        copies: list[RowCopy] = []
         for (g, states), row in zip(self._states.items(), rows, strict=True):
             self.pool.share(g, states.kept(slot).ids)
             states.fork(slot, twin, int(row[0]))
-            copies.append(Copy(g, int(states.running[slot]), int(row[0])))
+            copies.append(RowCopy(g, int(states.running[slot]), int(row[0])))
         self._requests.forked[[slot, twin]] = True
         return Admission(self._requests.handle(twin), int(self._requests.num_tokens[slot]),
                          tuple(copies))  # fmt: skip

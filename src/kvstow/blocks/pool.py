@@ -12,21 +12,27 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.check import broken_counts
-from kvstow.blocks.pick import Kind, Policy, lru, most_idle_slabs, picked, picked_frugally, roomy
-from kvstow.blocks.runs import ids_at, span
-from kvstow.blocks.slabs import Slabs
-from kvstow.blocks.stock import Stock
+from kvstow.blocks.placement import (
+    EvictionPolicy,
+    Kind,
+    lru,
+    most_idle_slabs,
+    picked,
+    picked_frugally,
+    roomy,
+)
+from kvstow.blocks.rows import GroupRows
+from kvstow.blocks.runs import Bools, ids_at, span
+from kvstow.blocks.slabs import Slabs, broken_counts
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.view import Ints
 
-Bools = npt.NDArray[np.bool_]
 Forgets = Callable[[int, Ints], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class RowDemand:
     """`count` rows of a group.
 
     Side by side; or one each next to the rows of `after`, if those are given, `moving` ones
@@ -60,7 +66,7 @@ class Pool:
         layout: Layout,
         *,
         generations: Sequence[Ints] | None = None,
-        policy: Policy = lru,
+        policy: EvictionPolicy = lru,
     ) -> None:
         if generations is not None and len(generations) != len(layout.groups):
             raise PlanError(
@@ -70,7 +76,7 @@ class Pool:
         self.on_evict: list[Forgets] = []
         self._policy = policy
         self._slabs: list[Slabs] = []
-        by_group: dict[int, tuple[Slabs, Stock]] = {}
+        by_group: dict[int, tuple[Slabs, GroupRows]] = {}
         for members in layout.sharing:
             slabs = _slabs(layout, members, generations, self._evicted)
             self._slabs.append(slabs)
@@ -161,9 +167,9 @@ class Pool:
 
     def hold(self, group: int, count: int) -> Ints:
         """Hold `count` rows for new content, ascending, in few runs; all or none."""
-        return self.hold_all((Want(group, count),))[0]
+        return self.hold_all((RowDemand(group, count),))[0]
 
-    def hold_all(self, wants: Sequence[Want]) -> list[Ints]:
+    def hold_all(self, wants: Sequence[RowDemand]) -> list[Ints]:
         """Hold the rows of every want; all or none."""
         needs: dict[int, int] = {}
         for want in wants:
@@ -345,7 +351,7 @@ def _slabs(
     alone = len(members) == 1
     size = layout.groups[members[0]].rows_per_slab if alone else 1
     stocks = [
-        Stock(
+        GroupRows(
             group=g,
             name=layout.groups[g].group.name,
             num_slabs=layout.num_slabs * size,
@@ -367,7 +373,7 @@ def _unique(rows: Ints) -> Ints:
     return rows if len(rows) < 2 else np.unique(rows)
 
 
-def _free_next(slabs: Slabs, stock: Stock, rows: Ints) -> Bools:
+def _free_next(slabs: Slabs, stock: GroupRows, rows: Ints) -> Bools:
     """Which rows can be had at no cost: free, in a slab in use or (where a row is a slab)
     in a free one; each row once."""
     inside = rows < stock.num_rows

@@ -12,21 +12,18 @@ idle ones (`missing`), and that is known before anything is changed.
 A group that shares slabs with nobody is kept here with one row per slab.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count as counter
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstow.blocks.runs import Where, ids_at, num_at, span
-from kvstow.blocks.shelves import Shelves
-from kvstow.blocks.stock import Stock
+from kvstow.blocks.rows import FreeSlabs, GroupRows
+from kvstow.blocks.runs import Bools, Where, ids_at, num_at, span
 from kvstow.plan.view import Ints
 
 Evicted = Callable[[int, Ints], None]
 """Told the group and the rows whose content is given up, before they are used again."""
 
-Bools = npt.NDArray[np.bool_]
 
 FREE = 1
 NOBODY = -1
@@ -36,7 +33,7 @@ class Slabs:
     """Slabs `[num_null, num_slabs)`, passed around among `stocks`."""
 
     def __init__(
-        self, stocks: Sequence[Stock], *, num_slabs: int, num_null: int, evicted: Evicted
+        self, stocks: Sequence[GroupRows], *, num_slabs: int, num_null: int, evicted: Evicted
     ) -> None:
         self.stocks = tuple(stocks)
         self.num_slabs = num_slabs
@@ -45,7 +42,7 @@ class Slabs:
         self.last_owner = np.full(num_slabs, NOBODY, np.int64)
         self.held = np.zeros(num_slabs, np.int64)
         self.cached = np.zeros(num_slabs, np.int64)
-        self.free = Shelves(num_slabs, 1)
+        self.free = FreeSlabs(num_slabs, 1)
         self.free.put(np.arange(num_null, num_slabs), FREE)
         self.num_idle = num_slabs - num_null
         self._evicted = evicted
@@ -53,7 +50,7 @@ class Slabs:
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
-    def needed(self, stock: Stock, rows: int) -> int:
+    def needed(self, stock: GroupRows, rows: int) -> int:
         """Idle slabs without which the group cannot hold so many more rows."""
         return max(0, -(-(rows - stock.spare) // stock.rows_per_slab))
 
@@ -66,13 +63,13 @@ class Slabs:
                 missing += self.needed(stock, rows)
         return missing
 
-    def num_available(self, stock: Stock) -> int:
+    def num_available(self, stock: GroupRows) -> int:
         """Rows that the group could hold, if no other group wanted any."""
         return stock.spare + self.num_idle * stock.rows_per_slab
 
     # ── slabs change hands ────────────────────────────────────────────────────────
 
-    def claim(self, stock: Stock, slabs: Where) -> None:
+    def claim(self, stock: GroupRows, slabs: Where) -> None:
         """Make vacant slabs the group's own.
 
         What other groups' rows in them once held is about to be written over: their
@@ -89,7 +86,7 @@ class Slabs:
                     other.generations[other.rows_of(mine)] += 1
             self.last_owner[slabs] = stock.group
 
-    def vacate(self, stock: Stock, slabs: Ints) -> None:
+    def vacate(self, stock: GroupRows, slabs: Ints) -> None:
         """Evict what idle slabs of the group have cached; they are nobody's, and on no shelf."""
         rows = stock.cached_rows_of(slabs)
         self.evict(stock, rows)
@@ -98,14 +95,14 @@ class Slabs:
             stock.idle.drop(slabs[stock.idle.place[slabs] >= 0])
         self.owner[slabs] = NOBODY
 
-    def take_free(self, stock: Stock, slabs: Where) -> None:
+    def take_free(self, stock: GroupRows, slabs: Where) -> None:
         """Make slabs from the free shelf the group's own."""
         self.free.drop(slabs, FREE)
         self.claim(stock, slabs)
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
-    def occupy(self, stock: Stock, rows: Where, *, briefly: bool = False) -> None:
+    def occupy(self, stock: GroupRows, rows: Where, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
         stock.generations[rows] += 1
         stock.refs[rows] = 1
@@ -124,7 +121,7 @@ class Slabs:
             stock.passing[each] = 0
         self._settle(stock, each, before, before + counts)
 
-    def revive(self, stock: Stock, rows: Ints, where: Where) -> None:
+    def revive(self, stock: GroupRows, rows: Ints, where: Where) -> None:
         """Take cached rows, each named once, that are held by now, out of the cache.
         `where` is the rows, perhaps as a slice."""
         stock.queue.drop(where)
@@ -139,7 +136,7 @@ class Slabs:
         self.cached[each] -= counts
         self._settle(stock, each, before, before + counts)
 
-    def vacated(self, stock: Stock, rows: Ints, where: Where) -> None:
+    def vacated(self, stock: GroupRows, rows: Ints, where: Where) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
         them to be evicted first; others are free. `where` is the rows, perhaps as a slice."""
         stock.num_held -= len(rows)
@@ -170,7 +167,7 @@ class Slabs:
             np.add.at(self.cached, stock.slabs_of(rows[kept]), 1)
         self._settle(stock, each, before, before - counts, stamp)
 
-    def evict(self, stock: Stock, rows: Ints) -> None:
+    def evict(self, stock: GroupRows, rows: Ints) -> None:
         """Give up the content of cached rows. Their slabs stay the group's: the caller is
         about to use them, or calls `discarded` instead."""
         if not len(rows):
@@ -181,7 +178,7 @@ class Slabs:
         stock.free[rows] = True
         np.subtract.at(self.cached, stock.slabs_of(rows), 1)
 
-    def discarded(self, stock: Stock, rows: Ints) -> None:
+    def discarded(self, stock: GroupRows, rows: Ints) -> None:
         """Give up the content of cached rows, which become free."""
         self.evict(stock, rows)
         if stock.rows_per_slab == 1:
@@ -195,7 +192,9 @@ class Slabs:
         self.owner[slabs] = NOBODY
         self.free.put(slabs, FREE)
 
-    def _settle(self, stock: Stock, slabs: Ints, before: Ints, after: Ints, stamp: int = 0) -> None:
+    def _settle(
+        self, stock: GroupRows, slabs: Ints, before: Ints, after: Ints, stamp: int = 0
+    ) -> None:
         """Write down how many rows of slabs are held, which were `before`; bring counts,
         shelves and the queue of idle slabs up to date with it and with `cached`."""
         self.held[slabs] = after
@@ -215,7 +214,7 @@ class Slabs:
             self._line_up(stock, slabs, (after == 0) & (free < stock.rows_per_slab), stamp)
         stock.partial.move(slabs, shelves)
 
-    def _line_up(self, stock: Stock, slabs: Ints, idle: Bools, stamp: int) -> None:
+    def _line_up(self, stock: GroupRows, slabs: Ints, idle: Bools, stamp: int) -> None:
         """Have exactly the idle ones of the slabs in the queue."""
         queued = stock.idle.place[slabs] >= 0
         if np.count_nonzero(leaves := queued & ~idle):
@@ -226,3 +225,81 @@ class Slabs:
 
 def _ascending(rows: Where) -> Where:
     return rows if isinstance(rows, slice) else np.sort(rows)
+
+
+def broken_counts(slabs: Slabs) -> Iterator[str]:
+    """Every number that does not add up, with both values."""
+    held = np.zeros(slabs.num_slabs, np.int64)
+    cached = np.zeros(slabs.num_slabs, np.int64)
+    for stock in slabs.stocks:
+        yield from _broken_rows(slabs, stock)
+        of_rows = np.arange(stock.num_rows) // stock.rows_per_slab
+        held += np.bincount(of_rows[stock.refs > 0], minlength=slabs.num_slabs)
+        cached += np.bincount(of_rows[stock.queue.place >= 0], minlength=slabs.num_slabs)
+    for what, counted, written in (("held", held, slabs.held), ("cached", cached, slabs.cached)):
+        for slab in np.nonzero(counted != written)[0][:3]:
+            yield f"slab {slab}: {counted[slab]} rows are {what}, {written[slab]} in the books"
+    yield from _broken_slabs(slabs)
+
+
+def _broken_rows(slabs: Slabs, stock: GroupRows) -> Iterator[str]:
+    name = f"group {stock.name!r}"
+    held, cached = stock.refs > 0, stock.queue.place >= 0
+    sums = {
+        "held": (int(held.sum()), stock.num_held),
+        "cached": (int(cached.sum()), len(stock.queue)),
+        "free + held + cached": (
+            int(stock.free.sum() + held.sum() + cached.sum()),
+            stock.num_rows,
+        ),
+        "negative holds": (int((stock.refs < 0).sum()), 0),
+        "held null rows": (int((held | cached)[: stock.num_null].sum()), 0),
+        "rows both held and cached": (int((held & cached).sum()), 0),
+        "cached rows whose content is not kept": (int((cached & ~stock.kept).sum()), 0),
+        "free rows whose content is kept": (int((stock.free & stock.kept).sum()), 0),
+        "quarantined rows without a hold": (int((stock.quarantined & ~held).sum()), 0),
+    }
+    for what, (counted, written) in sums.items():
+        if counted != written:
+            yield f"{name}: {what}: {counted} counted, {written} expected"
+    used = np.nonzero(held | cached)[0]
+    foreign = used[slabs.owner[stock.slabs_of(used)] != stock.group]
+    if len(foreign):
+        slab = int(stock.slabs_of(foreign)[0])
+        yield f"{name}: block {foreign[0]} is in use in slab {slab} of group {slabs.owner[slab]}"
+    busy = (slabs.owner == stock.group) & (slabs.held > 0)
+    spare = int((stock.rows_per_slab - slabs.held[busy]).sum())
+    if spare != stock.spare:
+        yield f"{name}: {spare} spare rows counted, {stock.spare} in the books"
+    yield from _broken_shelves(slabs, stock)
+
+
+def _broken_shelves(slabs: Slabs, stock: GroupRows) -> Iterator[str]:
+    if stock.rows_per_slab == 1:
+        return
+    mine = slabs.owner == stock.group
+    free = np.where(mine, stock.rows_per_slab - slabs.held - slabs.cached, 0)
+    shelf = stock.partial.shelf[: slabs.num_slabs]
+    expected = stock.shelves_of(np.arange(slabs.num_slabs), free)
+    for slab in np.nonzero(shelf != expected)[0][:3]:
+        yield (f"group {stock.name!r}: slab {slab} with {free[slab]} free rows is on shelf "
+               f"{shelf[slab]}")  # fmt: skip
+    idle = mine & (slabs.held == 0)
+    queued = stock.idle.place >= 0
+    for slab in np.nonzero(idle != queued)[0][:3]:
+        yield f"group {stock.name!r}: slab {slab} is idle: {idle[slab]}, queued: {queued[slab]}"
+
+
+def _broken_slabs(slabs: Slabs) -> Iterator[str]:
+    vacant = (slabs.owner == NOBODY) & (np.arange(slabs.num_slabs) >= slabs.num_null)
+    free = slabs.free.shelf[: slabs.num_slabs] == FREE
+    for slab in np.nonzero(vacant != free)[0][:3]:
+        yield f"slab {slab}: owner {slabs.owner[slab]}, on the free shelf: {free[slab]}"
+    for slab in np.nonzero(~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
+        if slab >= slabs.num_null:
+            yield f"slab {slab} of group {slabs.owner[slab]} is empty and not given up"
+    num_idle = int(np.count_nonzero(slabs.held[slabs.num_null :] == 0))
+    if num_idle != slabs.num_idle:
+        yield f"{num_idle} idle slabs counted, {slabs.num_idle} in the books"
+    if int(vacant.sum()) != slabs.free.totals[FREE]:
+        yield f"{int(vacant.sum())} free slabs counted, {slabs.free.totals[FREE]} in the books"

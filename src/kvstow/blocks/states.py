@@ -1,14 +1,22 @@
-"""States: the running row and the checkpoints that every request has in a recurrent group."""
+"""StateTable: the running row and the checkpoints that every request has in a recurrent group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.prefix import PrefixCache
+from kvstow.blocks.requests import Requests
+from kvstow.blocks.table import RowCopy
+from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import Group
 from kvstow.plan.retention import State
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
 
-class States:
+class StateTable:
     """Per request one running row, and up to `checkpoints` rows kept behind it.
 
     Checkpoint `k` is the state after `(k + 1) · block_tokens` tokens.
@@ -58,3 +66,93 @@ class States:
 
     def blocks(self, slot: int) -> Blocks:
         return Blocks(self.running[slot : slot + 1].copy(), np.zeros(1, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class DueCheckpoint:
+    """A checkpoint to be made of a request's state in one group, the `index`-th."""
+
+    group: int
+    slot: int
+    index: int
+
+
+class Checkpoints:
+    """Makes and gives up the checkpoints of all requests."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        requests: Requests,
+        states: Mapping[int, StateTable],
+        prefixes: PrefixCache | None,
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._states = states
+        self._prefixes = prefixes
+
+    def due(
+        self, slots: Ints, num_tokens: Ints
+    ) -> tuple[tuple[DueCheckpoint, ...], tuple[DueCheckpoint, ...]]:
+        """What requests that go on from `num_tokens` have to make, and what they may."""
+        must: list[DueCheckpoint] = []
+        may: list[DueCheckpoint] = []
+        for g, states in self._states.items():
+            step = states.block_tokens
+            at = np.nonzero((num_tokens % step == 0) & (num_tokens > 0))[0]
+            for slot, tokens in zip(slots[at].tolist(), num_tokens[at].tolist(), strict=True):
+                made = DueCheckpoint(g, slot, tokens // step - 1)
+                if states.checkpoints:
+                    must.append(made)
+                elif self._wanted(made, tokens):
+                    may.append(made)
+        return tuple(must), tuple(may)
+
+    def _wanted(self, due: DueCheckpoint, num_tokens: int) -> bool:
+        """Whether later requests could start from the checkpoint, and have no such yet."""
+        if not self._prefixes or self._requests.known[due.slot] < num_tokens:
+            return False
+        return not self._prefixes.known(due.group, self._hash(due)).all()
+
+    def make(self, must: Sequence[DueCheckpoint], ids: Sequence[Ints]) -> list[RowCopy]:
+        """Enter checkpoints in rows that are held for them."""
+        copies: list[RowCopy] = []
+        for due, (row,) in zip(must, (part.tolist() for part in ids), strict=True):
+            states = self._states[due.group]
+            states.keep(due.slot, due.index, row)
+            self._store(due, row)
+            copies.append(RowCopy(due.group, int(states.running[due.slot]), row))
+            self._pool.release(due.group, states.outdated(due.slot))
+        return copies
+
+    def offer(self, may: Sequence[DueCheckpoint]) -> list[RowCopy]:
+        """Cache checkpoints for others, if there is room."""
+        try:
+            ids = self._pool.hold_all([RowDemand(due.group, 1) for due in may])
+        except OutOfBlocks:
+            return []
+        copies: list[RowCopy] = []
+        for due, (row,) in zip(may, (part.tolist() for part in ids), strict=True):
+            self._store(due, row)
+            copies.append(RowCopy(due.group, int(self._states[due.group].running[due.slot]), row))
+        for due, rows in zip(may, ids, strict=True):
+            self._pool.release(due.group, rows)
+        return copies
+
+    def _hash(self, due: DueCheckpoint) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        prompt = self._requests.prompts[due.slot]
+        assert prompt is not None
+        return prompt.hash_after((due.index + 1) * self._states[due.group].block_tokens)
+
+    def _store(self, due: DueCheckpoint, row: int) -> None:
+        """Make a checkpoint known to others, where the tokens before it are."""
+        number = self._requests.witness[due.slot]
+        step = self._states[due.group].block_tokens
+        if not self._prefixes or number is None:
+            return
+        if self._requests.known[due.slot] < (due.index + 1) * step:
+            return
+        rows = np.array([row])
+        stored = self._prefixes.store(due.group, rows, self._hash(due), number, parent=0)
+        self._pool.keep(due.group, stored)

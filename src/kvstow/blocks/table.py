@@ -1,4 +1,4 @@
-"""Table: the ids that every request has in one group, as one array.
+"""BlockTable: the ids that every request has in one group, as one array.
 
     slot     fixed      ring: logical block k at column fixed + (k - fixed) % ring
     0      │ 12 13 │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
@@ -8,10 +8,13 @@ Full attention has fixed columns only, a window ring columns only, a window with
 both. The ring is as wide as the longest stretch that was ever held, for any length.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 
+from kvstow.blocks.pool import Pool, RowDemand
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.view import Ints
@@ -39,7 +42,7 @@ def sink_blocks(retention: Retention, block_tokens: int) -> int:
     return -(-retention.sink_tokens // block_tokens) if isinstance(retention, Sink) else 0
 
 
-class Table:
+class BlockTable:
     """Ids of logical blocks `[0, end)` of every request, less those it gave back.
 
     `gaps` says whether it matters to the pool how long rows are wanted.
@@ -202,3 +205,101 @@ class Table:
             sinks = self.fixed if self.fixed < first else 0
             self.write(slot, 0, ids[:sinks])
             self.write(slot, first if self.fixed < first else 0, ids[sinks:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The requests that the next `num_wants` wants are for."""
+
+    table: BlockTable
+    slots: Ints
+    num_wants: int
+
+
+@dataclass(slots=True)
+class Growth:
+    """Wants, in the order in which they are to be held; `renewed` rows stay where they are."""
+
+    wants: list[RowDemand] = field(default_factory=list[RowDemand])
+    renewed: list[tuple[int, BlockTable, Ints, Ints]] = field(
+        default_factory=list[tuple[int, BlockTable, Ints, Ints]]
+    )
+    _entries: list[_Entry] = field(default_factory=list[_Entry])
+
+    def add(self, g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints) -> None:
+        """Requests of which each needs so many more blocks to reach so many tokens."""
+        one = slots if int(more.max()) == 1 else slots[more == 1]
+        if len(one):
+            kind = "moving" if table.moves else "single"
+            self.wants.append(RowDemand(g, len(one), kind, table.near(one)))
+            self._entries.append(_Entry(table, one, 1))
+        if len(one) == len(slots):
+            return
+        for i in np.nonzero(more > 1)[0].tolist():
+            wants = stretch(g, table, int(more[i]), int(num_tokens[i]))
+            self.wants += wants
+            self._entries.append(_Entry(table, slots[i : i + 1], len(wants)))
+
+    def enter(self, ids: list[Ints]) -> None:
+        """Write what was held for the wants into the tables."""
+        given = iter(ids)
+        for entry in self._entries:
+            rows = [next(given) for _ in range(entry.num_wants)]
+            if len(entry.slots) == 1:
+                entry.table.append(int(entry.slots[0]), by_block(rows))
+            else:
+                entry.table.append_one_each(entry.slots, rows[0])
+
+
+def stretch(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
+    """What `count` blocks that end at `num_tokens` want: those that no later token sees
+    are wanted briefly. They come first in the request and last here, when the others
+    have their places."""
+    if not table.moves or not table.gaps:
+        return [RowDemand(g, count)]
+    end = -(-num_tokens // table.block_tokens)
+    seen = first_seen(table.retention, num_tokens, table.block_tokens)
+    brief = min(count, max(0, seen - max(end - count, table.fixed)))
+    if brief == 0:
+        return [RowDemand(g, count, "moving")]
+    return [RowDemand(g, count - brief, "moving"), RowDemand(g, brief, "brief")]
+
+
+def by_block(parts: list[Ints]) -> Ints:
+    """The rows that a stretch got, in the order of its blocks."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Row `source` of a group is to be copied to row `destination`."""
+
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTail:
+    """A request's last block, not full, that others hold, too."""
+
+    group: int
+    slot: int
+    row: int
+
+
+def shared_tails(
+    pool: Pool, tables: Mapping[int, BlockTable], slots: Ints, num_tokens: Ints
+) -> tuple[SharedTail, ...]:
+    """Last blocks that the requests must not write to; of several that share one, and
+    nobody else, the last may keep it."""
+    found: list[SharedTail] = []
+    for g, table in tables.items():
+        part = num_tokens % table.block_tokens != 0
+        rows = table.last_ids(slots[part])
+        left = dict(zip(rows.tolist(), pool.holds(g, rows).tolist(), strict=True))
+        for slot, row in zip(slots[part].tolist(), rows.tolist(), strict=True):
+            if left[row] > 1:
+                left[row] -= 1
+                found.append(SharedTail(g, slot, row))
+    return tuple(found)

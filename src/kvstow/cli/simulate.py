@@ -13,7 +13,7 @@ from kvstow.cli.output import emit_json, emit_text, human, note, table
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
     from kvstow.render.film import Film
-    from kvstow.simulate import Pace, Report, Request
+    from kvstow.simulate import Pace, ReplayReport, TraceRequest
 
 Policy = Literal["slab", "union"]
 
@@ -78,7 +78,7 @@ def simulate(
     from kvstow.plan.align import Site
     from kvstow.render.film import Film
     from kvstow.simulate import Pace
-    from kvstow.simulate.policy import layout_of
+    from kvstow.simulate.replay import layout_of
 
     what = served(
         Deployment(
@@ -96,7 +96,7 @@ def simulate(
     site = Site(model=what.model.name, alignment=what.deployment.alignment)
     lines = _trace(trace, requests, rate, seed)
     pace = Pace(chunk_tokens=chunk_tokens)
-    reports: dict[str, Report] = {}
+    reports: dict[str, ReplayReport] = {}
     films: dict[str, Film] = {}
     names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     for name in names:
@@ -114,7 +114,7 @@ def simulate(
         emit_text(f"{what.model.name}, {len(lines)} requests of {trace}", _table(reports))
 
 
-def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[Request]":
+def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[TraceRequest]":
     from kvstow.simulate import MIXES, read_trace, synthetic
 
     if name in MIXES:
@@ -125,16 +125,16 @@ def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[Req
 def _replayed(
     name: str,
     layout: "Layout",
-    trace: "list[Request]",
+    trace: "list[TraceRequest]",
     pace: "Pace",
     seconds: float | None,
     film: "Film",
-) -> "Report":
+) -> "ReplayReport":
     """Replay with a bar on stderr, and film it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kvstow.simulate import Replay, Report
+    from kvstow.simulate import Replay, ReplayReport
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("requests"), TimeElapsedColumn())  # fmt: skip
@@ -153,11 +153,11 @@ def _replayed(
             )
 
         record = replay.run(max_steps=steps, progress=watch)
-    return Report.of(record)
+    return ReplayReport.of(record)
 
 
 def _document(
-    model: str, trace: str, num_requests: int, reports: "Mapping[str, Report]"
+    model: str, trace: str, num_requests: int, reports: "Mapping[str, ReplayReport]"
 ) -> dict[str, object]:
     return {
         "model": model,
@@ -167,11 +167,11 @@ def _document(
     }
 
 
-def _table(reports: "Mapping[str, Report]") -> str:
+def _table(reports: "Mapping[str, ReplayReport]") -> str:
     def percent(value: float) -> str:
         return f"{100 * value:.2f} %"
 
-    rows: dict[str, Callable[[Report], str]] = {
+    rows: dict[str, Callable[[ReplayReport], str]] = {
         "requests at once, mean": lambda r: f"{r.mean_requests:,.1f}",
         "requests at once, peak": lambda r: f"{r.peak_requests:,}",
         "completed": lambda r: f"{r.completed:,}",

@@ -6,15 +6,15 @@ from typing import Any
 from kvstow import __version__
 from kvstow.render.film import Film
 from kvstow.render.page import page
-from kvstow.simulate.replay import Sample
-from kvstow.simulate.report import Report
+from kvstow.simulate.replay import ReplaySample
+from kvstow.simulate.report import ReplayReport
 
 MAX_SAMPLES = 1200
 """Points of a curve: of a longer simulation every second, third … is drawn."""
 
 
 def simulation_page(
-    model: str, trace: str, reports: Mapping[str, Report], films: Mapping[str, Film]
+    model: str, trace: str, reports: Mapping[str, ReplayReport], films: Mapping[str, Film]
 ) -> str:
     """The page: one curve per policy, one film per policy."""
     data = {
@@ -33,7 +33,7 @@ def simulation_page(
     return page(f"{model}: {trace} simulated", data, ("slabmap.js", "simulate.js"))
 
 
-def _curves(samples: Sequence[Sample]) -> dict[str, Any]:
+def _curves(samples: Sequence[ReplaySample]) -> dict[str, Any]:
     """Columns of numbers, by name; parts are of the bytes in use."""
     some = samples[:: max(1, -(-len(samples) // MAX_SAMPLES))]
     return {

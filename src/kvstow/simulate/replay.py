@@ -8,7 +8,8 @@ admitted last is preempted: it gives everything back and starts over later.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -16,12 +17,100 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.runs import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
-from kvstow.plan.group import rows_needed_by_all
+from kvstow.plan.align import Site
+from kvstow.plan.group import Group, rows_needed_by_all
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import State
-from kvstow.simulate.tokens import output, prompt
-from kvstow.simulate.trace import Request
-from kvstow.simulate.waste import Meter, Waste
+from kvstow.plan.pack import packed, union
+from kvstow.plan.retention import Encoder, State
+from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
+
+PackingPolicy = Literal["slab", "union"]
+USUAL_SITE = Site()
+POLICIES: tuple[PackingPolicy, ...] = get_args(PackingPolicy)
+
+
+def layout_of(
+    policy: PackingPolicy,
+    groups: Sequence[Group],
+    *,
+    budget: int | None = None,
+    num_slabs: int | None = None,
+    site: Site = USUAL_SITE,
+) -> Layout:
+    """The layout that a policy makes of the groups.
+
+    Under `union` states are kept at the distance of the scaled attention blocks, or no
+    prefix of any length would end at both.
+    """
+    if policy == "slab":
+        return packed(groups, budget=budget, num_slabs=num_slabs, site=site)
+    layout = union(groups, budget=budget, num_slabs=num_slabs, site=site)
+    attention = [
+        rows.group.block_tokens
+        for rows in layout.groups
+        if not isinstance(rows.group.retention, State)
+    ]
+    if not attention or len(attention) == len(layout.groups):
+        return layout
+    spaced = [_spaced(group, max(attention)) for group in groups]
+    return union(spaced, budget=budget, num_slabs=num_slabs, site=site)
+
+
+def _spaced(group: Group, block_tokens: int) -> Group:
+    """A recurrent group with checkpoints at another distance; others as they are."""
+    if not isinstance(group.retention, State):
+        return group
+    layers = tuple(replace(layer, block_tokens=block_tokens) for layer in group.layers)
+    return replace(group, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Bytes at one moment; `needed` is what tokens and states themselves take."""
+
+    needed: float
+    padding: float
+    fragmentation: float
+    rounding: float
+
+    @property
+    def in_use(self) -> float:
+        return self.needed + self.padding + self.fragmentation + self.rounding
+
+
+class WasteMeter:
+    """Measures a ledger's bytes."""
+
+    def __init__(self, layout: Layout) -> None:
+        groups = range(len(layout.groups))
+        self._layout = layout
+        self._page = [rows.group.page_bytes for rows in layout.groups]
+        self._stride = [layout.row_stride(g) for g in groups]
+
+    def read(self, ledger: Ledger) -> Waste:
+        needed = padding = fragmentation = rounding = 0.0
+        for g, group in enumerate(ledger.groups):
+            held = ledger.pool.num_held(g)
+            page, stride = self._page[g], self._stride[g]
+            padding += held * (stride - page)
+            fragmentation += ledger.pool.num_stranded(g) * stride
+            if isinstance(group.retention, State | Encoder):
+                needed += held * page
+                continue
+            unfilled = ledger.unfilled_tokens(g) / group.block_tokens * page
+            rounding += unfilled
+            needed += held * page - unfilled
+        return Waste(needed, padding, fragmentation, rounding)
+
+
+def shares(samples: list[Waste]) -> dict[str, float]:
+    """Parts of the bytes in use, averaged over the samples."""
+    total = sum(sample.in_use for sample in samples)
+    parts = {
+        name: float(np.sum([getattr(sample, name) for sample in samples])) / total if total else 0.0
+        for name in ("padding", "fragmentation", "rounding")
+    }
+    return parts | {"total": sum(parts.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +128,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReplaySample:
     """The ledger at one moment."""
 
     seconds: float
@@ -50,10 +139,10 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Record:
+class ReplayRecord:
     """What happened: samples over time, and sums."""
 
-    samples: list[Sample] = field(default_factory=list[Sample])
+    samples: list[ReplaySample] = field(default_factory=list[ReplaySample])
     completed: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -69,7 +158,7 @@ class _Waiting:
     """A request, and how many tokens it has to compute before it goes on decoding."""
 
     number: int
-    request: Request
+    request: TraceRequest
     target: int
 
 
@@ -78,7 +167,7 @@ class _Running:
     """A request in the engine: `target` tokens before it decodes, `end` in all."""
 
     number: int
-    request: Request
+    request: TraceRequest
     handle: int
     num_tokens: int
     target: int
@@ -88,16 +177,16 @@ class _Running:
 class Replay:
     """One layout's ledger and the requests that run on it."""
 
-    def __init__(self, layout: Layout, trace: Sequence[Request], pace: Pace) -> None:
+    def __init__(self, layout: Layout, trace: Sequence[TraceRequest], pace: Pace) -> None:
         shared = any(request.prefixes or request.output for request in trace)
         self.layout = layout
         self.pace = pace
         self.ledger = Ledger(Pool(layout), caching=shared)
-        self.record = Record()
+        self.record = ReplayRecord()
         self._worded = shared
         self._waiting = deque(_Waiting(i, r, r.prompt_tokens) for i, r in enumerate(trace))
         self._running: list[_Running] = []
-        self._meter = Meter(layout)
+        self._meter = WasteMeter(layout)
         self._step = 0
         self._budget = 0
         self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
@@ -105,7 +194,7 @@ class Replay:
         self._boundary = min(states) if states and shared else 0
         self._refuse_too_long(trace)
 
-    def _refuse_too_long(self, trace: Sequence[Request]) -> None:
+    def _refuse_too_long(self, trace: Sequence[TraceRequest]) -> None:
         """Raises for a request that would not fit into the empty pool."""
         longest = max(trace, key=lambda request: request.num_tokens)
         needs = self._needs(longest.num_tokens)
@@ -127,7 +216,7 @@ class Replay:
 
     def run(
         self, *, max_steps: int | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> Record:
+    ) -> ReplayRecord:
         """Replay until all is done, or so many steps; `progress` is told requests done and all."""
         total = len(self._waiting)
         while (self._waiting or self._running) and (max_steps is None or self._step < max_steps):
@@ -218,7 +307,7 @@ class Replay:
 
     def _admitted(self, waiting: _Waiting) -> _Running:
         request, target = waiting.request, waiting.target
-        known = prompt(waiting.number, request, target) if self._worded else target
+        known = prompt_of(waiting.number, request, target) if self._worded else target
         first = self._chunk_end(0, target)
         admission = self.ledger.admit(known, num_tokens=first)
         start = max(first, admission.hit_tokens)
@@ -237,7 +326,7 @@ class Replay:
             return
         for run in done:
             if run.request.output:
-                tokens = output(run.number, run.request)
+                tokens = output_of(run.number, run.request)
                 self.ledger.append(run.handle, tokens[run.target - run.request.prompt_tokens :])
         self.ledger.release([run.handle for run in done])
         self.record.completed += len(done)
@@ -257,7 +346,7 @@ class Replay:
         pool = self.ledger.pool
         cached = sum(pool.num_cached(g) * n for g, n in enumerate(self._strides))
         self.record.samples.append(
-            Sample(
+            ReplaySample(
                 self.seconds,
                 len(self._running),
                 len(self._waiting),

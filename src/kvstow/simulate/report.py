@@ -1,15 +1,14 @@
-"""Report: what a replay says about a policy, as numbers with stable names."""
+"""ReplayReport: what a replay says about a policy, as numbers with stable names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvstow.simulate.replay import Record, Sample
-from kvstow.simulate.waste import shares
+from kvstow.simulate.replay import ReplayRecord, ReplaySample, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ReplayReport:
     """Figures of one policy; waste in parts of the bytes in use."""
 
     mean_requests: float
@@ -22,12 +21,12 @@ class Report:
     mean_run_rows: float
     runs_per_request: float
     runs_to_fewest: float
-    samples: Sequence[Sample]
+    samples: Sequence[ReplaySample]
 
     @staticmethod
-    def of(record: Record) -> "Report":
+    def of(record: ReplayRecord) -> "ReplayReport":
         steady = steady_part(record.samples)
-        return Report(
+        return ReplayReport(
             mean_requests=sum(s.requests for s in steady) / max(1, len(steady)),
             peak_requests=max((s.requests for s in record.samples), default=0),
             completed=record.completed,
@@ -57,8 +56,8 @@ class Report:
         }
 
 
-def steady_part(samples: Sequence[Sample]) -> Sequence[Sample]:
+def steady_part(samples: Sequence[ReplaySample]) -> Sequence[ReplaySample]:
     """Samples of the time in which requests were waiting, less the time it took to fill up;
     all of them if nobody ever had to wait."""
     full = [s for s in samples if s.waiting]
-    return cast(Sequence[Sample], full[len(full) // 3 :] if len(full) >= 3 else samples)
+    return cast(Sequence[ReplaySample], full[len(full) // 3 :] if len(full) >= 3 else samples)

@@ -9,15 +9,20 @@ follows them is the request's own. `output`, if given, names the answer, so that
 prompt can repeat it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
+import numpy as np
 
+from kvstow.blocks.prompt import Prompt, Tokens
 from kvstow.errors import TraceError
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request: seconds, tokens in, tokens out, and how its prompt begins."""
 
     arrival: float
@@ -50,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.prompt_tokens + self.output_tokens
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file of JSON lines; empty lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
@@ -62,8 +67,8 @@ def read_trace(path: Path) -> list[Request]:
     return requests
 
 
-def _decoded(path: Path, lines: list[bytes]) -> Iterator[Request]:
-    decoder = msgspec.json.Decoder(Request)
+def _decoded(path: Path, lines: list[bytes]) -> Iterator[TraceRequest]:
+    decoder = msgspec.json.Decoder(TraceRequest)
     before = 0.0
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -84,7 +89,115 @@ def _decoded(path: Path, lines: list[bytes]) -> Iterator[Request]:
         yield request
 
 
-def write_trace(path: Path, requests: Iterable[Request]) -> None:
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """The requests as JSON lines."""
     encoder = msgspec.json.Encoder()
     path.write_bytes(b"".join(encoder.encode(request) + b"\n" for request in requests))
+
+
+Mix = Literal["chat", "document", "agent"]
+MIXES: tuple[Mix, ...] = get_args(Mix)
+Arrivals = Iterator[float]
+
+
+def synthetic(mix: str, *, num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """`num_requests` requests of a mix, arriving at `rate` per second on average; all at
+    once where the rate is infinite."""
+    kinds: dict[str, Callable[[np.random.Generator, Arrivals], Iterator[TraceRequest]]] = {
+        "chat": _chat,
+        "document": _documents,
+        "agent": _agents,
+    }
+    if mix not in kinds:
+        raise TraceError(f"no mix {mix!r}; there are {', '.join(kinds)}")
+    if num_requests < 1 or not rate > 0:
+        raise TraceError(f"{num_requests} requests at {rate} per second make no trace")
+    rng = np.random.default_rng(seed)
+    return list(islice(kinds[mix](rng, _arrivals(rng, rate)), num_requests))
+
+
+def _arrivals(rng: np.random.Generator, rate: float) -> Arrivals:
+    now = 0.0
+    while True:
+        yield now
+        now += float(rng.exponential(1 / rate)) if rate < float("inf") else 0.0
+
+
+def _lengths(rng: np.random.Generator, median: float, spread: float, most: int) -> int:
+    length = median * float(np.exp(spread * rng.standard_normal()))
+    return max(1, min(most, int(length)))
+
+
+def _chat(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
+    """Prompts around 700 tokens, answers around 250; nothing shared."""
+    for arrival in arrivals:
+        yield TraceRequest(
+            arrival=arrival,
+            prompt_tokens=_lengths(rng, 700, 0.8, 16_384),
+            output_tokens=_lengths(rng, 250, 0.6, 4_096),
+        )
+
+
+def _documents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
+    """Long prompts, short answers; one in three asks again about a recent document."""
+    recent: list[tuple[str, int]] = []
+    for number, arrival in enumerate(arrivals):
+        if recent and rng.random() < 1 / 3:
+            document = recent[int(rng.integers(len(recent)))]
+        else:
+            document = (f"document-{number}", _lengths(rng, 16_000, 0.7, 120_000))
+            recent = [*recent[-15:], document]
+        yield TraceRequest(
+            arrival=arrival,
+            prompt_tokens=document[1] + _lengths(rng, 60, 0.6, 1_000),
+            output_tokens=_lengths(rng, 200, 0.6, 2_000),
+            prefixes=(document,),
+        )
+
+
+def _agents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceRequest]:
+    """Many tasks on one of few tool descriptions; every turn repeats all before it."""
+    tools = [(f"tools-{i}", _lengths(rng, 3_000, 0.4, 8_000)) for i in range(4)]
+    tasks: list[tuple[tuple[str, int], ...]] = []
+    for number, arrival in enumerate(arrivals):
+        if len(tasks) > 8 and rng.random() < 0.8:
+            which = int(rng.integers(len(tasks)))
+            history = tasks[which]
+        else:
+            which = len(tasks)
+            history = (tools[int(rng.integers(len(tools)))],)
+            tasks.append(history)
+        turn = _lengths(rng, 300, 0.8, 4_000)
+        output = _lengths(rng, 120, 0.7, 1_500)
+        yield TraceRequest(
+            arrival=arrival,
+            prompt_tokens=sum(tokens for _, tokens in history) + turn,
+            output_tokens=output,
+            prefixes=(*history, (f"turn-{number}", turn)),
+            output=f"answer-{number}",
+        )
+        tasks[which] = (*history, (f"turn-{number}", turn), (f"answer-{number}", output))
+        if len(history) > 24:
+            del tasks[which]
+
+
+VOCABULARY = 100_000
+
+
+def prompt_of(number: int, request: TraceRequest, num_tokens: int) -> Prompt:
+    """The first `num_tokens` tokens of request `number`, outputs included where it is longer
+    than its prompt."""
+    named = [_part(name, tokens) for name, tokens in request.prefixes]
+    own = request.prompt_tokens - request.shared_tokens
+    parts = [*named, _part(f"own {number}", own), output_of(number, request)]
+    return Prompt.of(np.concatenate(parts)[:num_tokens])
+
+
+def output_of(number: int, request: TraceRequest) -> Tokens:
+    """The tokens that the request answers with."""
+    return _part(request.output or f"output {number}", request.output_tokens)
+
+
+def _part(name: str, num_tokens: int) -> Tokens:
+    seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+    return np.random.default_rng(seed).integers(0, VOCABULARY, num_tokens, np.int32)

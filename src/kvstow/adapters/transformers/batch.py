@@ -26,8 +26,8 @@ from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.paged import Pages
 from kvstow.adapters.transformers.pages import Table, gathered, write
 from kvstow.adapters.transformers.running import Running
-from kvstow.blocks.copies import Copy
 from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
 from kvstow.plan.retention import Encoder, State, Window
 
@@ -230,7 +230,7 @@ class Batch:
         return layer == self._clock
 
     def _grow(self, wanted: int) -> None:
-        copies: tuple[Copy, ...] = ()
+        copies: tuple[RowCopy, ...] = ()
         if wanted > max(1, self._grown_tokens):
             self.settle()
             copies = self.memory.ledger.grow(self.requests, wanted)

@@ -18,9 +18,9 @@ from kvstow.adapters.transformers.specs import (
     resumes,
     trial,
 )
-from kvstow.blocks.copies import Copy
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
+from kvstow.blocks.table import RowCopy
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
@@ -105,7 +105,7 @@ class ModelMemory:
     def pool(self) -> Pool:
         return self.ledger.pool
 
-    def copy(self, copies: tuple[Copy, ...]) -> None:
+    def copy(self, copies: tuple[RowCopy, ...]) -> None:
         """Copy whole rows, one after another."""
         for copy in copies:
             rows = self.row(copy.group, copy.source), self.row(copy.group, copy.destination)

@@ -10,7 +10,7 @@ import torch
 
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.pages import one_stride
-from kvstow.blocks.copies import Copy
+from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
 
 Tensor = torch.Tensor
@@ -97,9 +97,9 @@ class Running:
         self._before.clear()
         self._before_tokens = -1
 
-    def copy(self, copies: tuple[Copy, ...], num_tokens: int) -> None:
+    def copy(self, copies: tuple[RowCopy, ...], num_tokens: int) -> None:
         """Copy rows as they were after `num_tokens` tokens: as kept, or as they still are."""
-        rest: list[Copy] = []
+        rest: list[RowCopy] = []
         for copy in copies:
             before = self._before.get((copy.group, copy.source))
             if before is None or self._before_tokens != num_tokens:

@@ -1,20 +1,20 @@
-"""Shelves: what lies where, found by kind, as if every item were looked at."""
+"""FreeSlabs: what lies where, found by kind, as if every item were looked at."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstow.blocks.rows import SEGMENT, FreeSlabs
 from kvstow.blocks.runs import ids_at, num_at
-from kvstow.blocks.shelves import SEGMENT, Shelves
 
 NUM_SHELVES = 5
 
 
 @st.composite
-def shelves(draw: st.DrawFn) -> tuple[Shelves, dict[int, int]]:
-    """Shelves of several segments, and what lies where as a dictionary."""
+def shelves(draw: st.DrawFn) -> tuple[FreeSlabs, dict[int, int]]:
+    """FreeSlabs of several segments, and what lies where as a dictionary."""
     num_items = draw(st.integers(1, 4 * SEGMENT))
-    made, model = Shelves(num_items, NUM_SHELVES), {}
+    made, model = FreeSlabs(num_items, NUM_SHELVES), {}
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, num_items - 1))
         step = draw(st.sampled_from([1, 2, 7, 300, 1500]))
@@ -46,6 +46,6 @@ def test_as_many_items_as_there_are_can_be_had(given, kind: int, count: int) -> 
 
 
 def test_an_untouched_segment_gives_one_run_from_its_beginning() -> None:
-    made = Shelves(3 * SEGMENT, 1)
+    made = FreeSlabs(3 * SEGMENT, 1)
     made.put(slice(5, 3 * SEGMENT), 1)
     assert made.side_by_side(1, SEGMENT) == slice(SEGMENT, 2 * SEGMENT)

@@ -13,20 +13,18 @@ from typing import Literal
 
 import numpy as np
 
-from kvstow.blocks.runs import Where, fewest_runs, ids_at, num_at, num_runs, span
+from kvstow.blocks.rows import GroupRows
+from kvstow.blocks.runs import NONE, Where, fewest_runs, ids_at, num_at, num_runs, span
 from kvstow.blocks.slabs import FREE, Slabs
-from kvstow.blocks.stock import Stock
 from kvstow.plan.view import Ints
 
 MAX_SLABS_LOOKED_AT = 16
 MAX_PIECES = 2
 """Runs in partly used slabs that are better than a slab of its own."""
 
-_NONE = np.zeros(0, np.int64)
-
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class EvictionCandidates:
     """Cached rows that may be evicted, those that waited longest first."""
 
     group: int
@@ -41,16 +39,16 @@ them; one by one; for a step or two only."""
 ROOMY = 24
 """While more than one slab in so many is free, runs come before filling gaps."""
 
-Policy = Callable[[Candidates, int], Ints]
+EvictionPolicy = Callable[[EvictionCandidates, int], Ints]
 """Chooses `n` of the candidates to give up: positions among them."""
 
 
-def lru(candidates: Candidates, count: int) -> Ints:
+def lru(candidates: EvictionCandidates, count: int) -> Ints:
     """Those that waited longest."""
     return np.arange(min(count, len(candidates.rows)))
 
 
-def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -> Where:
+def picked(slabs: Slabs, stock: GroupRows, count: int, policy: EvictionPolicy, kind: Kind) -> Where:
     """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
 
     May use up to one idle slab per row.
@@ -76,7 +74,7 @@ def picked(slabs: Slabs, stock: Stock, count: int, policy: Policy, kind: Kind) -
     return _together(parts)
 
 
-def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
+def most_idle_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> int:
     """The most idle slabs that `picked` may use for so many rows."""
     used = whole = -(-count // stock.rows_per_slab)
     if kind != "lasting" and not roomy(slabs):
@@ -86,7 +84,7 @@ def most_idle_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> int:
     return min(count, used + len(stock.idle))
 
 
-def picked_frugally(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
+def picked_frugally(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
     """The same with as few idle slabs as possible."""
     own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
     busy = own[slabs.held[own] > 0]
@@ -121,7 +119,7 @@ def _together(parts: list[Where]) -> Where:
 # ── without evicting ──────────────────────────────────────────────────────────────────
 
 
-def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
+def _in_own_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
     """Free rows in partly used slabs, as many as are good to have there."""
     if kind in ("moving", "brief") and not roomy(slabs):
         return _in_gaps(slabs, stock, count, kind)
@@ -140,7 +138,7 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     whole = min(count // size, slabs.free.totals[FREE])
     rest = count - whole * size
     if rest == 0 or not any(stock.partial.totals[1 : top + 1]):
-        return _NONE
+        return NONE
     for level in range(min(rest.bit_length(), top), top + 1):
         if stock.partial.totals[level]:
             near = stock.free_rows_of(
@@ -152,11 +150,11 @@ def _in_own_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
     near = _free_rows(stock, range(top, 0, -1), 4 * rest)
     found = fewest_runs(np.sort(near), rest)
     if len(found) < rest or (roomy(slabs) and num_runs(found) > MAX_PIECES):
-        return _NONE
+        return NONE
     return found
 
 
-def _in_gaps(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
+def _in_gaps(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
     """Free rows of the lowest slabs, or of the highest where they are wanted briefly;
     slabs in which nothing stays come last."""
     pick = stock.partial.highest if kind == "brief" else stock.partial.lowest
@@ -170,7 +168,7 @@ def _in_gaps(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Ints:
             count -= len(parts[-1])
         if count == 0:
             break
-    return np.sort(np.concatenate(parts)) if parts else _NONE
+    return np.sort(np.concatenate(parts)) if parts else NONE
 
 
 def roomy(slabs: Slabs) -> bool:
@@ -178,7 +176,7 @@ def roomy(slabs: Slabs) -> bool:
     return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
 
 
-def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
+def _free_rows(stock: GroupRows, levels: Iterable[int], enough: int) -> Ints:
     """Free rows of partly used slabs, level by level, until there are enough."""
     parts: list[Ints] = []
     for level in levels:
@@ -186,10 +184,10 @@ def _free_rows(stock: Stock, levels: Iterable[int], enough: int) -> Ints:
             own = stock.partial.lowest(range(level, level + 1), enough)
             parts.append(stock.free_rows_of(own))
             enough -= len(parts[-1])
-    return np.concatenate(parts) if parts else _NONE
+    return np.concatenate(parts) if parts else NONE
 
 
-def _in_free_slabs(slabs: Slabs, stock: Stock, count: int, kind: Kind) -> Where:
+def _in_free_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Where:
     size = stock.rows_per_slab
     wanted = min(-(-count // size), slabs.free.totals[FREE])
     if kind != "single" or size > 1:
@@ -218,7 +216,7 @@ class _Idle:
         return _Idle(self.slabs[where], self.owners[where], self.last_use[where])
 
 
-def _oldest_idle(slabs: Slabs, stocks: Iterable[Stock], count: int) -> _Idle:
+def _oldest_idle(slabs: Slabs, stocks: Iterable[GroupRows], count: int) -> _Idle:
     """`count` idle slabs of the groups, oldest first; among the oldest those with the
     fewest cached rows."""
     parts: list[_Idle] = []
@@ -235,7 +233,7 @@ def _oldest_idle(slabs: Slabs, stocks: Iterable[Stock], count: int) -> _Idle:
     return cheapest.part(np.argsort(cheapest.last_use, kind="stable"))
 
 
-def _handed_over(slabs: Slabs, stock: Stock, idle: _Idle) -> Ints:
+def _handed_over(slabs: Slabs, stock: GroupRows, idle: _Idle) -> Ints:
     """Idle slabs made the group's own, ascending; what was cached in them is gone."""
     for other in slabs.stocks:
         if len(lost := idle.slabs[idle.owners == other.group]):
@@ -244,7 +242,7 @@ def _handed_over(slabs: Slabs, stock: Stock, idle: _Idle) -> Ints:
     return np.sort(idle.slabs)
 
 
-def _evicted(slabs: Slabs, stock: Stock, count: int, policy: Policy) -> Ints:
+def _evicted(slabs: Slabs, stock: GroupRows, count: int, policy: EvictionPolicy) -> Ints:
     """Rows of the group's own cache and idle slabs of others, whichever are older."""
     rows, stamps = _own_candidates(stock, count, policy)
     others = [other for other in slabs.stocks if other is not stock and len(other.idle)]
@@ -266,9 +264,9 @@ def _evicted(slabs: Slabs, stock: Stock, count: int, policy: Policy) -> Ints:
     return np.sort(rows)
 
 
-def _own_candidates(stock: Stock, count: int, policy: Policy) -> tuple[Ints, Ints]:
+def _own_candidates(stock: GroupRows, count: int, policy: EvictionPolicy) -> tuple[Ints, Ints]:
     if policy is lru:
         return stock.queue.oldest(count)
     rows, stamps = stock.queue.oldest(4 * count + 64)
-    chosen = policy(Candidates(stock.group, rows, stamps), count)[:count]
+    chosen = policy(EvictionCandidates(stock.group, rows, stamps), count)[:count]
     return rows[chosen], stamps[chosen]
