@@ -8,8 +8,8 @@ programs, each takes a part of the keys, and a second kernel joins the parts.
 """
 
 import torch
-
-from kvstow.memory.kernels import tl, triton
+import triton
+import triton.language as tl
 
 _WHOLE = 1 << 30
 _BUSY_PROGRAMS = 1024
