@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Paged decode attention in place: every order against per-layer `LBHNC`, on one CUDA machine.
+"""Attention of one new token in place: every order against per-layer `LBHNC`, on one CUDA machine.
 
     PYTHONPATH=src python bench/attention.py --json bench/results/attention_gpu.json
 
@@ -24,12 +24,11 @@ from bench.caches import Cache
 from bench.machine import arguments, write
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.kernels import paged_decode
+from kvstow.memory.kernels.attention import paged_attention
 from kvstow.plan.layout import ORDERS
 
 DEVICE = torch.device("cuda:0")
 SEQUENCES, TOKENS, QUERY_HEADS = 64, 8192, 32
-PARTS = 2  # 1,024 programs
 SPACERS = tuple(gib << 30 for gib in (0, 3, 7, 1, 5, 11, 13))
 """Bytes set aside before a round: where pages lie in DRAM moves results by half a percent."""
 MODELS = (
@@ -57,12 +56,11 @@ class Pool:
         ids = np.random.default_rng(0).permutation(num_blocks - 1) + 1
         self.table = torch.as_tensor(ids.reshape(SEQUENCES, per_sequence), dtype=torch.int32,
                                      device=DEVICE)  # fmt: skip
-        self.lengths = torch.full((SEQUENCES,), TOKENS, dtype=torch.int32, device=DEVICE)
         self.query = query
 
     def attend(self, layer: int) -> torch.Tensor:
         k, v = self.views[layer % len(self.views)]
-        return paged_decode(self.query, k, v, self.table, self.lengths, num_parts=PARTS)
+        return paged_attention(self.query, k, v, self.table, num_tokens=TOKENS)
 
     def seconds(self, layer: int) -> float:
         """GPU time of all layers once, one after the other, per layer."""
@@ -111,7 +109,7 @@ def main() -> None:
         raise SystemExit("bench/attention.py needs a CUDA device")
     rounds: dict[str, list[dict[str, float]]] = {}
     results: dict[str, object] = {}
-    query = torch.randn(SEQUENCES, QUERY_HEADS, 128, device=DEVICE).bfloat16()
+    query = torch.randn(SEQUENCES, QUERY_HEADS, 1, 128, device=DEVICE).bfloat16()
     for spacer, (model, layers, orders), tokens in product(SPACERS, MODELS, (16, 64)):
         aside = torch.empty(spacer, dtype=torch.uint8, device=DEVICE)
         cache = Cache(model, layers, 8, 128, tokens)

@@ -31,7 +31,7 @@ from kvstow.memory.moves import Spans, row_moves
 from kvstow.plan.layout import Layout
 
 DEVICE = torch.device("cuda:0")
-METHODS = ("plain", "kernel", "staged")
+METHODS = ("plain", "batch", "kernel")
 LOOP_ROWS = 96
 """Rows of the per-segment loops, which are slow; rates come from their own bytes."""
 

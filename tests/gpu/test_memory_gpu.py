@@ -26,7 +26,7 @@ from kvstow.testing.patterns import pattern
 
 DEVICE = "cuda:0"
 FULL = Full()
-METHODS = ("plain", "batch", "kernel", "staged")
+METHODS = ("plain", "batch", "kernel")
 
 
 def layer(
@@ -274,7 +274,7 @@ import numpy as np, torch
 from kvstow.errors import CopyError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import Copy
+from kvstow.memory.copy import CopyHandle
 from kvstow.memory.moves import Spans
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
@@ -288,7 +288,7 @@ a, b = Arena(layout, device="cuda:0"), Arena(layout, device="cuda:0")
 bad = Spans(np.array([1 << 44]), np.array([0]), np.array([64]))
 running = cuda.start(a, b, bad, "kernel", None)
 try:
-    Copy(a, b, 1, 64, "kernel", running).wait()
+    CopyHandle(a, b, 1, 64, "kernel", running).wait()
 except CopyError as error:
     assert "1 moves, 64 bytes" in str(error), error
     print("reported")
@@ -311,7 +311,7 @@ def test_the_choice_of_method_follows_length_and_pinning():
     assert choose_method(a, pinned, long) == "batch"
     assert choose_method(a, plain, long) == "plain"
     assert choose_method(a, a, long) == "kernel"
-    assert choose_method(a, pinned, short) in ("kernel", "staged")
+    assert choose_method(a, pinned, short) == "kernel"
 
 
 def test_both_directions_at_once_are_byte_exact():
@@ -371,8 +371,17 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
 # ── kernels ───────────────────────────────────────────────────────────────────────────
 
 
-def test_the_paged_decode_kernel_honours_every_stride_on_the_device():
-    from kvstow.memory.kernels import paged_decode
+def test_the_paged_attention_kernel_honours_every_stride_on_the_device():
+    from kvstow.memory.kernels.attention import paged_attention
+
+    def paged(query, keys, values, table, lengths):
+        rows = [
+            paged_attention(
+                query[i : i + 1, :, None], keys, values, table[i : i + 1], num_tokens=length
+            )[0, 0]
+            for i, length in enumerate(lengths.tolist())
+        ]
+        return torch.stack(rows)
 
     for order in ORDERS:
         for heads, tokens, dim, dtype in (
@@ -382,7 +391,7 @@ def test_the_paged_decode_kernel_honours_every_stride_on_the_device():
             layers = [layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype)
                       for i in range(2)]  # fmt: skip
             layout = packed(grouped(layers), num_slabs=24, site=Site(order=order))
-            report = check_attention(paged_decode, layout, device=DEVICE)
+            report = check_attention(paged, layout, device=DEVICE)
             assert report.ok, report
 
 

@@ -42,7 +42,7 @@ def test_rows_read_in_place_give_plain_attention():
 
 
 def check_attention(dtype, window, splits, sink, shape):
-    from kvstow.memory.attention import paged_attention
+    from kvstow.memory.kernels.attention import paged_attention
 
     sequences, heads, kv_heads, queries, tokens, block_tokens, dim, v_dim = shape
     torch.manual_seed(0)

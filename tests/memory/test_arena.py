@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import ArenaError, BlockError, SpecError
+from kvstow.memory.allocate import HUGE_PAGE_BYTES
 from kvstow.memory.arena import Arena
-from kvstow.memory.backing import HUGE_PAGE_BYTES
 from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout

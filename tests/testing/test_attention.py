@@ -58,34 +58,38 @@ def test_torch_attention_honours_every_stride_in_every_type(dtype):
     assert report.ok, report
 
 
-def paged(query, keys, values, table, lengths):
-    """Our kernel, sequences in two parts."""
-    from kvstow.memory.kernels import paged_decode
+def paged(query, keys, values, table, lengths, splits=2):
+    """Our kernel, one sequence after the other: those of one call are equally long."""
+    from kvstow.memory.kernels.attention import paged_attention
 
-    return paged_decode(query, keys, values, table, lengths, num_parts=2)
+    rows = [
+        paged_attention(
+            query[i : i + 1, :, None], keys, values, table[i : i + 1],
+            num_tokens=length, splits=splits,
+        )[0, 0]
+        for i, length in enumerate(lengths.tolist())
+    ]  # fmt: skip
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_paged_decode_kernel_reads_rows_of_every_order_in_place(order):
+def test_the_paged_attention_kernel_reads_rows_of_every_order_in_place(order):
     report = check_in_place(paged, cache(order, heads=2, tokens=2, dim=2))
     assert report.ok, report
     assert not report.needs_clean_tail
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
-def test_the_paged_decode_kernel_honours_every_stride(dtype):
+def test_the_paged_attention_kernel_honours_every_stride(dtype):
     report = check_attention(paged, cache(heads=1, tokens=4, dim=6, dtype=dtype))
     assert report.ok, report
     assert not report.needs_clean_tail
 
 
 @pytest.mark.parametrize("tokens", [16, 24, 32])
-@pytest.mark.parametrize(("order", "num_parts"), [("BLHNC", 1), ("BHLNC", 1), ("BHLNC", 3)])
-def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens, order, num_parts):
-    """Steps inside one block and across blocks, heads that start at different steps, parts
-    without a token."""
-    from kvstow.memory.kernels import paged_decode
-
+@pytest.mark.parametrize(("order", "splits"), [("BLHNC", 1), ("BHLNC", 1), ("BHLNC", 4)])
+def test_the_paged_attention_kernel_sees_each_token_once_whatever_its_steps(tokens, order, splits):
+    """Steps inside one block and across blocks, parts without a token."""
     arena = Arena(cache(order, heads=8, tokens=tokens, dim=16, num_slabs=48))
     keys, values = arena.field("l.0", "k"), arena.field("l.0", "v")
     for view in (keys, values):
@@ -94,16 +98,12 @@ def test_the_paged_decode_kernel_sees_each_token_once_whatever_its_steps(tokens,
     table = torch.randperm(len(keys) - 1)[: 2 * per_sequence].reshape(2, -1).int() + 1
     lengths = torch.tensor([313, 17], dtype=torch.int32)
     query = torch.randn(2, 16, 16)
-    found = paged_decode(query, keys, values, table, lengths, num_parts=num_parts)
+    found = paged(query, keys, values, table, lengths, splits)
     torch.testing.assert_close(found, gathered(query, keys, values, table, lengths))
 
 
-@pytest.mark.parametrize("kernel", ["paged_decode", "paged_attention"])
-def test_kernels_reach_heads_whose_distance_does_not_fit_31_bits(tmp_path, kernel):
+def test_the_paged_attention_kernel_reaches_heads_whose_distance_does_not_fit_31_bits(tmp_path):
     """The last head lies 2^31 elements behind the first, in a file that is nearly all holes."""
-    from kvstow.memory.attention import paged_attention
-    from kvstow.memory.kernels import paged_decode
-
     dim, tokens, num_blocks, heads, apart = 16, 16, 4, 3, 1 << 30
     pages = num_blocks * tokens * 2 * dim
     memory = torch.from_file(str(tmp_path / "arena"), shared=True, size=2 * apart + pages + dim,
@@ -114,10 +114,7 @@ def test_kernels_reach_heads_whose_distance_does_not_fit_31_bits(tmp_path, kerne
     for view in (keys, values, query):
         view.copy_(torch.randn(view.shape))
     table, lengths = torch.tensor([[3, 1, 2]], dtype=torch.int32), torch.tensor([37])
-    if kernel == "paged_decode":
-        found = paged_decode(query.contiguous(), keys, values, table, lengths.int())
-    else:
-        found = paged_attention(query[:, :, None], keys, values, table, num_tokens=37)[:, 0]
+    found = paged(query, keys, values, table, lengths, splits=None)
     expected = gathered(query, keys, values, table, lengths)
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 

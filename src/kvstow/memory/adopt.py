@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from kvstow.errors import MemoryLayoutError
-from kvstow.memory.types import TORCH_TYPES, page_type
+from kvstow.memory.dtypes import TORCH_TYPES, page_type
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement, page_runs
 from kvstow.plan.sharing import Strip
@@ -37,7 +37,7 @@ MAX_BASE_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class EngineTensor:
     """A tensor that is said to hold a layer's pages, or one field of them."""
 
     layer: str
@@ -58,9 +58,9 @@ class Claim:
         return Axis(name, self.tensor.shape[dim], stride)
 
 
-def claims(tensors: Tensors, axes: AxisNames) -> tuple[Claim, ...]:
+def claims(tensors: Tensors, axes: AxisNames) -> tuple[EngineTensor, ...]:
     """The tensors with the names of their axes, checked for number and repetition."""
-    found: list[Claim] = []
+    found: list[EngineTensor] = []
     for key, tensor in tensors.items():
         names = tuple(axes[key] if isinstance(axes, Mapping) else axes)
         layer, field = (key, None) if isinstance(key, str) else key
@@ -69,7 +69,7 @@ def claims(tensors: Tensors, axes: AxisNames) -> tuple[Claim, ...]:
                 f"layer {layer!r}: a tensor of {tensor.ndim} axes {tuple(tensor.shape)} is said "
                 f"to have {len(names)}: {names}\n\nhint: name each once, `block` among them"
             )
-        found.append(Claim(layer, field, tensor, names))
+        found.append(EngineTensor(layer, field, tensor, names))
     if not found:
         raise MemoryLayoutError("no tensors to adopt")
     places = {claim.tensor.device for claim in found}
@@ -106,10 +106,13 @@ def adopted_layout(
     counts = tuple(rows_per_slab) or (1,) * len(groups)
     num_slabs = _num_slabs(groups, found, counts)
     rows = tuple(
-        PlacedGroup(group=group, rows_per_slab=count,
-             placements=tuple(places[layer.name] for layer in group.layers))
+        PlacedGroup(
+            group=group,
+            rows_per_slab=count,
+            placements=tuple(places[layer.name] for layer in group.layers),
+        )
         for group, count in zip(groups, counts, strict=True)
-    )  # fmt: skip
+    )
     footprints = [placed.footprint(num_slabs) for placed in rows]
     layout = Layout(
         model=model,
@@ -126,7 +129,7 @@ def adopted_layout(
     return layout
 
 
-def _check_covered(found: Sequence[Claim], specs: Mapping[str, LayerSpec]) -> None:
+def _check_covered(found: Sequence[EngineTensor], specs: Mapping[str, LayerSpec]) -> None:
     named = {claim.layer for claim in found}
     if named != set(specs):
         raise MemoryLayoutError(
@@ -135,11 +138,11 @@ def _check_covered(found: Sequence[Claim], specs: Mapping[str, LayerSpec]) -> No
         )
 
 
-def _field_offset(claim: Claim, specs: Mapping[str, LayerSpec]) -> int:
+def _field_offset(claim: EngineTensor, specs: Mapping[str, LayerSpec]) -> int:
     return specs[claim.layer].field_offsets[claim.field] if claim.field else 0
 
 
-def _placement(claim: Claim, spec: LayerSpec, order: Order, base: int) -> Placement:
+def _placement(claim: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Placement:
     """The address law's four numbers, from pointer and strides; canonical where a size is 1."""
     head, token, block = claim.axis("head"), claim.axis("token"), claim.axis("block")
     assert block is not None
@@ -156,9 +159,14 @@ def _placement(claim: Claim, spec: LayerSpec, order: Order, base: int) -> Placem
     return Placement(offset, block_stride, head_stride, token_stride)
 
 
-def _num_slabs(groups: Sequence[Group], found: Sequence[Claim], counts: Sequence[int]) -> int:
-    per_slab = {layer.name: count for group, count in zip(groups, counts, strict=True)
-                for layer in group.layers}  # fmt: skip
+def _num_slabs(
+    groups: Sequence[Group], found: Sequence[EngineTensor], counts: Sequence[int]
+) -> int:
+    per_slab = {
+        layer.name: count
+        for group, count in zip(groups, counts, strict=True)
+        for layer in group.layers
+    }
     slabs: dict[str, int] = {}
     for claim in found:
         block = claim.axis("block")
@@ -183,8 +191,10 @@ def _order_contradictions(layout: Layout) -> list[str]:
         letters = [letter for letter in layout.order if sizes.get(letter, 1) > 1]
         real = sorted(letters, key=lambda letter: -strides[letter])
         if real != letters:
-            found.append(f"layer {name!r}: the order is said to be {layout.order}, the strides "
-                         f"{strides} say {''.join(real)}")  # fmt: skip
+            found.append(
+                f"layer {name!r}: the order is said to be {layout.order}, the strides "
+                f"{strides} say {''.join(real)}"
+            )
     for rows, footprint in zip(layout.groups, layout.footprints, strict=True):
         if len(rows.group.layers) < 2 or layout.num_slabs * rows.rows_per_slab < 2:
             continue
@@ -192,8 +202,10 @@ def _order_contradictions(layout: Layout) -> list[str]:
         spread = max(offsets) - min(offsets)
         stride = min(place.block_stride for place in rows.placements)
         if layout.order.startswith("B") != (spread < stride and len(footprint.strips) == 1):
-            found.append(f"group {footprint.name!r}: the order is said to be {layout.order}, its "
-                         f"layers are {spread} bytes apart, its blocks {stride}")  # fmt: skip
+            found.append(
+                f"group {footprint.name!r}: the order is said to be {layout.order}, its "
+                f"layers are {spread} bytes apart, its blocks {stride}"
+            )
     return found
 
 
@@ -201,9 +213,11 @@ def _gaps(layout: Layout) -> list[str]:
     """Groups whose rows have bytes that no page accounts for."""
     found: list[str] = []
     for g, rows in enumerate(layout.groups):
-        pages = sum(run.nbytes for layer, place in zip(rows.group.layers, rows.placements,
-                                                       strict=True)
-                    for run in page_runs(layer, place))  # fmt: skip
+        pages = sum(
+            run.nbytes
+            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+            for run in page_runs(layer, place)
+        )
         if layout.row_bytes(g) != pages:
             found.append(
                 f"group {rows.group.name!r}: rows of {layout.row_bytes(g)} bytes hold pages of "
@@ -243,22 +257,31 @@ def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
         )
     base = bases.pop()
     if base % layout.base_align:
-        raise MemoryLayoutError(f"memory starts at {base}, not at a multiple of "
-                                f"{layout.base_align}")  # fmt: skip
-    _refuse([text for g in range(len(layout.groups)) for strip in layout.footprints[g].strips
-             for text in _outside(strip, found, base)])  # fmt: skip
+        raise MemoryLayoutError(
+            f"memory starts at {base}, not at a multiple of {layout.base_align}"
+        )
+    _refuse(
+        [
+            text
+            for g in range(len(layout.groups))
+            for strip in layout.footprints[g].strips
+            for text in _outside(strip, found, base)
+        ]
+    )
     return Adopted(base, _regions(layout, found), tuple(claim.tensor for claim in found))
 
 
-def _contradictions(layout: Layout, claim: Claim) -> list[str]:
+def _contradictions(layout: Layout, claim: EngineTensor) -> list[str]:
     """How one tensor differs from what the layout says of it."""
     group, spec, place = layout.layers[claim.layer]
     inner = spec.field(claim.field) if claim.field else None
     dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
     found: list[str] = []
     if claim.tensor.dtype not in dtypes:
-        found.append(f"{claim.name}: elements are {claim.tensor.dtype}, the layout has "
-                     f"{' or '.join(sorted(map(str, dtypes)))}")  # fmt: skip
+        found.append(
+            f"{claim.name}: elements are {claim.tensor.dtype}, the layout has "
+            f"{' or '.join(sorted(map(str, dtypes)))}"
+        )
     wanted = [
         Axis("block", layout.num_blocks(group), place.block_stride),
         Axis("head", spec.heads.size, place.head_stride),
@@ -267,16 +290,20 @@ def _contradictions(layout: Layout, claim: Claim) -> list[str]:
     ]
     for name in claim.axes:
         if name not in [axis.name for axis in wanted]:
-            found.append(f"{claim.name}: there is no axis {name!r} among "
-                         f"{[axis.name for axis in wanted]}")  # fmt: skip
+            found.append(
+                f"{claim.name}: there is no axis {name!r} among {[axis.name for axis in wanted]}"
+            )
     for axis in wanted:
         real = claim.axis(axis.name) or Axis(axis.name, 1, axis.stride)
         if real.size != axis.size:
-            found.append(f"{claim.name}: axis {axis.name!r} has {real.size} elements, the layout "
-                         f"{axis.size}")  # fmt: skip
+            found.append(
+                f"{claim.name}: axis {axis.name!r} has {real.size} elements, the layout {axis.size}"
+            )
         elif real.size > 1 and real.stride != axis.stride:
-            found.append(f"{claim.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
-                         f"the layout {axis.stride}")  # fmt: skip
+            found.append(
+                f"{claim.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
+                f"the layout {axis.stride}"
+            )
     return found
 
 
@@ -294,7 +321,7 @@ def _inner_axes(spec: LayerSpec, field: Field | None, unit: int) -> list[Axis]:
     return axes
 
 
-def _regions(layout: Layout, found: Sequence[Claim]) -> tuple[Run, ...]:
+def _regions(layout: Layout, found: Sequence[EngineTensor]) -> tuple[Run, ...]:
     """The fewest runs of real memory that hold all layers: one per allocation.
 
     Two tensors with one base are two tensors: the longer one decides.
@@ -317,15 +344,17 @@ def _regions(layout: Layout, found: Sequence[Claim]) -> tuple[Run, ...]:
     return tuple(regions)
 
 
-def _outside(strip: Strip, found: Sequence[Claim], base: int) -> list[str]:
+def _outside(strip: Strip, found: Sequence[EngineTensor], base: int) -> list[str]:
     """A strip that no allocation holds from end to end."""
     start, end = base + strip.hull.offset, base + strip.hull.end
     for claim in found:
         storage = claim.tensor.untyped_storage()
         if storage.data_ptr() <= start and end <= storage.data_ptr() + storage.nbytes():
             return []
-    return [f"no tensor's memory holds the {end - start} bytes at {start}: runs of {strip.nbytes} "
-            f"bytes every {strip.stride}"]  # fmt: skip
+    return [
+        f"no tensor's memory holds the {end - start} bytes at {start}: runs of {strip.nbytes} "
+        f"bytes every {strip.stride}"
+    ]
 
 
 def _refuse(contradictions: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from kvstow.errors import ArenaError, BlockError, SpecError
 from kvstow.memory.adopt import AxisNames, Tensors, adopted
-from kvstow.memory.backing import (
+from kvstow.memory.allocate import (
     attached_bytes,
     bytes_at,
     device_bytes,
@@ -25,7 +25,7 @@ from kvstow.memory.backing import (
     remove_shared,
     shared_bytes,
 )
-from kvstow.memory.types import NUMPY_LACKS, TORCH_TYPES, page_type
+from kvstow.memory.dtypes import NUMPY_LACKS, TORCH_TYPES, page_type
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run, View

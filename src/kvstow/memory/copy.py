@@ -10,6 +10,7 @@ given by then. Nothing is copied before all moves have been found to lie inside 
 """
 
 from collections.abc import Callable
+from ctypes import memmove
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,15 +19,14 @@ import torch
 from kvstow.errors import CopyError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
-from kvstow.memory.host import move
 from kvstow.memory.moves import Spans, check_apart, check_inside, check_unread, merged, spans
 from kvstow.route.copies import Copies
 
-Method = Literal["memmove", "batch", "kernel", "staged", "plain"]
+Method = Literal["memmove", "batch", "kernel", "plain"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class CopyHandle:
     """A copy under way; it keeps both arenas until it is over."""
 
     source: Arena
@@ -34,7 +34,7 @@ class Copy:
     num_moves: int
     nbytes: int
     method: Method
-    running: cuda.Running | None
+    running: cuda.StreamWork | None
 
     def poll(self) -> bool:
         """Whether all bytes have arrived. Raises CopyError once it is known that they won't."""
@@ -67,7 +67,7 @@ def copy(
     *,
     method: Method | Literal["auto"] = "auto",
     stream: torch.cuda.Stream | None = None,
-) -> Copy:
+) -> CopyHandle:
     """Start moving bytes from one arena to another.
 
     Copies may come in any order; destinations must not overlap each other, nor sources when
@@ -78,7 +78,7 @@ def copy(
     mean = nbytes // max(1, num_moves)
     chosen = choose_method(source, destination, mean) if method == "auto" else method
     running = _started(source, destination, checked, chosen, stream)
-    return Copy(source, destination, num_moves, nbytes, chosen, running)
+    return CopyHandle(source, destination, num_moves, nbytes, chosen, running)
 
 
 SHORT_BYTES = 128 << 10
@@ -130,11 +130,17 @@ def _started(
     moves: Spans,
     method: Method,
     stream: torch.cuda.Stream | None,
-) -> cuda.Running | None:
+) -> cuda.StreamWork | None:
     on_host = source.device.type == destination.device.type == "cpu"
     if on_host != (method == "memmove"):
         raise CopyError(f"{method!r} does not copy from {source.device} to {destination.device}")
     if method == "memmove":
-        move(source.address, destination.address, moves)
+        _move_on_host(source.address, destination.address, moves)
         return None
     return cuda.start(source, destination, moves, method, stream)
+
+
+def _move_on_host(source: int, destination: int, moves: Spans) -> None:
+    starts, places = (moves.source + source).tolist(), (moves.destination + destination).tolist()
+    for start, place, nbytes in zip(starts, places, moves.nbytes.tolist(), strict=True):
+        memmove(place, start, nbytes)

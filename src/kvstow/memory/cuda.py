@@ -13,17 +13,17 @@ import torch
 
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
-from kvstow.memory.moves import Spans, cut, merged
+from kvstow.memory.moves import Spans, cut
 from kvstow.plan.view import align_up
 
-CudaMethod = Literal["batch", "kernel", "staged", "plain"]
+CudaMethod = Literal["batch", "kernel", "plain"]
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 _AFTER_STREAM = 1  # cudaMemcpySrcAccessOrderStream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class StreamWork:
     """Work on a stream up to an event; `kept` is what the work needs until then."""
 
     stream: torch.cuda.Stream
@@ -48,7 +48,7 @@ def start(
     moves: Spans,
     method: CudaMethod,
     stream: torch.cuda.Stream | None,
-) -> Running:
+) -> StreamWork:
     """Submit the moves to a stream that goes on after the current streams' present work."""
     devices = [arena.device for arena in (source, destination) if arena.device.type == "cuda"]
     with torch.cuda.device(devices[0]):
@@ -61,7 +61,7 @@ def start(
     for arena in (source, destination):
         if arena.device.type == "cuda":
             arena.bytes.record_stream(side)
-    return Running(side, event, kept)
+    return StreamWork(side, event, kept)
 
 
 def _submitted(
@@ -79,9 +79,6 @@ def _submitted(
         case "kernel":
             with torch.cuda.stream(stream):
                 return gather(source.bytes, destination.bytes, moves)
-        case "staged":
-            with torch.cuda.stream(stream):
-                return _staged(source, destination, moves, stream.cuda_stream)
 
 
 # ── the runtime's own copies ──────────────────────────────────────────────────────────────
@@ -187,7 +184,7 @@ def gather(
 
     The tensors that the kernel needs until it has run.
     """
-    from kvstow.memory.kernels import TILE_BYTES, copy_moves
+    from kvstow.memory.kernels.copy import TILE_BYTES, copy_moves
 
     word = word_bytes(source.data_ptr(), destination.data_ptr(), moves)
     mean = int(moves.nbytes.mean())
@@ -213,33 +210,3 @@ def shortened(moves: Spans, limit: int) -> Spans:
     """The same moves in pieces of at most `limit` bytes."""
     which, start, nbytes = cut(moves.nbytes, limit)
     return Spans(moves.source[which] + start, moves.destination[which] + start, nbytes)
-
-
-def _staged(
-    source: Arena, destination: Arena, moves: Spans, stream: int
-) -> tuple[torch.Tensor, ...]:
-    """Through a device buffer in the order of the host's side, so that the bus sees long runs."""
-    total = int(moves.nbytes.sum())
-    to_host = destination.device.type == "cpu"
-    device = source.device if to_host else destination.device
-    staging = torch.empty(total, dtype=torch.uint8, device=device)
-    order = np.argsort(moves.destination if to_host else moves.source, kind="stable")
-    ordered = Spans(*(array[order] for array in moves))
-    places = np.cumsum(ordered.nbytes) - ordered.nbytes
-    if to_host:
-        kept = gather(source.bytes, staging, Spans(ordered.source, places, ordered.nbytes))
-        bus = merged(Spans(places, ordered.destination, ordered.nbytes))
-        _bus(staging.data_ptr(), destination.address, bus, stream)
-    else:
-        bus = merged(Spans(ordered.source, places, ordered.nbytes))
-        _bus(source.address, staging.data_ptr(), bus, stream)
-        kept = gather(staging, destination.bytes, Spans(places, ordered.destination,
-                                                        ordered.nbytes))  # fmt: skip
-    return (staging, *kept)
-
-
-def _bus(source: int, destination: int, moves: Spans, stream: int) -> None:
-    if has_batch() and stream:
-        batch(source, destination, moves, stream)
-    else:
-        one_by_one(source, destination, moves, stream)

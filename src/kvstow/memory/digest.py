@@ -308,7 +308,7 @@ def _inside(states: Ints, intervals: Intervals) -> Words:
 def _on_device(
     arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
 ) -> Callable[[], torch.Tensor]:
-    from kvstow.memory.kernels import cell_sums
+    from kvstow.memory.kernels.digest import cell_sums
 
     unit = _unit(pages)
     offsets = pages.offsets // unit

@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import KvstowError, StoreError
-from kvstow.memory.backing import shared_path
+from kvstow.memory.allocate import shared_path
 from kvstow.offload.board import Board, key_table
 from kvstow.offload.host import HostTier
 from kvstow.offload.image import same_rows

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstow.errors import StoreError
+from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
-from kvstow.memory.backing import shared_path
 from kvstow.offload.board import Board, check_order
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode

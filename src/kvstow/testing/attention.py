@@ -17,7 +17,7 @@ import torch
 
 from kvstow.errors import SpecError
 from kvstow.memory.arena import POISON, Arena
-from kvstow.memory.types import TORCH_TYPES
+from kvstow.memory.dtypes import TORCH_TYPES
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
 from kvstow.plan.spec import DType, LayerSpec
@@ -36,7 +36,7 @@ TOLERANCE = {DType.FLOAT64: 1e-6, DType.FLOAT32: 1e-3, DType.FLOAT16: 4e-3, DTyp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class StrideCheck:
     """What happened with one placement of one layer's pages."""
 
     layer: str
@@ -57,7 +57,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AttentionReport:
     """What a kernel honours.
 
     `needs_clean_tail`: the kernel multiplies unfilled slots of a sequence's last block by zero,
@@ -65,7 +65,7 @@ class Report:
     such a kernel.
     """
 
-    probes: tuple[Probe, ...]
+    probes: tuple[StrideCheck, ...]
     needs_clean_tail: bool
 
     @property
@@ -91,14 +91,14 @@ def check_attention(
     device: str | torch.device = "cpu",
     query_groups: int = 2,
     seed: int = 0,
-) -> Report:
+) -> AttentionReport:
     """Run a kernel on the layout itself, and on placements that differ in one stride each.
 
     Looks at one layer of each shape that has fields `k` and `v` with one axis.
     `query_groups` query heads share a kv head.
     """
     trial = _Trial(attention, torch.device(device), query_groups, seed)
-    probes: list[Probe] = []
+    probes: list[StrideCheck] = []
     dirty = False
     for name in _shapes(layout):
         variants = probe_layouts(layout.layers[name][1])
@@ -107,7 +107,7 @@ def check_attention(
         if probes[-len(variants)].honoured:
             tail = trial.probe(variants[0][1], name, "unfilled slots", tail=float("nan"))
             dirty = dirty or not tail.honoured
-    return Report(tuple(probes), dirty)
+    return AttentionReport(tuple(probes), dirty)
 
 
 def check_in_place(
@@ -117,14 +117,17 @@ def check_in_place(
     device: str | torch.device = "cpu",
     query_groups: int = 2,
     seed: int = 0,
-) -> Report:
+) -> AttentionReport:
     """Run a kernel on the layout itself alone: right or wrong there, not why."""
     trial = _Trial(attention, torch.device(device), query_groups, seed)
     names = _shapes(layout)
     probes = [trial.probe(layout, name, "the layout itself", tail=1.0) for name in names]
-    tails = [trial.probe(layout, name, "unfilled slots", tail=float("nan"))
-             for name, probe in zip(names, probes, strict=True) if probe.honoured]  # fmt: skip
-    return Report(tuple(probes), any(not tail.honoured for tail in tails))
+    tails = [
+        trial.probe(layout, name, "unfilled slots", tail=float("nan"))
+        for name, probe in zip(names, probes, strict=True)
+        if probe.honoured
+    ]
+    return AttentionReport(tuple(probes), any(not tail.honoured for tail in tails))
 
 
 def _shapes(layout: Layout) -> list[str]:
@@ -147,11 +150,13 @@ def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:
     return [
         ("compact", _single(spec, "LBHNC", plain)),
         ("offset", _single(spec, "LBHNC", replace(plain, offset=gap))),
-        ("block stride", _single(
-            spec, "LBHNC", replace(plain, block_stride=plain.block_stride + gap))),
+        (
+            "block stride",
+            _single(spec, "LBHNC", replace(plain, block_stride=plain.block_stride + gap)),
+        ),
         ("head stride", _single(spec, "LBHNC", Placement(0, heads * piece, piece, cell))),
         ("token stride", _single(spec, "LBNHC", Placement(0, states * line, cell, line))),
-    ]  # fmt: skip
+    ]
 
 
 def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
@@ -178,13 +183,14 @@ class _Trial:
     query_groups: int
     seed: int
 
-    def probe(self, layout: Layout, layer: str, name: str, *, tail: float) -> Probe:
+    def probe(self, layout: Layout, layer: str, name: str, *, tail: float) -> StrideCheck:
         """Fill a poisoned arena with random sequences and run the kernel once."""
         group, spec, _ = layout.layers[layer]
         dtype = spec.field("k").dtype
         if dtype not in TOLERANCE or dtype != spec.field("v").dtype:
-            raise SpecError(f"layer {layer!r}: no reference for {dtype} keys and "
-                            f"{spec.field('v').dtype} values")  # fmt: skip
+            raise SpecError(
+                f"layer {layer!r}: no reference for {dtype} keys and {spec.field('v').dtype} values"
+            )
         rng = np.random.Generator(np.random.PCG64(self.seed))
         lengths, table = _requests(rng, layout.num_blocks(group), spec.states)
         with Arena(layout, device=self.device) as arena:
@@ -195,19 +201,29 @@ class _Trial:
             before = arena.bytes.clone()
             try:
                 result = self.attention(
-                    query.to(self.device), arena.field(layer, "k"), arena.field(layer, "v"),
+                    query.to(self.device),
+                    arena.field(layer, "k"),
+                    arena.field(layer, "v"),
                     torch.as_tensor(table, dtype=torch.int32, device=self.device),
                     torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
-                )  # fmt: skip
+                )
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-                return Probe(layer=layer, name=name, error=float("nan"), tolerance=0.0,
-                             wrote=False, refused=f"{type(error).__name__}: {error}")  # fmt: skip
+                return StrideCheck(
+                    layer=layer,
+                    name=name,
+                    error=float("nan"),
+                    tolerance=0.0,
+                    wrote=False,
+                    refused=f"{type(error).__name__}: {error}",
+                )
             wanted = reference(query, *contents, lengths)
             got = result.detach().to("cpu", torch.float64)
             off, size = (got - wanted).square().sum(), wanted.square().sum()
             error = float((off / size).sqrt())
             wrote = not torch.equal(before, arena.bytes)
-        return Probe(layer=layer, name=name, error=error, tolerance=TOLERANCE[dtype], wrote=wrote)
+        return StrideCheck(
+            layer=layer, name=name, error=error, tolerance=TOLERANCE[dtype], wrote=wrote
+        )
 
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]

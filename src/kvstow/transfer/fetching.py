@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvstow.errors import CopyError, TransferError
-from kvstow.memory.copy import Copy
+from kvstow.memory.copy import CopyHandle
 from kvstow.transfer.channel.messages import AnyMessage, Card, Failed, Staged, Stopped, Written
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import Mover
@@ -21,7 +21,7 @@ class Gathering:
         self._home = home
         self._stage = stage
         self._waiting = deque(enumerate(pieces))
-        self._copying: dict[int, tuple[int, Copy]] = {}
+        self._copying: dict[int, tuple[int, CopyHandle]] = {}
         self._ready: dict[int, int] = {}
         self._nbytes = sum(piece.total for piece in pieces)
         self._descriptors = sum(len(piece.nbytes) for piece in pieces)
@@ -48,7 +48,7 @@ class Gathering:
         self._copying.clear()
 
     def advance(self, transfer: int) -> tuple[list[AnyMessage], bool]:
-        """Copy on; what to tell the consumer, and whether it is over."""
+        """CopyHandle on; what to tell the consumer, and whether it is over."""
         told: list[AnyMessage] = []
         try:
             while self._waiting and len(self._copying) < IN_FLIGHT:
@@ -81,7 +81,7 @@ class _Fetch:
     piece: Piece
     mover: Mover
     slot: int | None
-    copying: Copy | None = None
+    copying: CopyHandle | None = None
 
 
 class Fetching:

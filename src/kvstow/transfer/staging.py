@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstow.errors import CopyError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import Copy, copy
+from kvstow.memory.copy import CopyHandle, copy
 from kvstow.memory.moves import Spans as Moves
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -91,11 +91,11 @@ class Stage:
     def give(self, offset: int) -> None:
         self._free.append(offset // self.slot_bytes)
 
-    def gather(self, rows: Arena, piece: Piece, slot: int) -> Copy:
+    def gather(self, rows: Arena, piece: Piece, slot: int) -> CopyHandle:
         """Start to copy a piece's rows into a slot."""
         return copy(rows, self.arena, Moves(piece.source, slot + piece.at, piece.nbytes))
 
-    def scatter(self, rows: Arena, piece: Piece, slot: int) -> Copy:
+    def scatter(self, rows: Arena, piece: Piece, slot: int) -> CopyHandle:
         """Start to copy a slot to a piece's rows."""
         return copy(self.arena, rows, Moves(slot + piece.at, piece.destination, piece.nbytes))
 
@@ -114,7 +114,7 @@ def _flat(nbytes: int) -> Layout:
     return separate(grouped([page]), num_slabs=2)
 
 
-def over(running: Copy) -> bool:
+def over(running: CopyHandle) -> bool:
     """Whether a copy has ended; TransferError if it failed."""
     try:
         return running.poll()

@@ -13,8 +13,8 @@ from kvstow.adapters.connector.messages import Lookup, Restore, Store
 from kvstow.adapters.connector.settings import Settings
 from kvstow.adapters.connector.shelf import Shelf
 from kvstow.errors import StoreError
+from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
-from kvstow.memory.backing import shared_path
 from kvstow.offload import neighbours as near
 from kvstow.offload.board import check_order
 from kvstow.offload.host import HostTier

@@ -78,7 +78,7 @@ def attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; `key` carries the note, `attention_mask` is `padding`'s."""
-    from kvstow.memory.attention import paged_attention
+    from kvstow.memory.kernels.attention import paged_attention
 
     pages: Pages | None = getattr(key, _NOTE, None)
     if pages is None or softcap is not None or dropout:

@@ -8,9 +8,9 @@ Without a CUDA device they run in Triton's interpreter: set TRITON_INTERPRET=1 b
 import.
 """
 
-from importlib.util import find_spec
-
 from kvstow.errors import BackendMissing
 
-if find_spec("triton") is None:
-    raise BackendMissing("triton", "torch")
+try:
+    import triton  # noqa: F401
+except ModuleNotFoundError as error:
+    raise BackendMissing("triton", "torch") from error
