@@ -1,10 +1,5 @@
 """Arenas: one allocation, views that never copy, blocks filled exactly."""
 
-import gc
-import os
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import ArenaError, BlockError, SpecError
-from kvstow.memory.allocate import HUGE_PAGE_BYTES
 from kvstow.memory.arena import Arena
 from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
@@ -34,149 +28,11 @@ def two_groups(order: str = "BLHNC", **alignment: int) -> Layout:
     return packed(grouped(layers), num_slabs=4, site=site)
 
 
-# ── memory ────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("base", [1, 64, 4096, 12288, 2 << 20])
-def test_an_arena_has_the_planned_bytes_zeroed_at_a_multiple_of_the_planned_alignment(base):
-    layout = two_groups(base=base)
-    with Arena(layout) as arena:
-        assert arena.bytes.numel() == arena.nbytes == layout.nbytes
-        assert arena.address % layout.base_align == 0
-        assert arena.bytes.dtype == torch.uint8
-        assert not arena.bytes.any()
-
-
 def test_a_closed_arena_hands_out_nothing_more():
     arena = Arena(two_groups())
     arena.close()
     with pytest.raises(ArenaError, match="closed"):
         arena.tensor("layers.0")
-
-
-def test_memory_outlives_the_arena_while_a_view_does_and_is_unmapped_after_that():
-    arena = Arena(two_groups())
-    view = arena.tensor("layers.1")
-    address = arena.address
-    arena.close()
-    del arena
-    gc.collect()
-    view.fill_(1.0)
-    assert mapped(address)
-    del view
-    gc.collect()
-    assert not mapped(address)
-
-
-def mapped(address: int) -> bool:
-    """Whether the system still maps this address for us to write."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, mode, *_ = line.split()
-        low, high = (int(bound, 16) for bound in bounds.split("-"))
-        if low <= address < high and mode.startswith("rw"):
-            return True
-    return False
-
-
-def test_memory_that_the_system_does_not_have_is_refused():
-    layout = two_groups()
-    absurd = replace(layout, nbytes=1 << 62)
-    with pytest.raises(ArenaError, match="does not map"):
-        Arena(absurd)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to pin for")
-def test_pinning_without_a_cuda_device_is_refused():
-    with pytest.raises(ArenaError, match="pinned only for a CUDA device"):
-        Arena(two_groups(), pinned=True)
-
-
-def test_huge_pages_are_used_where_the_system_grants_them():
-    granted = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    layout = packed(grouped([attention("l", tokens=512, dim=512)]), num_slabs=8)
-    with Arena(layout, huge_pages=True) as arena:
-        assert arena.address % HUGE_PAGE_BYTES == 0
-        arena.bytes.fill_(7)
-        if granted.exists() and "[never]" not in granted.read_text():
-            assert arena.huge_page_bytes >= HUGE_PAGE_BYTES
-        assert int(arena.bytes.min()) == 7
-    with Arena(layout) as arena:
-        assert arena.address % layout.base_align == 0
-
-
-# ── shared memory ─────────────────────────────────────────────────────────────────────
-
-ATTACHER = """
-import sys
-from kvstow.memory.arena import Arena
-from kvstow.plan.manifest import decode
-layout = decode(open(sys.argv[2], "rb").read())
-arena = Arena.attach(layout, sys.argv[1])
-print(int(arena.bytes[5]))
-arena.tensor("layers.1")[1].fill_(3.0)
-"""
-
-
-@pytest.fixture
-def name():
-    found = f"kvstow-test-{os.getpid()}"
-    yield found
-    assert not Path("/dev/shm", found).exists()
-
-
-@pytest.mark.parametrize("base", [4096, 2 << 20])
-def test_another_process_maps_a_shared_arena_and_both_see_each_others_writes(name, tmp_path, base):
-    from kvstow.plan.manifest import encode
-
-    layout = two_groups(base=base)
-    (tmp_path / "manifest.json").write_bytes(encode(layout))
-    with Arena(layout, shared=name) as arena:
-        arena.bytes[5] = 77
-        run = subprocess.run(
-            [sys.executable, "-c", ATTACHER, name, str(tmp_path / "manifest.json")],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.strip() == "77"
-        assert (arena.tensor("layers.1")[1] == 3.0).all()
-        assert arena.address % base == 0
-
-
-def test_a_shared_name_is_taken_once_and_goes_with_its_maker(name):
-    arena = Arena(two_groups(), shared=name)
-    other = Arena.attach(two_groups(), name)
-    with pytest.raises(ArenaError, match="is there already"):
-        Arena(two_groups(), shared=name)
-    other.close()
-    assert Path("/dev/shm", name).exists()
-    del arena
-    gc.collect()
-    assert not Path("/dev/shm", name).exists()
-
-
-def test_a_forked_child_leaves_the_shared_name_alone(name):
-    arena = Arena(two_groups(), shared=name)
-    child = os.fork()
-    if child == 0:
-        arena.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert Path("/dev/shm", name).exists()
-    arena.close()
-
-
-def test_attaching_needs_memory_of_that_name_and_of_as_many_bytes(name):
-    with pytest.raises(ArenaError, match="no shared memory"):
-        Arena.attach(two_groups(), name)
-    longer = packed(grouped([attention("l", tokens=512)]), num_slabs=64)
-    with Arena(two_groups(), shared=name), pytest.raises(ArenaError, match="bytes, the layout"):
-        Arena.attach(longer, name)
-
-
-@pytest.mark.parametrize("bad", ["", "a/b", "..", "."])
-def test_a_shared_name_cannot_leave_its_folder(bad):
-    with pytest.raises(ArenaError, match="cannot be called"):
-        Arena(two_groups(), shared=bad)
 
 
 # ── views: facts §4, 8 to 15 ──────────────────────────────────────────────────────────

@@ -9,8 +9,11 @@ import ctypes
 import mmap
 import os
 import re
+import stat
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +24,7 @@ from kvstow.plan.view import align_up
 
 HUGE_PAGE_BYTES = 2 << 20
 SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 _NO_ACCESS = 0  # what <sys/mman.h> has and Python's mmap lacks
 _FIXED = 0x10
@@ -29,8 +33,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
-                       ctypes.c_long]  # fmt: skip
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -40,39 +43,47 @@ def host_bytes(nbytes: int, *, align: int, huge_pages: bool, pinned: bool) -> to
     return _mapped(nbytes, align, -1, huge_pages=huge_pages, pinned=pinned)
 
 
+# ── shared memory: names that another process can open ────────────────────────────────────
+
+
 def shared_bytes(
     name: str, nbytes: int, *, align: int, huge_pages: bool, pinned: bool
-) -> torch.Tensor:
-    """Fresh zeroed host memory that other processes attach to by name."""
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Fresh zeroed host memory that other processes attach to by name, and what removes the name.
+
+    An error on the way leaves nothing behind.
+    """
     path = shared_path(name)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.open(path, flags, 0o600)
     except FileExistsError:
         raise ArenaError(
             f"shared memory {name!r} is there already\n\nhint: Arena.attach maps what another "
             f"process made; what a dead process left behind is {path}"
         ) from None
+    remove = partial(_remove, path, os.fstat(file).st_ino, os.getpid())
     try:
         os.posix_fallocate(file, 0, align_up(nbytes, mmap.PAGESIZE))
-        return _mapped(nbytes, align, file, huge_pages=huge_pages, pinned=pinned)
+        return _mapped(nbytes, align, file, huge_pages=huge_pages, pinned=pinned), remove
     except OSError as error:
-        path.unlink()
+        remove()
         raise ArenaError(f"shared memory {name!r}: {nbytes} bytes: {error.strerror}") from error
+    except BaseException:
+        remove()
+        raise
     finally:
         os.close(file)
 
 
 def attached_bytes(name: str, nbytes: int, *, align: int, pinned: bool) -> torch.Tensor:
-    """Host memory that another process made under this name and for as many bytes."""
+    """Host memory that another process of this user made under this name, of as many bytes."""
+    file = open_shared(name)
     try:
-        file = os.open(shared_path(name), os.O_RDWR)
-    except FileNotFoundError:
-        raise ArenaError(f"there is no shared memory {name!r}") from None
-    try:
-        found, wanted = os.fstat(file).st_size, align_up(nbytes, mmap.PAGESIZE)
-        if found != wanted:
+        size, wanted = os.fstat(file).st_size, align_up(nbytes, mmap.PAGESIZE)
+        if size != wanted:
             raise ArenaError(
-                f"shared memory {name!r} has {found} bytes, the layout needs {wanted}\n\n"
+                f"shared memory {name!r} has {size} bytes, the layout needs {wanted}\n\n"
                 f"hint: both processes must use the same layout"
             )
         return _mapped(nbytes, align, file, huge_pages=False, pinned=pinned)
@@ -80,22 +91,80 @@ def attached_bytes(name: str, nbytes: int, *, align: int, pinned: bool) -> torch
         os.close(file)
 
 
-def remove_shared(name: str, maker: int) -> None:
-    """Take a name away, in the process that made it; a forked child leaves it alone."""
-    if os.getpid() == maker:
-        shared_path(name).unlink(missing_ok=True)
+def open_shared(name: str, flags: int = os.O_RDWR) -> int:
+    """A descriptor of shared memory that this user made and nobody else can open."""
+    path = shared_path(name)
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ArenaError(f"there is no shared memory {name!r}") from None
+    except OSError as error:
+        kind = _kind(path)
+        raise ArenaError(f"shared memory {name!r} is {kind}: {error.strerror}") from error
+    try:
+        check_ours(file, f"shared memory {name!r}")
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def check_ours(file: int, what: str) -> None:
+    """ArenaError unless an open file is an ordinary one, ours, closed to others, with one name."""
+    facts = os.fstat(file)
+    wrong = ""
+    if not stat.S_ISREG(facts.st_mode):
+        wrong = "is no ordinary file"
+    elif facts.st_uid != os.geteuid():
+        wrong = f"belongs to user {facts.st_uid}, and we are user {os.geteuid()}"
+    elif stat.S_IMODE(facts.st_mode) & 0o077:
+        wrong = f"has mode {stat.S_IMODE(facts.st_mode):#o}, others may open it; ours has 0o600"
+    elif facts.st_nlink != 1:
+        wrong = f"has {facts.st_nlink} names, ours has one"
+    if wrong:
+        raise ArenaError(f"{what} {wrong}\n\nhint: it was not made by kvstow; use another name")
 
 
 def shared_path(name: str) -> Path:
     """Where the system keeps shared memory of that name."""
-    if not name or "/" in name or name in (".", ".."):
-        raise ArenaError(f"shared memory cannot be called {name!r}")
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        raise ArenaError(
+            f"shared memory cannot be called {name!r}\n\n"
+            f"hint: up to 200 letters, digits, dots, dashes and underscores"
+        )
     return SHARED_MEMORY / name
+
+
+def _kind(path: Path) -> str:
+    return "a link" if path.is_symlink() else "no ordinary file"
+
+
+def _remove(path: Path, number: int, maker: int) -> None:
+    """Take a name away, in the process that made it, unless it stands for another file by now."""
+    if os.getpid() != maker:
+        return
+    with suppress(FileNotFoundError):
+        if path.lstat().st_ino == number:
+            path.unlink()
+
+
+# ── devices, and memory of others ─────────────────────────────────────────────────────────
 
 
 def device_bytes(nbytes: int, device: torch.device, *, align: int) -> torch.Tensor:
     """Fresh zeroed memory of a device, its base a multiple of `align`."""
-    whole = torch.zeros(nbytes + align - 1, dtype=torch.uint8, device=device)
+    try:
+        whole = torch.zeros(nbytes + align - 1, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ArenaError(
+            f"device {device}: the layout needs {nbytes} bytes, {free} of {total} are free\n\n"
+            f"hint: plan for less memory"
+        ) from error
+    except (RuntimeError, AssertionError) as error:  # torch has no such device
+        raise ArenaError(
+            f"device {device}: {error}\n\nhint: device='cpu' is always there"
+        ) from error
     start = -whole.data_ptr() % align
     return whole[start : start + nbytes]
 
@@ -113,13 +182,16 @@ class _Foreign:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, object] = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def huge_page_bytes(tensor: torch.Tensor) -> int:
     """How many bytes of the mapping that holds a host tensor lie on huge pages by now."""
-    address, found = tensor.data_ptr(), 0
+    address, total = tensor.data_ptr(), 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -127,36 +199,42 @@ def huge_page_bytes(tensor: torch.Tensor) -> int:
             start, end = (int(bound, 16) for bound in bounds.groups())
             inside = start < address + tensor.nbytes and address < end
         elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
-            found += int(line.split()[1]) * 1024
-    return found
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def _mapped(nbytes: int, align: int, file: int, *, huge_pages: bool, pinned: bool) -> torch.Tensor:
+    """A mapping of a file, or of fresh memory where `file` is negative."""
     step = max(align, mmap.PAGESIZE, HUGE_PAGE_BYTES if huge_pages else 1)
     length = align_up(nbytes, mmap.PAGESIZE)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     reserved = _mmap(None, length + step, _NO_ACCESS, private | _NO_RESERVE, -1)
     address = align_up(reserved, step)
-    flags = private if file < 0 else mmap.MAP_SHARED
     # A class of its own: only such arrays can be watched for their end.
     pages = cast(Any, type("Pages", (ctypes.c_uint8 * nbytes,), {})).from_address(address)
     # The last finalizer runs first: unpinned before unmapped. Neither runs at exit, where
     # other threads may still be at work on the memory and the system clears up anyway.
-    weakref.finalize(pages, _libc.munmap, reserved, length + step).atexit = False
-    _mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, file)
-    if huge_pages:
-        _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
-    if pinned:
-        weakref.finalize(pages, *_pinned(address, length)).atexit = False
+    unmap = weakref.finalize(pages, _libc.munmap, reserved, length + step)
+    unmap.atexit = False
+    try:
+        flags = private if file < 0 else mmap.MAP_SHARED
+        _mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, file)
+        if huge_pages:
+            _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
+        if pinned:
+            weakref.finalize(pages, *_pinned(address, length)).atexit = False
+    except BaseException:
+        unmap()
+        raise
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, file: int) -> int:
-    found = _libc.mmap(address, length, protection, flags, file, 0)
-    if found == _FAILED:
+    mapped = _libc.mmap(address, length, protection, flags, file, 0)
+    if mapped == _FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise ArenaError(f"the system does not map {length} bytes: {reason}")
-    return found
+    return mapped
 
 
 def _pinned(address: int, length: int) -> tuple[Callable[[int], object], int]:

@@ -4,8 +4,8 @@ Every view is `base + offset + Σ index · stride`, exactly the numbers of the l
 same storage: nothing is allocated, and a write through one view is seen through all.
 """
 
-import os
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -22,13 +22,12 @@ from kvstow.memory.allocate import (
     device_bytes,
     host_bytes,
     huge_page_bytes,
-    remove_shared,
     shared_bytes,
 )
 from kvstow.memory.dtypes import NUMPY_LACKS, TORCH_TYPES, page_type
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
-from kvstow.plan.view import Run, View
+from kvstow.plan.view import Ints, Run, View
 
 POISON = 0xFF
 """Every floating-point type reads this byte, repeated, as not-a-number."""
@@ -37,8 +36,20 @@ POISON = 0xFF
 class Arena:
     """One allocation of `layout.nbytes`, zeroed, its base aligned as planned.
 
-    On the host it may be `pinned` (for CUDA), `shared` under a name that other processes
-    attach to, and on huge pages where the system grants them.
+    `device` is torch's word for where: "cpu", "cuda:0". Host memory may be `pinned` (for CUDA),
+    `shared` under a name that other processes of this user attach to, and on huge pages where
+    the system grants them. A constructor that raises leaves nothing behind.
+
+    >>> from kvstow.plan.group import grouped
+    >>> from kvstow.plan.models import model_layers
+    >>> from kvstow.plan.pack import packed
+    >>> layout = packed(grouped(model_layers("Llama-3.2-1B").layers), budget=64 << 20)
+    >>> arena = Arena(layout)
+    >>> arena
+    Arena(128 blocks of 'full', 67108864 bytes on cpu)
+    >>> arena.field("model.layers.3.self_attn", "k").shape      # block, head, token, dim
+    torch.Size([128, 8, 16, 64])
+    >>> arena.zero("full", [1, 2, 3])
     """
 
     layout: Layout
@@ -54,25 +65,27 @@ class Arena:
         shared: str | None = None,
         huge_pages: bool = False,
     ) -> None:
-        where, align = torch.device(device), layout.base_align
+        where, nbytes, align = _device(device), _planned(layout).nbytes, layout.base_align
+        remove = None
         if where.type != "cpu":
             if pinned or huge_pages or shared is not None:
                 raise ArenaError(f"memory of {where} is not pinned, shared or on huge pages")
-            memory = device_bytes(layout.nbytes, where, align=align)
+            memory = device_bytes(nbytes, where, align=align)
         elif shared is None:
-            memory = host_bytes(layout.nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
+            memory = host_bytes(nbytes, align=align, huge_pages=huge_pages, pinned=pinned)
         else:
-            memory = shared_bytes(
-                shared, layout.nbytes, align=align, huge_pages=huge_pages, pinned=pinned
+            memory, remove = shared_bytes(
+                shared, nbytes, align=align, huge_pages=huge_pages, pinned=pinned
             )
-        self._take(layout, memory, (Run(0, layout.nbytes),), shared)
+        self._take(layout, memory, (Run(0, nbytes),), remove)
 
     @classmethod
     def attach(cls, layout: Layout, name: str, *, pinned: bool = False) -> Self:
         """The shared arena of that name, made by another process for the same layout."""
-        memory = attached_bytes(name, layout.nbytes, align=layout.base_align, pinned=pinned)
+        nbytes = _planned(layout).nbytes
+        memory = attached_bytes(name, nbytes, align=layout.base_align, pinned=pinned)
         arena = cls.__new__(cls)
-        arena._take(layout, memory, (Run(0, layout.nbytes),), None)
+        arena._take(layout, memory, (Run(0, nbytes),), None)
         return arena
 
     @classmethod
@@ -82,25 +95,36 @@ class Arena:
         `axes` names each tensor's axes as they stand. `kvstow.memory.adopt.adopted_layout`
         makes the layout where the engine decided it. The arena keeps the tensors alive.
         """
-        found = adopted(layout, tensors, axes=axes)
-        memory = bytes_at(found.address, layout.nbytes, found.tensors[0].device)
+        engine = adopted(_planned(layout), tensors, axes=axes)
+        memory = bytes_at(engine.address, layout.nbytes, engine.tensors[0].device)
         arena = cls.__new__(cls)
-        arena._take(layout, memory, found.regions, None)
-        arena._kept = found.tensors
+        arena._take(layout, memory, engine.regions, None)
+        arena._kept = engine.tensors
         return arena
 
     def _take(
-        self, layout: Layout, memory: torch.Tensor, regions: tuple[Run, ...], shared: str | None
+        self,
+        layout: Layout,
+        memory: torch.Tensor,
+        regions: tuple[Run, ...],
+        remove: Callable[[], None] | None,
     ) -> None:
         self.layout = layout
         self.regions = regions
         self._bytes: torch.Tensor | None = memory
         self._kept: tuple[torch.Tensor, ...] = ()
-        self._end = (
-            None if shared is None else weakref.finalize(self, remove_shared, shared, os.getpid())
-        )
+        self._end = None if remove is None else weakref.finalize(self, remove)
 
     # ── what it is ────────────────────────────────────────────────────────────────
+
+    def __repr__(self) -> str:
+        if self._bytes is None:
+            return f"Arena(closed, of {self.layout.model!r})"
+        counts = [
+            f"{self.layout.num_blocks(g)} blocks of {placed.group.name!r}"
+            for g, placed in enumerate(self.layout.groups)
+        ]
+        return f"Arena({', '.join(counts)}, {self.nbytes} bytes on {self.device})"
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -170,26 +194,32 @@ class Arena:
 
     def _spec(self, layer: str) -> LayerSpec:
         if layer not in self.layout.layers:
-            raise SpecError(f"no layer {layer!r} in the arena of {self.layout.model!r}")
+            names = list(self.layout.layers)
+            raise SpecError(
+                f"no layer {layer!r} in the arena of {self.layout.model!r}\n\n"
+                f"hint: its {len(names)} layers are {', '.join(names[:3])}"
+                + (", …" if len(names) > 3 else "")
+            )
         return self.layout.layers[layer][1]
 
     # ── whole blocks ──────────────────────────────────────────────────────────────
 
-    def zero(self, group: int, ids: npt.ArrayLike) -> None:
+    def zero(self, group: int | str, ids: npt.ArrayLike) -> None:
         """Zero the bytes of these blocks, and no others; on CUDA, in the current stream."""
         self.fill(group, ids, 0)
 
-    def poison(self, group: int, ids: npt.ArrayLike) -> None:
+    def poison(self, group: int | str, ids: npt.ArrayLike) -> None:
         """Fill the bytes of these blocks, and no others, with not-a-number."""
         self.fill(group, ids, POISON)
 
-    def fill(self, group: int, ids: npt.ArrayLike, value: int) -> None:
+    def fill(self, group: int | str, ids: npt.ArrayLike, value: int) -> None:
         """Set every byte of these blocks, padding between their pages included."""
-        blocks = self.checked(group, ids)
-        for strip in self.layout.footprints[group].strips:
+        number = self.group(group)
+        blocks = self.checked(number, ids)
+        for strip in self.layout.footprints[number].strips:
             if self.device.type == "cpu":
-                _fill_host(self.bytes.numpy(), strip.offset + blocks * strip.stride, strip.nbytes,
-                           value)  # fmt: skip
+                starts = strip.offset + blocks * strip.stride
+                _fill_host(self.bytes.numpy(), starts, strip.nbytes, value)
                 continue
             rows = self.bytes.as_strided(
                 (strip.count, strip.nbytes),
@@ -198,17 +228,17 @@ class Arena:
             )
             rows.index_fill_(0, torch.as_tensor(blocks, device=self.device), value)
 
-    def checked(self, group: int, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def group(self, group: int | str) -> int:
+        """A group's number, by its number or its name."""
+        number = self.layout.group_index(group) if isinstance(group, str) else group
+        if not 0 <= number < len(self.layout.groups):
+            names = [placed.group.name for placed in self.layout.groups]
+            raise BlockError(f"no group {number}: the layout has {len(names)}, {names}")
+        return number
+
+    def checked(self, group: int | str, ids: npt.ArrayLike) -> Ints:
         """The ids as an array, once it is certain that the group has such blocks."""
-        if not 0 <= group < len(self.layout.groups):
-            raise BlockError(f"no group {group}: the layout has {len(self.layout.groups)}")
-        blocks = np.atleast_1d(np.asarray(ids, dtype=np.int64))
-        count = self.layout.num_blocks(group)
-        wrong = blocks[(blocks < 0) | (blocks >= count)]
-        if len(wrong):
-            name = self.layout.groups[group].group.name
-            raise BlockError(f"group {name!r}: blocks {wrong[:8].tolist()} are not in [0, {count})")
-        return blocks
+        return checked_ids(self.layout, self.group(group), ids)
 
     # ── its end ───────────────────────────────────────────────────────────────────
 
@@ -234,8 +264,41 @@ class Arena:
         self.close()
 
 
-def _fill_host(
-    memory: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], nbytes: int, value: int
-) -> None:
+def checked_ids(layout: Layout, group: int, ids: npt.ArrayLike) -> Ints:
+    """Block ids as an array, once it is certain that the group has such blocks."""
+    blocks = np.atleast_1d(np.asarray(ids))
+    if not blocks.size:
+        return np.empty(0, np.int64)
+    name = layout.groups[group].group.name
+    if blocks.ndim != 1 or blocks.dtype.kind not in "iu":
+        raise BlockError(
+            f"group {name!r}: block ids are a list of whole numbers, not {blocks.dtype} of shape "
+            f"{blocks.shape}"
+        )
+    blocks = blocks.astype(np.int64)
+    count = layout.num_blocks(group)
+    wrong = blocks[(blocks < 0) | (blocks >= count)]
+    if len(wrong):
+        raise BlockError(f"group {name!r}: blocks {wrong[:8].tolist()} are not in [0, {count})")
+    return blocks
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ArenaError(f"{device!r} is no device\n\nhint: 'cpu', 'cuda:0'") from error
+
+
+def _planned(layout: Layout) -> Layout:
+    if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArenaError(
+            f"an arena needs a Layout, not {type(layout).__name__}\n\n"
+            f"hint: a plan has one, plan.layout"
+        )
+    return layout
+
+
+def _fill_host(memory: npt.NDArray[np.uint8], starts: Ints, nbytes: int, value: int) -> None:
     for start in starts.tolist():
         memory[start : start + nbytes] = value
