@@ -91,7 +91,7 @@ def test_numbers_are_integers_only():
         (b"[]", "shape"),
         (b"null", "shape"),
         (b'{"kvstow":1,"kvstow":1}', "duplicate"),
-        (b'{"kvstow":2}', "version"),
+        (b'{"kvstow":3}', "version"),
         (b'{"kvstow":true}', "shape"),
         (b'{"kvstow":"1"}', "shape"),
         (b'{"kvstow":1}', "shape"),

@@ -12,12 +12,13 @@ Groups take turns owning slabs: block `b` of group `g` lies in slab
 `b // rows_per_slab[g]`, and slab 0 is nobody's: block 0 of every group is the null row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 from kvstow.errors import LayoutError, SpecError
 from kvstow.plan.group import Group
+from kvstow.plan.identity import Identity
 from kvstow.plan.sharing import Footprint, Strip, overlapping, sharing_sets, sharing_violations
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Axis, Run, View, joined
@@ -82,6 +83,8 @@ class Layout:
     """Groups placed in one arena of `nbytes`. A layout that breaks a law cannot be built.
 
     `tp` and `pp` are `(rank, size)`; what a rank holds is in the specs themselves.
+    `identity` says which computation fills it; a plan has none, what moves or keeps bytes
+    demands one.
     """
 
     model: str
@@ -92,11 +95,16 @@ class Layout:
     base_align: int = 1
     tp: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
         violations = self.violations()
         if violations:
             raise LayoutError(violations)
+
+    def identified(self, identity: Identity) -> "Layout":
+        """The same layout, filled by this computation."""
+        return replace(self, identity=identity)
 
     # ── where things are ──────────────────────────────────────────────────────────
 

@@ -13,11 +13,14 @@ import msgspec
 
 from kvstow.errors import LayoutError, ManifestError, SpecError
 from kvstow.plan.group import Group
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Version 2 is version 1 with an `identity`; a layout without one is written as version 1."""
+
 MAX_BYTES = 16 << 20
 MAX_LAYERS = 4096
 
@@ -58,11 +61,23 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     layers: tuple[_Layer, ...]
 
 
+class _Identity(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    model: str
+    weights: str
+    config: tuple[tuple[str, str], ...]
+    kv_dtype: str
+    interior: str
+    tokenizer: str
+    adapter: str
+    salt: str
+    unverified_because: str
+
+
 class _Version(msgspec.Struct):
     kvstow: int
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     kvstow: int
     model: str
     order: Order
@@ -72,12 +87,13 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     nbytes: int
     base_align: int
     groups: tuple[_Group, ...]
+    identity: _Identity | None = None
 
 
 def encode(layout: Layout) -> bytes:
     """The canonical document."""
     document = _Document(
-        kvstow=VERSION,
+        kvstow=1 if layout.identity is None else 2,
         model=layout.model,
         order=layout.order,
         tp=layout.tp,
@@ -86,6 +102,7 @@ def encode(layout: Layout) -> bytes:
         nbytes=layout.nbytes,
         base_align=layout.base_align,
         groups=tuple(_group(rows) for rows in layout.groups),
+        identity=_identity(layout.identity),
     )
     plain = msgspec.to_builtins(document)
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -117,6 +134,7 @@ def decode(data: bytes) -> Layout:
             base_align=document.base_align,
             tp=document.tp,
             pp=document.pp,
+            identity=_identity_value(document.identity),
         )
     except LayoutError as error:
         kind = error.violations[0].partition(":")[0]
@@ -144,12 +162,20 @@ def _parsed(data: bytes) -> _Document:
     except RecursionError as error:
         raise ManifestError("syntax", "nested too deeply") from error
     try:
+        json.dumps(plain, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ManifestError("syntax", f"text that is no Unicode: {error}") from error
+    try:
         version = msgspec.convert(plain, _Version).kvstow
-        if version != VERSION:
-            raise ManifestError("version", f"{version} is not {VERSION}, the version read here")
-        return msgspec.convert(plain, _Document)
+        if version not in VERSIONS:
+            raise ManifestError("version", f"{version} is none of {VERSIONS}, which are read here")
+        document = msgspec.convert(plain, _Document)
     except msgspec.ValidationError as error:
         raise ManifestError("shape", str(error)) from error
+    if (document.identity is not None) != (version == 2):
+        there = "no" if document.identity is None else "an"
+        raise ManifestError("shape", f"version {version} with {there} identity")
+    return document
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,20 +228,29 @@ def _extent_value(extent: _Extent) -> Extent:
 
 
 def _retention_value(value: _Retention) -> Retention:
-    made: dict[str, Retention] = {
-        "full": Full(),
-        "window": Window(value.tokens),
-        "chunk": Chunk(value.tokens),
-        "sink": Sink(value.sink_tokens, value.tokens),
-        "state": State(value.checkpoints),
-        "encoder": Encoder(value.tokens),
-    }
-    if value.kind not in made:
-        raise ManifestError("shape", f"retention {value.kind!r} is none of {', '.join(made)}")
-    retention = made[value.kind]
+    match value.kind:
+        case "full":
+            retention = Full()
+        case "window":
+            retention = Window(value.tokens)
+        case "chunk":
+            retention = Chunk(value.tokens)
+        case "sink":
+            retention = Sink(value.sink_tokens, value.tokens)
+        case "state":
+            retention = State(value.checkpoints)
+        case "encoder":
+            retention = Encoder(value.tokens)
+        case _:
+            known = "full, window, chunk, sink, state, encoder"
+            raise ManifestError("shape", f"retention {value.kind!r} is none of {known}")
     if _retention(retention) != value:
         raise ManifestError("shape", f"retention {value.kind!r} takes other numbers: {value}")
     return retention
+
+
+def _identity_value(value: _Identity | None) -> Identity | None:
+    return None if value is None else Identity(**msgspec.structs.asdict(value))
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────
@@ -241,6 +276,22 @@ def _group(rows: PlacedGroup) -> _Group:
             )
             for layer, place in zip(rows.group.layers, rows.placements, strict=True)
         ),
+    )
+
+
+def _identity(identity: Identity | None) -> _Identity | None:
+    if identity is None:
+        return None
+    return _Identity(
+        model=identity.model,
+        weights=identity.weights,
+        config=identity.config,
+        kv_dtype=identity.kv_dtype,
+        interior=identity.interior,
+        tokenizer=identity.tokenizer,
+        adapter=identity.adapter,
+        salt=identity.salt,
+        unverified_because=identity.unverified_because,
     )
 
 

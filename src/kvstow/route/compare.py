@@ -30,6 +30,11 @@ def differences(source: Layout, destination: Layout) -> tuple[str, ...]:
 def _models(source: Layout, destination: Layout) -> Iterator[str]:
     if source.model and destination.model and source.model != destination.model:
         yield _both("model", repr(source.model), repr(destination.model))
+    if source.identity is not None and destination.identity is not None:
+        yield from source.identity.differences(destination.identity)
+    elif source.identity is not None or destination.identity is not None:
+        known = ("known" if side.identity else "not known" for side in (source, destination))
+        yield _both("identity", *known)
 
 
 def _both(what: str, source: object, destination: object) -> str:

@@ -1,0 +1,174 @@
+"""A checkpoint on disk: its configuration, and cheap digests of its weights and tokenizer.
+
+Weights are not read whole: a digest covers every file's size, every safetensors header and
+a sample of every tensor, so that 100 GB take less than a second. It is kept beside the
+weights (`.kvstow-weights.json`) under their sizes and times, where that can be written.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from kvstow.errors import ModelError
+
+CACHE_NAME = ".kvstow-weights.json"
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "tekken.json",
+)
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_HEADER_BYTES = 100 << 20
+MAX_SAMPLED_TENSORS = 8192
+SAMPLE_BYTES = 256
+SAMPLES_PER_FILE = 256
+_DIGEST_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What identifies a checkpoint: name, configuration, digests in hexadecimal."""
+
+    name: str
+    config: Mapping[str, Any]
+    weights: str
+    tokenizer: str
+
+
+class _Cached(msgspec.Struct, frozen=True):
+    version: int
+    files: dict[str, tuple[int, int]]
+    weights: str
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read what identifies the checkpoint in a folder. Raises ModelError where it is not one."""
+    return Checkpoint(
+        name=checkpoint_name(folder),
+        config=_config(folder),
+        weights=_weights(folder),
+        tokenizer=_tokenizer(folder),
+    )
+
+
+def checkpoint_name(folder: Path) -> str:
+    """`org/name` of a hub snapshot (`models--org--name/snapshots/…`), else the folder's name."""
+    for part in folder.absolute().parts:
+        match = re.fullmatch(r"models--(.+?)--(.+)", part)
+        if match:
+            return f"{match[1]}/{match[2]}"
+    return folder.absolute().name
+
+
+def adapter_digest(adapter: str | Path) -> str:
+    """Name and digest of a LoRA in a folder; a name that is no folder stands for itself."""
+    folder = Path(adapter)
+    if not str(adapter) or not folder.is_dir():
+        return str(adapter)
+    state = blake2b(_weights(folder).encode(), digest_size=16)
+    with suppress(FileNotFoundError):
+        state.update((folder / "adapter_config.json").read_bytes())
+    return f"{folder.absolute().name}:{state.hexdigest()}"
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(f"{path}: more than {MAX_CONFIG_BYTES} bytes")
+        config: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: no configuration: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: a list or a value, not the fields of a configuration")
+    return cast("dict[str, Any]", config)
+
+
+def _tokenizer(folder: Path) -> str:
+    """A digest of the tokenizer's files; empty where there are none."""
+    state = blake2b(digest_size=16)
+    names = [name for name in TOKENIZERS if (folder / name).is_file()]
+    for name in names:
+        data = (folder / name).read_bytes()
+        state.update(f"{name}:{len(data)}:".encode() + data)
+    return state.hexdigest() if names else ""
+
+
+def _weights(folder: Path) -> str:
+    """The digest of all weight files, from the cache where sizes and times are the same."""
+    files = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    if not files:
+        raise ModelError(
+            f"{folder}: no weights ({', '.join(WEIGHTS)}) to identify the model by\n\n"
+            f"hint: name the folder that holds them, or use Identity.unverified('why')"
+        )
+    stats = {path.name: path.stat() for path in files}
+    stamps = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+    cache = folder / CACHE_NAME
+    with suppress(OSError, msgspec.DecodeError):
+        known = msgspec.json.decode(cache.read_bytes(), type=_Cached)
+        if known.version == _DIGEST_VERSION and known.files == stamps:
+            return known.weights
+    digest = _digest(files)
+    with suppress(OSError):  # a folder that cannot be written to is read again next time
+        fresh = cache.with_name(f"{CACHE_NAME}.{os.getpid()}")
+        fresh.write_bytes(msgspec.json.encode(_Cached(_DIGEST_VERSION, stamps, digest)))
+        fresh.replace(cache)
+    return digest
+
+
+def _digest(files: list[Path]) -> str:
+    state = blake2b(digest_size=16)
+    per_file = MAX_SAMPLED_TENSORS // len(files) + 1
+    for path in files:
+        size = path.stat().st_size
+        state.update(f"{path.name}:{size}:".encode())
+        try:
+            with path.open("rb") as file:
+                tensors = path.suffix == ".safetensors"
+                places = _tensor_places(file, size, per_file) if tensors else _even_places(size)
+                for offset, nbytes in places:
+                    file.seek(offset)
+                    state.update(file.read(nbytes))
+        except OSError as error:
+            raise ModelError(f"{path}: weights cannot be read: {error}") from None
+    return state.hexdigest()
+
+
+def _even_places(size: int) -> Iterator[tuple[int, int]]:
+    for i in range(SAMPLES_PER_FILE):
+        yield i * max(0, size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1), SAMPLE_BYTES
+
+
+def _tensor_places(file: BinaryIO, size: int, most: int) -> Iterator[tuple[int, int]]:
+    """The header, and the middle of every tensor, or of so many, evenly chosen."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
+    try:
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        spans = sorted(
+            (int(entry["data_offsets"][0]), int(entry["data_offsets"][1]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
+    except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
+        raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
+    yield 0, 8 + header_bytes
+    start = 8 + header_bytes
+    for lo, hi in spans[:: max(1, -(-len(spans) // most))]:
+        yield start + max(lo, (lo + hi - SAMPLE_BYTES) // 2), min(SAMPLE_BYTES, hi - lo)

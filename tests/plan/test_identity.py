@@ -1,0 +1,219 @@
+"""Identities: equal where the computation is, and every difference in words."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstow.errors import ManifestError, ModelError, SpecError
+from kvstow.plan.checkpoint import CACHE_NAME, checkpoint_name
+from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity, config_fields
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode, encode, fingerprint
+from kvstow.plan.pack import packed
+from kvstow.route.compare import differences
+from planning import attention
+
+CONFIG = {
+    "model_type": "llama",
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "sliding_window": None,
+    "transformers_version": "5.22",
+    "torch_dtype": "bfloat16",
+}
+
+
+def simple_layout() -> Layout:
+    return packed(grouped([attention("layers.0")]), num_slabs=4)
+
+
+def checkpoint(
+    folder: Path, *, seed: int = 1, shards: int = 2, config: dict[str, object] | None = None
+) -> Path:
+    """A folder with real safetensors files, written by hand as their format says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    (folder / "tokenizer.json").write_text('{"model": "words"}')
+    random = np.random.default_rng(seed)
+    for shard in range(shards):
+        names = [f"layers.{shard}.{name}" for name in ("q", "k", "v")]
+        header = {
+            name: {"dtype": "F32", "shape": [1024], "data_offsets": [i * 4096, (i + 1) * 4096]}
+            for i, name in enumerate(names)
+        }
+        text = json.dumps(header).encode()
+        body = random.integers(0, 256, 3 * 4096, dtype=np.uint8).tobytes()
+        data = len(text).to_bytes(8, "little") + text + body
+        (folder / f"model-{shard}.safetensors").write_bytes(data)
+    return folder
+
+
+def test_one_checkpoint_in_two_places_is_one_identity(tmp_path: Path):
+    one = Identity.of(checkpoint(tmp_path / "here" / "llama"))
+    other = Identity.of(checkpoint(tmp_path / "there" / "llama"))
+    assert one == other
+    assert one.digest == other.digest
+    assert one.differences(other) == ()
+    assert one.is_verified
+
+
+def test_other_weights_of_the_same_shape_are_another_identity(tmp_path: Path):
+    one = Identity.of(checkpoint(tmp_path / "a" / "llama"))
+    other = Identity.of(checkpoint(tmp_path / "b" / "llama", seed=2))
+    (found,) = one.differences(other)
+    assert one.weights in found
+    assert other.weights in found
+    assert one.digest != other.digest
+
+
+def test_a_change_inside_any_one_tensor_is_seen(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    before = Identity.of(folder)
+    path = folder / "model-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) - 2048] ^= 1  # the middle of the last tensor
+    path.write_bytes(data)
+    assert Identity.of(folder).weights != before.weights
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 500000.0},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"sliding_window": 4096},
+        {"torch_dtype": "float16"},
+    ],
+)
+def test_a_field_that_changes_cached_bytes_is_a_difference_with_both_values(
+    tmp_path: Path, change: dict[str, object]
+):
+    one = Identity.of(checkpoint(tmp_path / "a" / "llama"))
+    other = Identity.of(checkpoint(tmp_path / "b" / "llama", config=change))
+    (found,) = one.differences(other)
+    name = next(iter(change))
+    assert found.startswith(f"config {name}")
+    assert " in the source, " in found
+
+
+def test_fields_without_effect_on_the_cache_do_not_count():
+    plain = config_fields(CONFIG)
+    assert plain == config_fields(CONFIG | {"transformers_version": "9", "use_cache": False})
+    assert ("rope_scaling.factor", "4.0") in plain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_dtype": "fp8_e5m2"},
+        {"interior": "cpu-transposed"},
+        {"adapter": "lora-7"},
+        {"salt": "tenant-a"},
+        {"tokenizer": "another"},
+        {"model": "another"},
+    ],
+)
+def test_every_field_of_an_identity_counts(change: dict[str, str]):
+    one = Identity(model="m", weights="aa", kv_dtype="fp8_e4m3")
+    other = replace(one, **change)
+    assert len(one.differences(other)) == 1
+    assert one.digest != other.digest
+
+
+def test_an_unverified_identity_never_matches_a_verified_one():
+    verified = Identity(model="m", weights="aa")
+    unverified = Identity.unverified("a test", model="m")
+    assert any("unverified" in text for text in verified.differences(unverified))
+    assert unverified.differences(Identity.unverified("another reason", model="m")) == ()
+    assert unverified.differences(Identity.unverified("a test", model="n"))
+    assert not unverified.is_verified
+
+
+def test_an_identity_says_either_its_weights_or_why_not():
+    with pytest.raises(SpecError, match="hint: pass identity="):
+        Identity(model="m")
+    with pytest.raises(SpecError):
+        Identity(model="m", weights="aa", unverified_because="but")
+    with pytest.raises(SpecError, match="sorted"):
+        Identity(model="m", weights="aa", config=(("b", "1"), ("a", "1")))
+
+
+def test_tensors_in_memory_identify_a_model_in_any_order():
+    tensors = [("a", "f32 [2]", b"12345678"), ("b", "f32 [2]", b"87654321")]
+    one = Identity.of_tensors("m", CONFIG, tensors)
+    assert one == Identity.of_tensors("m", CONFIG, reversed(tensors))
+    changed = [tensors[0], ("b", "f32 [2]", b"87654320")]
+    assert one.differences(Identity.of_tensors("m", CONFIG, changed))
+    with pytest.raises(ModelError):
+        Identity.of_tensors("m", CONFIG, [])
+
+
+def test_a_folder_without_weights_or_configuration_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="config"):
+        Identity.of(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="unverified"):
+        Identity.of(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match="header"):
+        Identity.of(tmp_path)
+
+
+def test_the_digest_is_kept_beside_the_weights_and_not_trusted_after_a_change(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    first = Identity.of(folder)
+    assert (folder / CACHE_NAME).is_file()
+    cached = json.loads((folder / CACHE_NAME).read_text())
+    (folder / CACHE_NAME).write_text(json.dumps(cached | {"weights": "kept"}))
+    assert Identity.of(folder).weights == "kept"
+    checkpoint(folder, seed=3)
+    assert Identity.of(folder).weights not in ("kept", first.weights)
+    (folder / CACHE_NAME).write_text("garbage")
+    assert Identity.of(folder).weights not in ("kept", first.weights)
+
+
+def test_an_adapter_counts_by_its_bytes(tmp_path: Path):
+    folder = checkpoint(tmp_path / "llama")
+    one = Identity.of(folder, adapter=checkpoint(tmp_path / "a" / "lora", shards=1))
+    other = Identity.of(folder, adapter=checkpoint(tmp_path / "b" / "lora", shards=1, seed=5))
+    assert one.adapter.startswith("lora:")
+    assert one.differences(other)
+
+
+def test_a_hub_snapshot_has_its_models_name(tmp_path: Path):
+    assert checkpoint_name(tmp_path / "models--org--name-7B" / "snapshots" / "abc") == "org/name-7B"
+    assert checkpoint_name(tmp_path / "my-model") == "my-model"
+
+
+def test_an_identity_is_part_of_manifest_and_fingerprint():
+    layout = simple_layout()
+    one = layout.identified(Identity(model="m", weights="aa", config=(("rope_theta", "1"),)))
+    other = layout.identified(Identity(model="m", weights="bb", config=(("rope_theta", "1"),)))
+    assert json.loads(encode(layout))["kvstow"] == 1
+    assert json.loads(encode(one))["kvstow"] == 2
+    assert decode(encode(one)) == one
+    assert len({fingerprint(x) for x in (layout, one, other)}) == 3
+    assert differences(one, one) == ()
+    assert any("'aa' in the source, 'bb'" in text for text in differences(one, other))
+    assert any("not known" in text for text in differences(one, layout))
+
+
+def test_versions_of_the_manifest_say_whether_there_is_an_identity():
+    plain = json.loads(encode(simple_layout().identified(Identity.unverified("a test"))))
+    for broken in (plain | {"kvstow": 1}, {k: v for k, v in plain.items() if k != "identity"}):
+        with pytest.raises(ManifestError, match="identity"):
+            decode(json.dumps(broken).encode())
+    nothing_said = plain["identity"] | {"unverified_because": ""}
+    with pytest.raises(ManifestError, match="spec"):
+        decode(json.dumps(plain | {"identity": nothing_said}).encode())
+
+
+def test_text_that_is_no_unicode_is_refused():
+    data = encode(simple_layout()).replace(b'"model":"', b'"model":"\\ud800')
+    with pytest.raises(ManifestError, match="syntax"):
+        decode(data)
