@@ -272,9 +272,9 @@ def test_keys_depend_on_salt_tokens_and_other_inputs():
         Prompt.of(tokens),
         Prompt.of(tokens, salt=b"a"),
         Prompt.of([*tokens[:7], 9]),
-        Prompt.of(tokens, inputs=((0, b"image"),)),
-        Prompt.of(tokens, inputs=((5, b"image"),)),
-        Prompt.of(tokens, inputs=((5, b"other"),)),
+        Prompt.of(tokens, extra=((0, b"image"),)),
+        Prompt.of(tokens, extra=((5, b"image"),)),
+        Prompt.of(tokens, extra=((5, b"other"),)),
     ]
     assert len({block_keys(prompt, 8)[0] for prompt in variants}) == len(variants)
     firsts = [block_keys(prompt, 4)[0] for prompt in variants]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstow.blocks.events import BlockEvents
-from kvstow.blocks.prompt import Hashes, Prompt, Tokens
+from kvstow.blocks.prompt import Extra, Hashes, Prompt, Tokens
 from kvstow.blocks.runs import Bools, span_of_any
 from kvstow.blocks.table import first_seen, sink_blocks
 from kvstow.plan.group import Group
@@ -36,7 +36,7 @@ class SourceTokens:
     start: int
     tokens: Tokens
     salt: bytes
-    inputs: tuple[tuple[int, bytes], ...]
+    extra: Extra
     depth: int
 
     @staticmethod
@@ -46,7 +46,7 @@ class SourceTokens:
             parent, start = None, 0
         depth = 0 if parent is None else parent.depth + 1
         tokens = prompt.tokens[start:].copy() if start else prompt.tokens
-        return SourceTokens(parent, start, tokens, prompt.salt, prompt.inputs, depth)
+        return SourceTokens(parent, start, tokens, prompt.salt, prompt.extra, depth)
 
     @property
     def end(self) -> int:
@@ -57,9 +57,9 @@ class SourceTokens:
         content depends on, are what it says."""
         if self.end < num_tokens or len(prompt) < num_tokens or self.salt != prompt.salt:
             return False
-        if (self.inputs or prompt.inputs) and (
-            [i for i in self.inputs if i[0] < num_tokens]
-            != [i for i in prompt.inputs if i[0] < num_tokens]
+        if (self.extra or prompt.extra) and (
+            [i for i in self.extra if i[0] < num_tokens]
+            != [i for i in prompt.extra if i[0] < num_tokens]
         ):
             return False
         witness, upto = self, num_tokens

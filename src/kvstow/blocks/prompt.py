@@ -4,10 +4,12 @@
 
 So the hash at a position depends on everything before it and on nothing else: groups with
 different tokens per block read the same sums at different places. `root` comes from the
-salt; an input that is not a token (an image, an adapter) adds a term where it begins.
-Hashes find candidates; what is in a row is then confirmed token by token (`Witness`).
+salt. Content that the token ids do not tell (an image, an embedding) adds a term at the
+position where it begins. Hashes find candidates; what is in a row is then confirmed token
+by token (`kvstow.blocks.prefix.SourceTokens`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -20,6 +22,9 @@ from kvstow.errors import SpecError
 Tokens = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint64]
 
+Extra = tuple[tuple[int, bytes], ...]
+"""Digests of content, each with the position of the first token that depends on it."""
+
 _CHUNK = 1 << 13
 _TOKEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -29,31 +34,34 @@ _SHIFTS = (np.uint64(32), np.uint64(29), np.uint64(32))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids, the salt they are kept apart by, and other inputs by position.
+    """Token ids, the salt they are kept apart by, and digests of other content.
 
-    Made by `Prompt.of`. Prompts of different salts never share rows. `inputs` are digests
-    of what stands behind placeholder tokens, with the position of the first such token.
+    Made by `Prompt.of`. Two prompts share rows only as far as their tokens and their extra
+    content agree, and only if their salts do.
     """
 
     tokens: Tokens
     salt: bytes = b""
-    inputs: tuple[tuple[int, bytes], ...] = ()
+    extra: Extra = ()
     sums: Hashes = field(repr=False, default_factory=lambda: np.zeros(0, np.uint64))
     _by_block: dict[int, Hashes] = field(repr=False, init=False, default_factory=dict[int, Hashes])
 
     @staticmethod
     def of(
-        tokens: npt.ArrayLike, *, salt: bytes = b"", inputs: tuple[tuple[int, bytes], ...] = ()
+        tokens: npt.ArrayLike, *, salt: bytes = b"", extra: Iterable[tuple[int, bytes]] = ()
     ) -> "Prompt":
-        """A prompt, hashed."""
+        """A prompt, hashed.
+
+        `extra` is for what the token ids do not tell: `(position, digest)` for each image,
+        clip or embedding, with the first token that stands for it. A prompt that is given as
+        embeddings has ids of 0 and `extra=[(0, digest of the embeddings)]`.
+        """
         own = _own(tokens)
-        for position, _ in inputs:
-            if not 0 <= position < len(own):
-                raise SpecError(f"an input begins at token {position} of {len(own)}")
+        given = _checked(extra, len(own))
         sums = _sums(own, 0, np.uint64(_word(salt)))
-        for position, digest in inputs:
+        for position, digest in given:
             sums[position:] += np.uint64(_word(digest, position))
-        return Prompt(own, salt, inputs, sums)
+        return Prompt(own, salt, given, sums)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,17 +73,17 @@ class Prompt:
         return Prompt(
             np.concatenate((self.tokens, own)),
             self.salt,
-            self.inputs,
+            self.extra,
             np.concatenate((self.sums, _sums(own, len(self), base))),
         )
 
     def hashes(self, block_tokens: int) -> Hashes:
         """The hash at the end of each whole block; never 0."""
-        found = self._by_block.get(block_tokens)
-        if found is None:
-            found = _finished(self.sums[block_tokens - 1 :: block_tokens].copy())
-            self._by_block[block_tokens] = found
-        return found
+        hashes = self._by_block.get(block_tokens)
+        if hashes is None:
+            hashes = _finished(self.sums[block_tokens - 1 :: block_tokens].copy())
+            self._by_block[block_tokens] = hashes
+        return hashes
 
     def hash_after(self, num_tokens: int) -> Hashes:
         """The hash of the first tokens, as an array of one."""
@@ -89,6 +97,23 @@ def _own(tokens: npt.ArrayLike) -> Tokens:
     if given.size and (given.min() < 0 or given.max() >= 1 << 31):
         raise SpecError(f"token ids {given.min()} … {given.max()} are not all in [0, 2^31)")
     return np.array(given, np.int32)
+
+
+def _checked(extra: Iterable[tuple[int, bytes]], num_tokens: int) -> Extra:
+    """Extra content, by position."""
+    given = tuple(extra)
+    for position, digest in given:
+        if not 0 <= position < num_tokens:
+            raise SpecError(
+                f"extra content begins at token {position} of {num_tokens}\n\n"
+                "hint: name the first of the tokens that stand for it"
+            )
+        if not isinstance(digest, bytes) or not digest:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(
+                f"extra content at token {position} has the digest {digest!r}\n\n"
+                "hint: give the bytes of a digest, such as hashlib.blake2b(content).digest()"
+            )
+    return tuple(sorted(given))
 
 
 def _word(data: bytes, position: int = -1) -> int:

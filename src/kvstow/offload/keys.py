@@ -42,7 +42,7 @@ class Keyed:
 def block_keys(prompt: Prompt, block_tokens: int) -> list[bytes]:
     """The key of every whole block of the prompt."""
     state = blake2b(_sized(prompt.salt), digest_size=KEY_BYTES)
-    inputs = sorted(prompt.inputs)
+    inputs = sorted(prompt.extra)
     tokens = prompt.tokens.astype("<i4").tobytes()
     keys: list[bytes] = []
     for end in range(block_tokens, len(prompt) + 1, block_tokens):

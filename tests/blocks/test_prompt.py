@@ -1,0 +1,97 @@
+"""Prompts: which hash a prefix has, and what keeps two prompts apart."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import SpecError
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 50_000, count).tolist()
+
+
+def test_the_hash_of_a_prefix_depends_on_all_of_it_and_nothing_else() -> None:
+    ids = tokens(40)
+    base = Prompt.of(ids).hashes(4)
+    assert np.array_equal(Prompt.of([*ids, 1, 2]).hashes(4), base)
+    for changed in (0, 17, 39):
+        other = ids.copy()
+        other[changed] += 1
+        assert [bool(x) for x in Prompt.of(other).hashes(4) == base] == [
+            block < changed // 4 for block in range(10)
+        ]
+    swapped = ids.copy()
+    swapped[0], swapped[1] = swapped[1], swapped[0]
+    assert Prompt.of(swapped).hashes(4)[0] != base[0]
+
+
+def test_blocks_of_any_size_read_the_same_hashes() -> None:
+    prompt = Prompt.of(tokens(24_000))
+    assert np.array_equal(prompt.hashes(2)[7::8], prompt.hashes(16))
+    assert prompt.hash_after(32)[0] == prompt.hashes(16)[1]
+
+
+def test_extending_a_prompt_hashes_as_if_it_had_been_longer() -> None:
+    ids = tokens(20_000)
+    for cut in (0, 1, 8191, 8192, 8193, 19_999):
+        assert np.array_equal(Prompt.of(ids[:cut]).extended(ids[cut:]).hashes(1),
+                              Prompt.of(ids).hashes(1))  # fmt: skip
+
+
+def test_salts_and_extra_content_change_what_comes_after_them() -> None:
+    ids = tokens(16)
+    plain = Prompt.of(ids).hashes(4)
+    assert not (Prompt.of(ids, salt=b"a").hashes(4) == plain).any()
+    image = Prompt.of(ids, extra=((9, b"image"),)).hashes(4)
+    assert [bool(x) for x in image == plain] == [True, True, False, False]
+    assert (Prompt.of(ids, extra=((9, b"other"),)).hashes(4) != image)[2:].all()
+
+
+def test_hashes_of_similar_prompts_do_not_meet() -> None:
+    seen: Counter[int] = Counter()
+    for value in range(64):
+        for place in range(64):
+            ids = [0] * 64
+            ids[place] = value
+            seen.update({int(Prompt.of(ids).hashes(64)[0])})
+    assert len(seen) == 63 * 64 + 1
+
+
+@pytest.mark.parametrize("wrong", [[1.5], [-1], [1 << 31], [[1]]])
+def test_what_is_not_a_token_is_refused(wrong: object) -> None:
+    with pytest.raises(SpecError):
+        Prompt.of(wrong)
+    with pytest.raises(SpecError, match="token 3 of 2"):
+        Prompt.of([1, 2], extra=((3, b""),))
+
+
+def test_prompts_of_embeddings_of_one_length_differ_by_the_digest_of_their_content() -> None:
+    """Embeddings have no token ids: the ids are all 0, and equal for every such prompt."""
+    one, two = (Prompt.of([0] * 16, extra=[(0, digest)]) for digest in (b"cat", b"dog"))
+    assert not (one.hashes(4) == two.hashes(4)).any()
+    assert not (one.hashes(4) == Prompt.of([0] * 16).hashes(4)).any()
+    assert (one.hashes(4) == Prompt.of([0] * 16, extra=[(0, b"cat")]).hashes(4)).all()
+
+
+def test_extra_content_is_the_same_in_whichever_order_it_is_given() -> None:
+    ids = tokens(16)
+    one = Prompt.of(ids, extra=[(9, b"b"), (2, b"a"), (9, b"a")])
+    two = Prompt.of(ids, extra=[(2, b"a"), (9, b"a"), (9, b"b")])
+    assert one.extra == two.extra == ((2, b"a"), (9, b"a"), (9, b"b"))
+    assert np.array_equal(one.hashes(4), two.hashes(4))
+
+
+def test_extra_content_that_changes_places_changes_the_hash() -> None:
+    ids = tokens(16)
+    one = Prompt.of(ids, extra=[(2, b"a"), (9, b"b")])
+    two = Prompt.of(ids, extra=[(2, b"b"), (9, b"a")])
+    assert not (one.hashes(4) == two.hashes(4)).any()
+
+
+@pytest.mark.parametrize("wrong", [[(0, b"")], [(0, "cat")], [(-1, b"cat")], [(4, b"cat")]])
+def test_extra_content_without_a_digest_or_outside_the_prompt_is_refused(wrong: object) -> None:
+    with pytest.raises(SpecError, match="extra content"):
+        Prompt.of([1, 2, 3, 4], extra=wrong)
