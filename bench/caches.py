@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

@@ -32,10 +32,9 @@ from bench.machine import machine, write
 from kvstow.offload.disk import DiskTier
 from kvstow.offload.files import Files, aligned
 from kvstow.offload.index import Entry
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

@@ -35,10 +35,9 @@ from bench.machine import machine, write
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import HostTier
 from kvstow.offload.mover import USUAL, Limits, Mover
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

@@ -5,10 +5,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvstow.errors import PlanError
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

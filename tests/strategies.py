@@ -11,10 +11,9 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

@@ -13,11 +13,10 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

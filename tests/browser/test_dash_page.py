@@ -13,10 +13,9 @@ from kvstow.cli.dash import dashboard
 from kvstow.cli.watch import Watch
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 

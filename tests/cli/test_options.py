@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.cli.options import alignment, size
-from kvstow.plan.align import Alignment
+from kvstow.plan.pack import Alignment
 
 UNITS = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,

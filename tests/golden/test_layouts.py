@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 
 FILE = Path(__file__).with_name("layouts.json")
 BUDGET = 40 << 30

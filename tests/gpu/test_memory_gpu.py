@@ -13,10 +13,9 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import choose_method, copy
 from kvstow.memory.digest import digest, prepared
 from kvstow.memory.moves import Spans, row_moves
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

@@ -6,9 +6,8 @@ import torch
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import HostTier
 from kvstow.offload.mover import Limits, Mover
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 

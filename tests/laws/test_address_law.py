@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.spec import DType
 from planning import attention, element_bytes, layouts
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.memory.moves import row_moves
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import packed, union
+from kvstow.plan.pack import Alignment, Site, packed, union
 from kvstow.plan.slab import slab_geometry
 from planning import layer_lists
 

@@ -11,10 +11,9 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import choose_method, copy
 from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, shortened, word_bytes
 from kvstow.memory.moves import Spans, merged, row_moves
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route.copies import Copies
 from kvstow.testing.patterns import fill, pattern
 from planning import attention

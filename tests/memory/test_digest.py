@@ -16,10 +16,9 @@ from kvstow.errors import BlockError
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import counted_states, digest, shares
 from kvstow.memory.keys import without
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

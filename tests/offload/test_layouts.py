@@ -19,9 +19,8 @@ from kvstow.offload.neighbours import neighbours
 from kvstow.offload.request import load_request
 from kvstow.offload.shared import remove
 from kvstow.offload.store import Store
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks

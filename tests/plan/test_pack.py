@@ -3,11 +3,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvstow.errors import PlanError
-from kvstow.plan.align import Alignment, Demand, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import Alignment, Demand, Site, packed, separate, union
 from kvstow.plan.retention import Window
 from planning import attention, recurrent
 

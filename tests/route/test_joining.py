@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route import meeting, moves
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Route, route

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import BlockError
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route import meeting
 from kvstow.route.blocks import Blocks
 from kvstow.route.lanes import Overlap

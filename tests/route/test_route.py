@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BlockError, PlanError, RouteError
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.fleet import Fleet
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, PlacedGroup, Placement
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

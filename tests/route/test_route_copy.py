@@ -8,11 +8,10 @@ import torch
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed, separate
+from kvstow.plan.pack import Site, packed, separate
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.route.sources import sources

@@ -5,10 +5,9 @@ import torch
 
 from kvstow.errors import SpecError
 from kvstow.memory.arena import Arena
-from kvstow.plan.align import Alignment, Demand, Site
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Alignment, Demand, Site, packed
 from kvstow.plan.spec import DType
 from kvstow.testing.attention import check_attention, check_in_place
 from planning import attention, recurrent

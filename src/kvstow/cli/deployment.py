@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvstow.cli.options import Packing
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ModelError
-from kvstow.plan.align import Alignment
 from kvstow.plan.layout import Layout, Order
+from kvstow.plan.pack import Alignment
 
 if TYPE_CHECKING:
     from kvstow.plan.group import Group
@@ -92,7 +92,7 @@ def served(deployment: Deployment) -> Served:
     """Read the model. Says on stderr what was assumed; ends with 2 on contradictory options."""
     from kvstow.plan.group import grouped
     from kvstow.plan.models import load_model, model_layers
-    from kvstow.plan.models.precision import precision
+    from kvstow.plan.models.serving import precision
 
     _check(deployment)
     try:

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvstow.plan.align import Alignment, Demand
 from kvstow.plan.layout import Order
+from kvstow.plan.pack import Alignment, Demand
 
 Packing = Literal["slab", "union", "separate"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from kvstow.cli.options import Packing
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError
-from kvstow.plan.align import Site
 from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.pack import Site
 
 if TYPE_CHECKING:
     from kvstow.plan.fleet import Fleet

@@ -75,7 +75,7 @@ def simulate(
     json: options.Json = False,
 ) -> None:
     """Requests on the block ledger: concurrency, waste, hits over time."""
-    from kvstow.plan.align import Site
+    from kvstow.plan.pack import Site
     from kvstow.render.film import Film
     from kvstow.simulate import Pace
     from kvstow.simulate.replay import layout_of

@@ -8,9 +8,8 @@ from dataclasses import replace
 from math import lcm
 
 from kvstow.errors import StoreError
-from kvstow.plan.align import Site
 from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.rows import row_shape
+from kvstow.plan.pack import Site, row_shape
 from kvstow.plan.slab import slab_geometry
 from kvstow.plan.view import align_up
 

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstow.errors import PlanError
-from kvstow.plan.align import Alignment, Site
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import Model, model_layers
-from kvstow.plan.models.load import Source
-from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.models.config import Source
+from kvstow.plan.pack import Alignment, Site, packed, separate, union
 
 Packing = Literal["slab", "union", "separate"]
 

@@ -17,10 +17,9 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.runs import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
-from kvstow.plan.align import Site
 from kvstow.plan.group import Group, rows_needed_by_all
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import packed, union
+from kvstow.plan.pack import Site, packed, union
 from kvstow.plan.retention import Encoder, State
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvstow.plan.models import model_layers
-from kvstow.plan.models.load import CLASS_DEFAULTS
+from kvstow.plan.models.config import CLASS_DEFAULTS
 from kvstow.plan.retention import Chunk, Encoder, Full, State, Window
 
 transformers = pytest.importorskip("transformers")

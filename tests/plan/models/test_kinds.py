@@ -3,16 +3,16 @@
 import pytest
 
 from kvstow.errors import ModelError, SpecError
-from kvstow.plan.models import compressed, recurrent
-from kvstow.plan.models.kinds import attention, indexer, latent
-from kvstow.plan.models.precision import Precision, precision
-from kvstow.plan.models.recurrent import Recurrence
-from kvstow.plan.models.shard import Shard
+from kvstow.plan.models import deepseek, recurrent
+from kvstow.plan.models.attention import attention
+from kvstow.plan.models.deepseek import indexer, latent
+from kvstow.plan.models.ranks import TensorRank
+from kvstow.plan.models.serving import Precision, Recurrence, precision
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, LayerSpec
 
 WHOLE = Recurrence(
-    shard=Shard(),
+    rank=TensorRank(),
     conv_dtype=DType.BFLOAT16,
     state_dtype=DType.BFLOAT16,
     checkpoint_tokens=512,
@@ -138,35 +138,35 @@ def test_an_unknown_element_type_is_refused_with_those_close_to_it() -> None:
     ("spec", "block_tokens", "retention", "states", "cell", "page"),
     [
         (
-            compressed.compressed_latent(
+            deepseek.compressed_latent(
                 "x", block_tokens=256, ratio=4, head_dim=512, rope_dim=64
             ),
             256, Full(), 64, 584, 37_440,
         ),
         (
-            compressed.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
+            deepseek.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
             256, Full(), 64, 132, 8_640,
         ),
         (
-            compressed.compressed_latent(
+            deepseek.compressed_latent(
                 "x", block_tokens=256, ratio=128, head_dim=512, rope_dim=64
             ),
             256, Full(), 2, 584, 1_728,
         ),
         (
-            compressed.sliding_latent("x", window=128, head_dim=512, rope_dim=64),
+            deepseek.sliding_latent("x", window=128, head_dim=512, rope_dim=64),
             64, Window(128), 64, 584, 37_440,
         ),
         (
-            compressed.compressor_state("x", ratio=4, dim=512),
+            deepseek.compressor_state("x", ratio=4, dim=512),
             4, Window(8), 4, 8_192, 32_832,
         ),
         (
-            compressed.compressor_state("x", ratio=4, dim=128),
+            deepseek.compressor_state("x", ratio=4, dim=128),
             4, Window(8), 4, 2_048, 8_640,
         ),
         (
-            compressed.compressor_state("x", ratio=128, dim=512),
+            deepseek.compressor_state("x", ratio=128, dim=512),
             8, Window(128), 8, 4_096, 32_832,
         ),
     ],
@@ -209,7 +209,7 @@ def test_a_short_convolution_keeps_its_last_inputs() -> None:
 
 def test_states_may_be_wider_than_convolutions() -> None:
     wide = Recurrence(
-        shard=Shard(),
+        rank=TensorRank(),
         conv_dtype=DType.BFLOAT16,
         state_dtype=DType.FLOAT32,
         checkpoint_tokens=512,

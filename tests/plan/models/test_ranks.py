@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import ModelError
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.plan.models.shard import Part, Shard, split
-from kvstow.plan.models.stage import stage
+from kvstow.plan.models.ranks import AxisPart, TensorRank, split, stage
 from kvstow.plan.spec import Extent, LayerSpec
 
 
@@ -47,12 +46,12 @@ def test_all_ranks_together_hold_every_element_and_replicas_are_equal(name: str,
 def test_replicas_of_a_unit_are_equal_and_every_rank_holds_as_much(
     units: int, tp: int, size: int
 ) -> None:
-    part = Part("units", units, size, replicable=True)
+    part = AxisPart("units", units, size, replicable=True)
     if units % tp and tp % units:
         with pytest.raises(ModelError, match=f"{units} units cannot be split over {tp}"):
-            split("axis", (part,), Shard(tp, 0))
+            split("axis", (part,), TensorRank(tp, 0))
         return
-    held = [split("axis", (part,), Shard(tp, rank)) for rank in range(tp)]
+    held = [split("axis", (part,), TensorRank(tp, rank)) for rank in range(tp)]
     copies = max(1, tp // units)
     assert {extent.size for extent in held} == {size * max(1, units // tp)}
     for rank, extent in enumerate(held):
@@ -62,12 +61,12 @@ def test_replicas_of_a_unit_are_equal_and_every_rank_holds_as_much(
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_what_a_rank_computes_is_never_replicated(units: int, tp: int) -> None:
-    part = Part("query heads", units)
+    part = AxisPart("query heads", units)
     if units % tp:
         with pytest.raises(ModelError, match=f"{units} query heads(?s:.*)divides {units}"):
-            split("head", (part,), Shard(tp, tp - 1))
+            split("head", (part,), TensorRank(tp, tp - 1))
     else:
-        assert split("head", (part,), Shard(tp, tp - 1)).size == units // tp
+        assert split("head", (part,), TensorRank(tp, tp - 1)).size == units // tp
 
 
 def test_kv_heads_are_split_contiguously() -> None:

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import TransferError
-from kvstow.plan.align import Site
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
-from kvstow.plan.pack import packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.transfer.channel import messages
 from kvstow.transfer.channel.sockets import Channel, Keys, is_loopback

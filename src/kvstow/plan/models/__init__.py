@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 from kvstow.plan.models.catalogue import catalogue
-from kvstow.plan.models.config import Config
+from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.families import stack
-from kvstow.plan.models.load import Source, load_model
-from kvstow.plan.models.serving import Serving
-from kvstow.plan.models.shard import Shard
-from kvstow.plan.models.stage import stage
+from kvstow.plan.models.ranks import TensorRank, stage
+from kvstow.plan.models.serving import ServingOptions
 from kvstow.plan.spec import LayerSpec
 
 __all__ = ["Config", "Model", "catalogue", "load_model", "model_layers"]
@@ -40,8 +38,8 @@ def model_layers(
     distance between two recurrent states that are kept.
     """
     config = load_model(source)
-    serving = Serving(
-        shard=Shard(tp, tp_rank),
+    serving = ServingOptions(
+        rank=TensorRank(tp, tp_rank),
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,

@@ -14,17 +14,17 @@ from typing import TypedDict, cast
 from kvstow.errors import ModelError
 
 
-class Entry(TypedDict):
+class CatalogueEntry(TypedDict):
     source: str
     aliases: list[str]
     config: dict[str, object]
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, CatalogueEntry]:
     """Every entry by its name."""
     text = files("kvstow.plan.models").joinpath("catalogue.json").read_text("utf-8")
-    return cast(dict[str, Entry], json.loads(text))
+    return cast(dict[str, CatalogueEntry], json.loads(text))
 
 
 def catalogue() -> tuple[str, ...]:

@@ -1,25 +1,97 @@
-"""Latent attention (DeepSeek V2, V3 and their kin), with an indexer, and compressed (V4)."""
+"""Latent attention (DeepSeek V2, V3 and their kin), with an indexer, and compressed (V4).
+
+    kind              heads   cell of one state
+    latent (MLA)      1       latent  [scale]  rope
+    indexer           1       key  scale
+
+DeepSeek-V4 has several caches per layer, each with tokens per block of its own:
+
+    cache       block tokens  states per block   state
+    c4          256           64                 latent of 4 tokens
+    indexer     256           64                 index key of 4 tokens
+    c128        256           2                  latent of 128 tokens
+    sliding     64            64                 latent of one token, the last 128
+    *_state     4 or 8        4 or 8             what the compressor still has to fold in
+
+A V4 latent is fp8 but for its rotary part, with one scale byte for every 64 elements,
+padded to 8 of them. Pages start at multiples of 576 bytes.
+"""
 
 from math import lcm
 
-from kvstow.plan.models import compressed
+from kvstow.errors import ModelError
+from kvstow.plan.models.attention import ONE_HEAD, content, layer_types, num_layers
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.decoder import layer_types, num_layers
-from kvstow.plan.models.kinds import indexer, latent
-from kvstow.plan.models.precision import Plain, Precision, ScaledLatent
-from kvstow.plan.models.serving import Serving, Stack
-from kvstow.plan.spec import DType, LayerSpec
+from kvstow.plan.models.serving import (
+    NvFp4,
+    PerTokenHead,
+    Plain,
+    Precision,
+    ScaledLatent,
+    ServingOptions,
+    Stack,
+)
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Field, LayerSpec
 
-_RATIO_OF_TYPE = {
-    "sliding_attention": 0,
-    "compressed_sparse_attention": 4,
-    "heavily_compressed_attention": 128,
-}
+_LATENT_SCALE_GROUP = 128
 
 
-def latent_layer(name: str, config: Config, serving: Serving, precision: Precision) -> LayerSpec:
+def latent(
+    name: str, *, block_tokens: int, latent_dim: int, rope_dim: int, precision: Precision
+) -> LayerSpec:
+    """MLA: one latent and one rotary key per token, alike on every rank."""
+    return LayerSpec(
+        name=name,
+        retention=Full(),
+        block_tokens=block_tokens,
+        states=block_tokens,
+        heads=ONE_HEAD,
+        fields=_latent_fields(name, latent_dim, rope_dim, precision),
+    )
+
+
+def _latent_fields(
+    name: str, latent_dim: int, rope_dim: int, precision: Precision
+) -> tuple[Field, ...]:
+    match precision:
+        case Plain(dtype):
+            return content("latent", dtype, latent_dim), content("rope", dtype, rope_dim)
+        case ScaledLatent():
+            if latent_dim % _LATENT_SCALE_GROUP:
+                raise ModelError(
+                    f"layer {name!r}: fp8_ds_mla scales latents by {_LATENT_SCALE_GROUP}s, "
+                    f"and {latent_dim} is not a multiple of it"
+                )
+            return (
+                content("latent", DType.FLOAT8_E4M3, latent_dim),
+                content("scale", DType.FLOAT32, latent_dim // _LATENT_SCALE_GROUP),
+                content("rope", DType.BFLOAT16, rope_dim),
+            )
+        case PerTokenHead() | NvFp4():
+            raise ModelError(
+                f"layer {name!r}: latents are not stored with per-head or nvfp4 scales"
+                "\n\nhint: use fp8 or fp8_ds_mla"
+            )
+
+
+def indexer(name: str, *, block_tokens: int, key_dim: int) -> LayerSpec:
+    """Sparse attention's index: one fp8 key and its float32 scale per token."""
+    return LayerSpec(
+        name=name,
+        retention=Full(),
+        block_tokens=block_tokens,
+        states=block_tokens,
+        heads=ONE_HEAD,
+        fields=(content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1)),
+    )
+
+
+def latent_layer(
+    name: str, config: Config, serving: ServingOptions, precision: Precision
+) -> LayerSpec:
     """One MLA cache: the same on every tensor-parallel rank."""
-    serving.shard.divided("attention heads", config.count("num_attention_heads"))
+    serving.rank.divided("attention heads", config.count("num_attention_heads"))
     return latent(
         name,
         block_tokens=serving.tokens,
@@ -29,14 +101,14 @@ def latent_layer(name: str, config: Config, serving: Serving, precision: Precisi
     )
 
 
-def latent_decoder(config: Config, serving: Serving) -> Stack:
+def latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA in every layer."""
     precision = serving.precision(config)
     names = (f"model.layers.{i}.self_attn" for i in range(num_layers(config)))
     return Stack(tuple((latent_layer(name, config, serving, precision),) for name in names))
 
 
-def indexed_decoder(config: Config, serving: Serving) -> Stack:
+def indexed_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA with a sparse-attention index beside it in every layer (V3.2).
 
     Its kernels read bfloat16 latents or fp8 ones with scales, so fp8 means the latter.
@@ -55,11 +127,87 @@ def indexed_decoder(config: Config, serving: Serving) -> Stack:
     return Stack(tuple(layers), notes)
 
 
-def compressed_decoder(config: Config, serving: Serving) -> Stack:
+# ── DeepSeek-V4 ───────────────────────────────────────────────────────────────────────────
+
+_V4_BLOCK_TOKENS = 256
+_SLIDING_BLOCK_TOKENS = 64
+_ALIGN = 576
+_SCALE_GROUP = 64
+_SCALE_BYTES_MULTIPLE = 8
+_STATE_BLOCK_TOKENS = {4: 4, 128: 8}
+_OVERLAP = {4: 2, 128: 1}
+_RATIO_OF_TYPE = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def _v4_layer(
+    name: str, retention: Retention, block_tokens: int, states: int, fields: tuple[Field, ...]
+) -> LayerSpec:
+    return LayerSpec(
+        name=name,
+        retention=retention,
+        block_tokens=block_tokens,
+        states=states,
+        heads=ONE_HEAD,
+        fields=fields,
+        align=_ALIGN,
+    )
+
+
+def _v4_latent_fields(head_dim: int, rope_dim: int) -> tuple[Field, ...]:
+    groups = -(-(head_dim - rope_dim) // _SCALE_GROUP)
+    scales = -(-groups // _SCALE_BYTES_MULTIPLE) * _SCALE_BYTES_MULTIPLE
+    return (
+        content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
+        content("rope", DType.BFLOAT16, rope_dim),
+        content("scale", DType.UINT8, scales),
+    )
+
+
+def compressed_latent(
+    name: str, *, block_tokens: int, ratio: int, head_dim: int, rope_dim: int
+) -> LayerSpec:
+    """One latent for every `ratio` tokens."""
+    return _v4_layer(
+        name, Full(), block_tokens, block_tokens // ratio, _v4_latent_fields(head_dim, rope_dim)
+    )
+
+
+def compressed_indexer(name: str, *, block_tokens: int, ratio: int, key_dim: int) -> LayerSpec:
+    """One fp8 index key and its scale for every `ratio` tokens."""
+    fields = (content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1))
+    return _v4_layer(name, Full(), block_tokens, block_tokens // ratio, fields)
+
+
+def sliding_latent(name: str, *, window: int, head_dim: int, rope_dim: int) -> LayerSpec:
+    """One latent per token, the last `window` of them."""
+    fields = _v4_latent_fields(head_dim, rope_dim)
+    return _v4_layer(name, Window(window), _SLIDING_BLOCK_TOKENS, _SLIDING_BLOCK_TOKENS, fields)
+
+
+def compressor_state(name: str, *, ratio: int, dim: int) -> LayerSpec:
+    """Values and scores of the tokens that the compressor has not folded in yet.
+
+    Ratio 4 folds overlapping windows, so it keeps two of each and looks back over
+    two windows; ratio 128 keeps one.
+    """
+    overlap = _OVERLAP[ratio]
+    fields = (
+        content("value", DType.FLOAT32, overlap * dim),
+        content("score", DType.FLOAT32, overlap * dim),
+    )
+    tokens = _STATE_BLOCK_TOKENS[ratio]
+    return _v4_layer(name, Window(overlap * ratio), tokens, tokens, fields)
+
+
+def compressed_decoder(config: Config, serving: ServingOptions) -> Stack:
     """DeepSeek-V4: a sliding latent in every layer, and what its ratio adds to it."""
-    serving.shard.divided("attention heads", config.count("num_attention_heads"))
+    serving.rank.divided("attention heads", config.count("num_attention_heads"))
     ratios = _ratios(config)
-    _refuse_other_dtype(config, serving)
+    _check_dtype(config, serving)
     tokens, notes = _compressed_tokens(config, serving, ratios)
     layers = tuple(
         _compressed_layer(f"model.layers.{i}.attn", config, ratio, tokens)
@@ -92,7 +240,7 @@ def _ratios(config: Config) -> list[int]:
     return ratios
 
 
-def _refuse_other_dtype(config: Config, serving: Serving) -> None:
+def _check_dtype(config: Config, serving: ServingOptions) -> None:
     if not serving.keeps_own_dtype and serving.kv_dtype not in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         raise config.error(
             f"its caches have a fixed fp8 format, kv_dtype {serving.kv_dtype!r} cannot be stored",
@@ -101,16 +249,16 @@ def _refuse_other_dtype(config: Config, serving: Serving) -> None:
 
 
 def _compressed_tokens(
-    config: Config, serving: Serving, ratios: list[int]
+    config: Config, serving: ServingOptions, ratios: list[int]
 ) -> tuple[int, tuple[str, ...]]:
-    tokens = compressed.BLOCK_TOKENS if serving.block_tokens is None else serving.block_tokens
+    tokens = _V4_BLOCK_TOKENS if serving.block_tokens is None else serving.block_tokens
     whole = lcm(*(ratio for ratio in ratios if ratio), 1)
     if tokens % whole:
         raise config.error(
             f"{tokens} tokens per block do not make whole compressed states of {whole} tokens",
-            f"leave block_tokens out for {compressed.BLOCK_TOKENS}, or take a multiple of {whole}",
+            f"leave block_tokens out for {_V4_BLOCK_TOKENS}, or take a multiple of {whole}",
         )
-    if tokens == compressed.BLOCK_TOKENS:
+    if tokens == _V4_BLOCK_TOKENS:
         return tokens, ()
     return tokens, ("the sliding and compressor caches keep their own tokens per block",)
 
@@ -122,7 +270,7 @@ def _compressed_layer(
     rope_dim = config.count("qk_rope_head_dim")
     if rope_dim >= head_dim:
         raise config.error(f"qk_rope_head_dim {rope_dim} is not below head_dim {head_dim}")
-    sliding = compressed.sliding_latent(
+    sliding = sliding_latent(
         f"{name}.sliding",
         window=config.count("sliding_window"),
         head_dim=head_dim,
@@ -130,19 +278,19 @@ def _compressed_layer(
     )
     if ratio == 0:
         return (sliding,)
-    main = compressed.compressed_latent(
+    main = compressed_latent(
         f"{name}.c{ratio}",
         block_tokens=block_tokens,
         ratio=ratio,
         head_dim=head_dim,
         rope_dim=rope_dim,
     )
-    state = compressed.compressor_state(f"{name}.c{ratio}_state", ratio=ratio, dim=head_dim)
+    state = compressor_state(f"{name}.c{ratio}_state", ratio=ratio, dim=head_dim)
     if ratio == 128:
         return main, sliding, state
     key_dim = config.count("index_head_dim")
-    index = compressed.compressed_indexer(
+    index = compressed_indexer(
         f"{name}.indexer", block_tokens=block_tokens, ratio=ratio, key_dim=key_dim
     )
-    index_state = compressed.compressor_state(f"{name}.indexer_state", ratio=ratio, dim=key_dim)
+    index_state = compressor_state(f"{name}.indexer_state", ratio=ratio, dim=key_dim)
     return main, index, sliding, state, index_state

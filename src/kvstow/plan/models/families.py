@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from kvstow.plan.models import deepseek, linear, mamba, seq2seq
+from kvstow.plan.models import deepseek, hybrid, seq2seq
+from kvstow.plan.models.attention import decoder
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.decoder import decoder
-from kvstow.plan.models.serving import Serving, Stack
+from kvstow.plan.models.serving import ServingOptions, Stack
 
 # fmt: off
 _ORDINARY = frozenset((
@@ -30,7 +30,7 @@ _NOT_ORDINARY = (
 # fmt: on
 
 
-def stack(config: Config, serving: Serving) -> Stack:
+def stack(config: Config, serving: ServingOptions) -> Stack:
     """The whole model's layers, this tensor-parallel rank's part of each."""
     match config.model_type:
         case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
@@ -40,25 +40,25 @@ def stack(config: Config, serving: Serving) -> Stack:
         case "deepseek_v4":
             return deepseek.compressed_decoder(config, serving)
         case "mamba" | "falcon_mamba":
-            return mamba.mamba(config, serving)
+            return hybrid.mamba(config, serving)
         case "mamba2":
-            return mamba.mamba2(config, serving)
+            return hybrid.mamba2(config, serving)
         case "jamba":
-            return mamba.jamba(config, serving)
+            return hybrid.jamba(config, serving)
         case "bamba" | "granitemoehybrid":
-            return mamba.bamba(config, serving)
+            return hybrid.bamba(config, serving)
         case "falcon_h1":
-            return mamba.falcon_h1(config, serving)
+            return hybrid.falcon_h1(config, serving)
         case "nemotron_h":
-            return mamba.nemotron_h(config, serving)
+            return hybrid.nemotron_h(config, serving)
         case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
-            return linear.qwen3_next(config, serving)
+            return hybrid.qwen3_next(config, serving)
         case "kimi_linear":
-            return linear.kimi_linear(config, serving)
+            return hybrid.kimi_linear(config, serving)
         case "minimax" | "minimax_text_01" | "minimax_m1":
-            return linear.minimax(config, serving)
+            return hybrid.minimax(config, serving)
         case "lfm2" | "lfm2_moe":
-            return linear.lfm2(config, serving)
+            return hybrid.lfm2(config, serving)
         case "whisper" | "bart" | "mbart" | "m2m_100" | "marian" | "pegasus":
             return seq2seq.whisper(config, serving)
         case "t5" | "mt5" | "umt5":
@@ -69,7 +69,7 @@ def stack(config: Config, serving: Serving) -> Stack:
             return _unknown(config, serving)
 
 
-def _unknown(config: Config, serving: Serving) -> Stack:
+def _unknown(config: Config, serving: ServingOptions) -> Stack:
     """A model that is not known, read by its keys, if they are ordinary ones."""
     called = f"unknown model_type {config.model_type!r}" if config.model_type else "no model_type"
     odd = [key for key in _NOT_ORDINARY if config.facts.get(key)]

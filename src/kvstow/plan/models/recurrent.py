@@ -12,22 +12,11 @@ Channels are in the whole model's coordinates: a rank of several holds a piece o
 a piece of B and a piece of C.
 """
 
-from dataclasses import dataclass
-
-from kvstow.plan.models.kinds import ONE_HEAD
-from kvstow.plan.models.shard import Part, Shard, split
+from kvstow.plan.models.attention import ONE_HEAD
+from kvstow.plan.models.ranks import AxisPart, split
+from kvstow.plan.models.serving import Recurrence
 from kvstow.plan.retention import State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recurrence:
-    """What all recurrent layers of a model share: rank, element types, checkpoint distance."""
-
-    shard: Shard
-    conv_dtype: DType
-    state_dtype: DType
-    checkpoint_tokens: int
 
 
 def _layer(name: str, recurrence: Recurrence, *fields: Field) -> LayerSpec:
@@ -45,8 +34,8 @@ def _conv(channels: Extent, kernel: int, dtype: DType) -> Field:
     return Field("conv", dtype, (channels, Extent.whole("tap", kernel - 1)))
 
 
-def _heads_state(part: Part, rows: Extent, columns: Extent, recurrence: Recurrence) -> Field:
-    heads = split("ssm_head", (part,), recurrence.shard)
+def _heads_state(part: AxisPart, rows: Extent, columns: Extent, recurrence: Recurrence) -> Field:
+    heads = split("ssm_head", (part,), recurrence.rank)
     return Field("ssm", recurrence.state_dtype, (heads, rows, columns))
 
 
@@ -54,7 +43,7 @@ def mamba1(
     name: str, recurrence: Recurrence, *, channels: int, state: int, kernel: int
 ) -> LayerSpec:
     """Selective scan: every channel has its own state vector."""
-    held = split("channel", (Part("mamba channels", channels),), recurrence.shard)
+    held = split("channel", (AxisPart("mamba channels", channels),), recurrence.rank)
     ssm = Field("ssm", recurrence.state_dtype, (held, Extent.whole("state", state)))
     return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype), ssm)
 
@@ -70,11 +59,11 @@ def mamba2(
     kernel: int,
 ) -> LayerSpec:
     """State-space duality: a matrix per head; B and C are shared by groups of heads."""
-    x = Part("mamba heads", heads, head_dim)
-    group = Part("mamba groups", groups, state, replicable=True)
-    channels = split("channel", (x, group, group), recurrence.shard)
+    x = AxisPart("mamba heads", heads, head_dim)
+    group = AxisPart("mamba groups", groups, state, replicable=True)
+    channels = split("channel", (x, group, group), recurrence.rank)
     ssm = _heads_state(
-        Part("mamba heads", heads),
+        AxisPart("mamba heads", heads),
         Extent.whole("dim", head_dim),
         Extent.whole("state", state),
         recurrence,
@@ -93,11 +82,11 @@ def gated_delta_net(
     kernel: int,
 ) -> LayerSpec:
     """Delta rule: a value × key matrix per value head, and a convolution over q, k, v."""
-    key = Part("linear key heads", key_heads, key_dim, replicable=True)
-    value = Part("linear value heads", value_heads, value_dim)
-    channels = split("channel", (key, key, value), recurrence.shard)
+    key = AxisPart("linear key heads", key_heads, key_dim, replicable=True)
+    value = AxisPart("linear value heads", value_heads, value_dim)
+    channels = split("channel", (key, key, value), recurrence.rank)
     ssm = _heads_state(
-        Part("linear value heads", value_heads),
+        AxisPart("linear value heads", value_heads),
         Extent.whole("value", value_dim),
         Extent.whole("key", key_dim),
         recurrence,
@@ -108,7 +97,7 @@ def gated_delta_net(
 def linear_attention(name: str, recurrence: Recurrence, *, heads: int, head_dim: int) -> LayerSpec:
     """Lightning attention: a key × value matrix per head, no convolution."""
     ssm = _heads_state(
-        Part("linear attention heads", heads),
+        AxisPart("linear attention heads", heads),
         Extent.whole("key", head_dim),
         Extent.whole("value", head_dim),
         recurrence,
@@ -120,5 +109,5 @@ def short_convolution(
     name: str, recurrence: Recurrence, *, channels: int, kernel: int
 ) -> LayerSpec:
     """A gated convolution alone: its last inputs are all it remembers."""
-    held = split("channel", (Part("convolution channels", channels),), recurrence.shard)
+    held = split("channel", (AxisPart("convolution channels", channels),), recurrence.rank)
     return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype))

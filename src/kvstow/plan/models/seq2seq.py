@@ -1,15 +1,15 @@
 """Encoder–decoder models: the decoder's own attention, and what it reads of the encoder."""
 
+from kvstow.plan.models.attention import Heads, checked_layers, self_attention
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.decoder import Heads, checked_layers, self_attention
-from kvstow.plan.models.serving import Serving, Stack
+from kvstow.plan.models.serving import ServingOptions, Stack
 from kvstow.plan.retention import Encoder, Full
 from kvstow.plan.spec import LayerSpec
 
 _T5_TOKENS = 512
 
 
-def whisper(config: Config, serving: Serving) -> Stack:
+def whisper(config: Config, serving: ServingOptions) -> Stack:
     """Whisper, and text models of the same shape: encoder of a fixed length."""
     heads = config.count("decoder_attention_heads")
     hidden = config.count("d_model")
@@ -28,7 +28,7 @@ def whisper(config: Config, serving: Serving) -> Stack:
     )
 
 
-def t5(config: Config, serving: Serving) -> Stack:
+def t5(config: Config, serving: ServingOptions) -> Stack:
     """T5: relative positions, so the encoder's length is an assumption unless stated."""
     heads = config.count("num_heads")
     dim = config.count("d_kv")
@@ -49,7 +49,7 @@ def t5(config: Config, serving: Serving) -> Stack:
 
 def _decoder(
     config: Config,
-    serving: Serving,
+    serving: ServingOptions,
     *,
     num_layers: int,
     heads: Heads,

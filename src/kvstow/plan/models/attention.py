@@ -1,17 +1,29 @@
 """Ordinary decoders: attention in every layer, over everything, a window, or a chunk.
 
-Which layers see what is read from `layer_types` where the configuration has it, and
-otherwise from the older keys of each family.
+A cell of one kv head and one token is `k v`, with `k_scale v_scale` behind them where
+elements are narrow. Which layers see what is read from `layer_types` where the
+configuration has it, and otherwise from the older keys of each family.
 """
 
 from dataclasses import dataclass
 
+from kvstow.errors import ModelError
 from kvstow.plan.models.config import Config
-from kvstow.plan.models.kinds import attention
-from kvstow.plan.models.serving import Serving, Stack
-from kvstow.plan.models.shard import Part, split
+from kvstow.plan.models.ranks import AxisPart, split
+from kvstow.plan.models.serving import (
+    NvFp4,
+    PerTokenHead,
+    Plain,
+    Precision,
+    ScaledLatent,
+    ServingOptions,
+    Stack,
+)
 from kvstow.plan.retention import Chunk, Full, Retention, Window
-from kvstow.plan.spec import LayerSpec
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+
+ONE_HEAD = Extent.whole("head", 1)
+_NVFP4_SCALE_GROUP = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MOST_LAYERS = 10_000
@@ -19,6 +31,69 @@ _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+
+
+def content(name: str, dtype: DType, size: int) -> Field:
+    """A field that is one run of `size` elements per cell, alike on every rank."""
+    return Field(name, dtype, (Extent.whole("content", size),))
+
+
+def attention(
+    name: str,
+    *,
+    retention: Retention,
+    block_tokens: int,
+    heads: Extent,
+    key_dim: int,
+    value_dim: int,
+    precision: Precision,
+) -> LayerSpec:
+    """Keys and values of each token, per kv head: `key_dim + value_dim` elements and scales."""
+    return LayerSpec(
+        name=name,
+        retention=retention,
+        block_tokens=block_tokens,
+        states=block_tokens,
+        heads=heads,
+        fields=_key_value_fields(name, key_dim, value_dim, precision),
+    )
+
+
+def _key_value_fields(
+    name: str, key_dim: int, value_dim: int, precision: Precision
+) -> tuple[Field, ...]:
+    match precision:
+        case Plain(dtype):
+            return content("k", dtype, key_dim), content("v", dtype, value_dim)
+        case PerTokenHead(dtype):
+            return (
+                content("k", dtype, key_dim),
+                content("v", dtype, value_dim),
+                content("k_scale", DType.FLOAT32, 1),
+                content("v_scale", DType.FLOAT32, 1),
+            )
+        case NvFp4():
+            return _nvfp4_fields(name, key_dim, value_dim)
+        case ScaledLatent():
+            raise ModelError(
+                f"layer {name!r}: fp8_ds_mla stores latents, and this layer keeps keys and values"
+                "\n\nhint: use fp8 or fp8_per_token_head"
+            )
+
+
+def _nvfp4_fields(name: str, key_dim: int, value_dim: int) -> tuple[Field, ...]:
+    for dim in (key_dim, value_dim):
+        if dim % _NVFP4_SCALE_GROUP:
+            raise ModelError(
+                f"layer {name!r}: nvfp4 needs head dims in multiples of "
+                f"{_NVFP4_SCALE_GROUP}, not {dim}"
+            )
+    return (
+        content("k", DType.FLOAT4_E2M1, key_dim),
+        content("v", DType.FLOAT4_E2M1, value_dim),
+        content("k_scale", DType.FLOAT8_E4M3, key_dim // _NVFP4_SCALE_GROUP),
+        content("v_scale", DType.FLOAT8_E4M3, value_dim // _NVFP4_SCALE_GROUP),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,26 +157,26 @@ def _head_dim(config: Config, query: int) -> int:
 def self_attention(
     name: str,
     config: Config,
-    serving: Serving,
+    serving: ServingOptions,
     *,
     retention: Retention,
     heads: Heads | None = None,
 ) -> LayerSpec:
     """One attention layer of the model, this rank's part of it."""
     heads = heads_of(config) if heads is None else heads
-    serving.shard.divided("attention heads", heads.query)
+    serving.rank.divided("attention heads", heads.query)
     return attention(
         name,
         retention=retention,
         block_tokens=serving.tokens,
-        heads=split("head", (Part("kv heads", heads.kv, replicable=True),), serving.shard),
+        heads=split("head", (AxisPart("kv heads", heads.kv, replicable=True),), serving.rank),
         key_dim=heads.key_dim,
         value_dim=heads.value_dim,
         precision=serving.precision(config),
     )
 
 
-def decoder(config: Config, serving: Serving) -> Stack:
+def decoder(config: Config, serving: ServingOptions) -> Stack:
     """Attention in every layer."""
     layers = tuple(
         (self_attention(f"model.layers.{i}.self_attn", config, serving, retention=retention),)
