@@ -28,7 +28,7 @@ import transformers
 from bench.machine import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory
+from kvstow.adapters.transformers import Cache, ModelMemory
 
 
 def parsed() -> argparse.Namespace:
@@ -125,7 +125,7 @@ def main() -> None:
     )
 
     def rows(new_tokens: int) -> torch.Tensor:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             return model.generate(
                 ids,
                 max_new_tokens=new_tokens,

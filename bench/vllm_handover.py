@@ -67,19 +67,31 @@ def kvstow(model: Path, logs: Path) -> dict[str, Any]:
 def incumbent(model: Path, logs: Path) -> dict[str, Any]:
     launches = [
         Launch(
-            model=model, name="m", settings={},
-            transfer={"kv_connector": "NixlConnector", "kv_connector_module_path": None,
-                      "kv_buffer_device": "cpu"},
-            environment={**TCP, "VLLM_KV_CACHE_LAYOUT": "BLHNC",
-                         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+            model=model,
+            name="m",
+            settings={},
+            transfer={
+                "kv_connector": "NixlConnector",
+                "kv_connector_module_path": None,
+                "kv_buffer_device": "cpu",
+            },
+            environment={
+                **TCP,
+                "VLLM_KV_CACHE_LAYOUT": "BLHNC",
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            },
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     ask = {
-        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-        "remote_block_ids": None, "remote_host": None, "remote_port": None,
-    }  # fmt: skip
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
     with running(*launches, logs=logs) as pair:
         same = handed_over(pair, ask)
         return {

@@ -5,7 +5,7 @@ tests/adapters/vllm uses it without vLLM; tests/vllm compares it with what runni
 
 from collections.abc import Sequence
 
-from kvstow.adapters.connector.declared import Declaration, Page, Region
+from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredPage, DeclaredRegion
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
 
@@ -14,27 +14,33 @@ FULL = Full()
 
 def pages(
     names: Sequence[str], retention: Retention, heads: int, tokens: int, content: int
-) -> tuple[Page, ...]:
+) -> tuple[DeclaredPage, ...]:
     return tuple(
-        Page(layer=name, retention=retention, block_tokens=tokens,
-             heads=Extent.whole("head", heads), states=tokens, content=content,
-             dtype=DType.FLOAT32)
+        DeclaredPage(
+            layer=name,
+            retention=retention,
+            block_tokens=tokens,
+            heads=Extent.whole("head", heads),
+            states=tokens,
+            content=content,
+            dtype=DType.FLOAT32,
+        )
         for name in names
-    )  # fmt: skip
+    )
 
 
-def smollm2(order: str, num_blocks: int = 182) -> Declaration:
+def smollm2(order: str, num_blocks: int = 182) -> CacheDeclaration:
     """What vLLM 0.32 declares for SmolLM2-135M in float32, 128 tokens per block."""
     page = 3 * 128 * 128 * 4
     names = [f"model.layers.{i}.self_attn.attn" for i in range(30)]
     rows = order.startswith("B")
-    return Declaration(
+    return CacheDeclaration(
         model="smollm2",
         order=order,
         num_blocks=num_blocks,
         groups=(pages(names, FULL, heads=3, tokens=128, content=128),),
         regions=(
-            Region(
+            DeclaredRegion(
                 layers=tuple(names),
                 nbytes=30 * page * num_blocks,
                 layer_stride=page if rows else page * num_blocks,
@@ -45,13 +51,13 @@ def smollm2(order: str, num_blocks: int = 182) -> Declaration:
     )
 
 
-def gemma3(order: str, num_blocks: int = 1365) -> Declaration:
+def gemma3(order: str, num_blocks: int = 1365) -> CacheDeclaration:
     """What vLLM 0.32 declares for Gemma-3-270M in float32: six groups of three layers that
     overlay each other, five with a window of 512 tokens."""
     page = 128 * 512 * 4
     rows = order.startswith("B")
     groups = [[f"model.layers.{i}.self_attn.attn" for i in range(g, 18, 6)] for g in range(6)]
-    return Declaration(
+    return CacheDeclaration(
         model="gemma3",
         order=order,
         num_blocks=num_blocks,
@@ -60,7 +66,7 @@ def gemma3(order: str, num_blocks: int = 1365) -> Declaration:
             for g, names in enumerate(groups)
         ),
         regions=tuple(
-            Region(
+            DeclaredRegion(
                 layers=tuple(names),
                 nbytes=3 * page * num_blocks,
                 layer_stride=page if rows else page * num_blocks,

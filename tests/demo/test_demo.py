@@ -60,9 +60,15 @@ def test_real_weights_give_the_text_of_a_single_process_across_ranks_blocks_and_
     real_weights,
 ):
     found = report(
-        "--model", real_weights, "--tp-prefill", "3", "--block-tokens-decode", "64",
-        "--order-decode", "BLNHC",
-    )  # fmt: skip
+        "--model",
+        real_weights,
+        "--tp-prefill",
+        "3",
+        "--block-tokens-decode",
+        "64",
+        "--order-decode",
+        "BLNHC",
+    )
     assert_identical(found, transfers=2)
     assert found["how"]["prefill"] == "3 ranks, each computes its heads (torch.distributed)"
     assert found["model"] == "smollm2-135m-instruct"
@@ -126,8 +132,16 @@ def test_the_screen_shows_plan_text_transfers_and_verdict():
     run = demo("--model", "random:mistral")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    for part in ("window24", "8,192", "order BLHNC", "descr.", "recom-", "passed",
-                 "tokens identical", "identical: every token is the single process's"):  # fmt: skip
+    for part in (
+        "window24",
+        "8,192",
+        "order BLHNC",
+        "descr.",
+        "recom-",
+        "passed",
+        "tokens identical",
+        "identical: every token is the single process's",
+    ):
         assert part in run.stdout
     tables = [line for line in run.stdout.splitlines() if "both" in line or "passed" in line]
     assert len(tables) == 3

@@ -93,7 +93,7 @@ def test_a_model_that_reads_rows_in_place_chooses_the_same_tokens():
 
 
 def check_generation(family):
-    from kvstow.adapters.transformers import KvstowCache, ModelMemory
+    from kvstow.adapters.transformers import Cache, ModelMemory
     from kvstow.testing.tiny_models import tiny_model
 
     model = tiny_model(family).to("cuda")
@@ -105,7 +105,7 @@ def check_generation(family):
     }  # fmt: skip
     theirs = model.generate(ids, **wishes)
     with ModelMemory.of(model, budget=4 << 20, block_tokens=4, in_place=True) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             ours = model.generate(ids, past_key_values=cache, **wishes)
         memory.ledger.check()
     assert torch.equal(ours, theirs), family

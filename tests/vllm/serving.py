@@ -63,9 +63,13 @@ class Server:
     ) -> dict[str, Any]:
         """One completion, greedy; the whole answer. Hangs up after `patience` seconds."""
         body = {
-            "model": self.launch.name, "prompt": prompt, "max_tokens": max_tokens,
-            "temperature": 0, "seed": 1, **more,
-        }  # fmt: skip
+            "model": self.launch.name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 1,
+            **more,
+        }
         return self.post("/v1/completions", body, patience)
 
     def text(self, prompt: str | list[int], **more: Any) -> str:
@@ -167,11 +171,25 @@ def environment(launch: Launch) -> dict[str, str]:
 
 def command(launch: Launch, port: int) -> list[str]:
     parts = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model),
-        "--served-model-name", launch.name, "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
-        "--disable-uvicorn-access-log", *launch.options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(launch.model),
+        "--served-model-name",
+        launch.name,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--disable-uvicorn-access-log",
+        *launch.options,
+    ]
     if launch.settings is not None:
         config = {
             **CONNECTOR,
@@ -189,9 +207,12 @@ def start(launch: Launch, logs: Path) -> Server:
     sockets = {"VLLM_RPC_BASE_PATH": str(logs)}  # a killed server leaves them behind
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command(launch, port), env=environment(launch) | sockets, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command(launch, port),
+            env=environment(launch) | sockets,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     return Server(launch, port, process, log)
 
 

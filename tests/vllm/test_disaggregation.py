@@ -18,7 +18,7 @@ import pytest
 from serving import Launch, Server, running
 
 import recorded_vllm
-from kvstow.adapters.connector.declared import declared_layout
+from kvstow.adapters.vllm.layout import declared_layout
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 
@@ -222,8 +222,10 @@ def text_while_scribbling(pair: list[Server], prompt: list[int]) -> str:
 
 def worker_of(server: Server) -> tuple[int, int]:
     """The worker's process, and where its cache lies."""
-    found = re.search(r"Worker[^\n]*pid=(\d+)[^\n]*kvstow: \d+ bytes at (0x[0-9a-f]+)",
-                      server.log.read_text(errors="replace"))  # fmt: skip
+    found = re.search(
+        r"Worker[^\n]*pid=(\d+)[^\n]*kvstow: \d+ bytes at (0x[0-9a-f]+)",
+        server.log.read_text(errors="replace"),
+    )
     assert found, server.tail()
     return int(found[1]), int(found[2], 16)
 
@@ -272,9 +274,7 @@ def test_a_prefill_server_killed_in_a_transfer_costs_only_time(pair: list[Server
     before = decode.counts()
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            decode.text, prompt, max_tokens=12, kv_transfer_params=params
-        )  # fmt: skip
+        answer = pool.submit(decode.text, prompt, max_tokens=12, kv_transfer_params=params)
         time.sleep(3)
         prefill.kill()
         assert answer.result() == expected

@@ -100,8 +100,12 @@ def test_a_stream_comes_in_pieces_that_make_the_same_text(pair: list[Server], lo
 
 def test_chats_are_carried_too(pair: list[Server], logs: Path):
     prefill, decode = pair
-    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Say hello."}],
-            "max_tokens": 8, "temperature": 0}  # fmt: skip
+    chat = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     expected = prefill.post("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
     with router(logs, [prefill.url], [decode.url]) as url:
         answer = json.loads(post(url + "/v1/chat/completions", chat))

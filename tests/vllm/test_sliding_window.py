@@ -12,7 +12,7 @@ import pytest
 from serving import Launch, Server, running
 
 import recorded_vllm
-from kvstow.adapters.connector.declared import declared_layout
+from kvstow.adapters.vllm.layout import declared_layout
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 

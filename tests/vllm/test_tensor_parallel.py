@@ -16,8 +16,12 @@ RANKS = 3
 @pytest.fixture(scope="module")
 def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
     # four processes that compute, and wait by spinning: first contact takes up to 8 s on two cores
-    settings = {"digest": "always", "lease_seconds": 120, "transfer_seconds": 120,
-                "contact_seconds": 60}  # fmt: skip
+    settings = {
+        "digest": "always",
+        "lease_seconds": 120,
+        "transfer_seconds": 120,
+        "contact_seconds": 60,
+    }
     prefill = Launch(model=smollm2, name="m", settings={**settings, "consumer_ranks": RANKS})
     decode = Launch(
         model=smollm2, name="m", settings=settings, options=("-tp", str(RANKS)), rows=False

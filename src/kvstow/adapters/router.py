@@ -1,6 +1,6 @@
-# pyright: reportMissingImports=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportMissingImports=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false
 """A small router between prefill and decode instances, the only module that imports aiohttp.
 
     client ──▶ router ──▶ prefill   one token, answer carries tickets
@@ -32,7 +32,7 @@ MAX_BODY = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class RouterTimeouts:
     """In seconds: how long prefill may take, and how long a failed instance is passed over."""
 
     prefill: float = 120.0
@@ -40,7 +40,7 @@ class Times:
     rest: float = 10.0
 
 
-class Instances:
+class Servers:
     """Servers of one kind, in turn; those that failed lately come last."""
 
     def __init__(self, urls: Sequence[str], rest: float, clock: Callable[[], float]) -> None:
@@ -85,10 +85,14 @@ class Router:
     """Requests from clients to instances. Made inside a running loop."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], session: ClientSession, times: Times
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        session: ClientSession,
+        times: RouterTimeouts,
     ) -> None:
-        self._prefill = Instances(prefill, times.rest, time.monotonic)
-        self._decode = Instances(decode, times.rest, time.monotonic)
+        self._prefill = Servers(prefill, times.rest, time.monotonic)
+        self._decode = Servers(decode, times.rest, time.monotonic)
         self._session = session
         self._times = times
         self._registry = CollectorRegistry()
@@ -203,7 +207,9 @@ async def _relayed(request: web.Request, answer: Any) -> web.StreamResponse:
 Handler = Callable[[Router, Any], Awaitable[Any]]
 
 
-def application(prefill: Sequence[str], decode: Sequence[str], times: Times) -> web.Application:
+def application(
+    prefill: Sequence[str], decode: Sequence[str], times: RouterTimeouts
+) -> web.Application:
     """The router as an application; `web.run_app` serves it."""
     app = web.Application(client_max_size=MAX_BODY)
     routers: list[Router] = []
@@ -229,7 +235,7 @@ def application(prefill: Sequence[str], decode: Sequence[str], times: Times) -> 
 
 
 def serve(
-    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, times: Times
+    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, times: RouterTimeouts
 ) -> None:
     """Serve until interrupted."""
     web.run_app(application(prefill, decode, times), host=host, port=port, print=None)

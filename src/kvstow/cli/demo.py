@@ -89,14 +89,13 @@ def demo(
     """
     from rich.console import Console
 
-    from kvstow.demo.prompts import PROMPTS
+    from kvstow.demo.options import PROMPTS, DemoOptions
     from kvstow.demo.screen import Screen
-    from kvstow.demo.settings import Settings
     from kvstow.demo.story import run
 
     if prompt is not None and not all(prompt):
         refuse("--prompt is empty\n\nhint: ask something", code=MISUSED)
-    settings = Settings(
+    settings = DemoOptions(
         model=model,
         prompts=tuple(prompt or PROMPTS),
         new_tokens=new_tokens,

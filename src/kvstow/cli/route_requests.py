@@ -30,10 +30,10 @@ def route_requests(
     Speaks the OpenAI completions and chat APIs. Runs until interrupted.
     """
     try:
-        from kvstow.adapters.router import Times, serve
+        from kvstow.adapters.router import RouterTimeouts, serve
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
         raise BackendMissing("aiohttp", "router") from None
-    times = Times(prefill=prefill_seconds, rest=rest_seconds)
+    times = RouterTimeouts(prefill=prefill_seconds, rest=rest_seconds)
     serve(prefill, decode, host=host, port=port, times=times)

@@ -5,14 +5,14 @@ import msgspec
 from kvstow.plan.layout import Order
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class DemoMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Tagged with its own name."""
 
 
 # ── to a child ────────────────────────────────────────────────────────────────────────
 
 
-class Load(Message, frozen=True, kw_only=True):
+class Load(DemoMessage, frozen=True, kw_only=True):
     """Get the model ready. Ranks of one role meet at `meeting`, a loopback port."""
 
     model: str
@@ -26,13 +26,13 @@ class Load(Message, frozen=True, kw_only=True):
     store: str = ""
 
 
-class Encode(Message, frozen=True, kw_only=True):
+class Encode(DemoMessage, frozen=True, kw_only=True):
     """Turn texts into tokens."""
 
     texts: tuple[str, ...]
 
 
-class Prefill(Message, frozen=True, kw_only=True):
+class Prefill(DemoMessage, frozen=True, kw_only=True):
     """Compute a prompt and offer its rows, to so many."""
 
     prompt: int
@@ -40,13 +40,13 @@ class Prefill(Message, frozen=True, kw_only=True):
     readers: int = 1
 
 
-class Finish(Message, frozen=True, kw_only=True):
+class Finish(DemoMessage, frozen=True, kw_only=True):
     """Let go of a prompt's rows."""
 
     prompt: int
 
 
-class Continue(Message, frozen=True, kw_only=True):
+class Continue(DemoMessage, frozen=True, kw_only=True):
     """Pull a prompt's rows and go on from there; compute them where that fails."""
 
     prompt: int
@@ -56,7 +56,7 @@ class Continue(Message, frozen=True, kw_only=True):
     limit: int
 
 
-class Reload(Message, frozen=True, kw_only=True):
+class Reload(DemoMessage, frozen=True, kw_only=True):
     """Take a prompt's rows from the store and go on from there."""
 
     prompt: int
@@ -65,7 +65,7 @@ class Reload(Message, frozen=True, kw_only=True):
     limit: int
 
 
-class Judge(Message, frozen=True, kw_only=True):
+class Judge(DemoMessage, frozen=True, kw_only=True):
     """Generate with the model's own cache."""
 
     prompt: int
@@ -76,13 +76,13 @@ class Judge(Message, frozen=True, kw_only=True):
 # ── from a child ──────────────────────────────────────────────────────────────────────
 
 
-class Progress(Message, frozen=True, kw_only=True):
+class Progress(DemoMessage, frozen=True, kw_only=True):
     """What the child is doing."""
 
     what: str
 
 
-class GroupFacts(Message, frozen=True, kw_only=True):
+class GroupFacts(DemoMessage, frozen=True, kw_only=True):
     """One group of the plan."""
 
     name: str
@@ -94,7 +94,7 @@ class GroupFacts(Message, frozen=True, kw_only=True):
     tensors: int
 
 
-class Plan(Message, frozen=True, kw_only=True):
+class PlanFacts(DemoMessage, frozen=True, kw_only=True):
     """The layout that a child works with."""
 
     model: str
@@ -107,22 +107,22 @@ class Plan(Message, frozen=True, kw_only=True):
     heads: str
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class Ready(DemoMessage, frozen=True, kw_only=True):
     """The model is there; `plan` is missing where no rows are kept."""
 
     model: str
     seconds: float
-    plan: Plan | None = None
+    plan: PlanFacts | None = None
     how: str = ""
 
 
-class Encoded(Message, frozen=True, kw_only=True):
+class Encoded(DemoMessage, frozen=True, kw_only=True):
     """Texts as tokens, and the token that ends a text."""
 
     tokens: tuple[tuple[int, ...], ...]
 
 
-class Prefilled(Message, frozen=True, kw_only=True):
+class Prefilled(DemoMessage, frozen=True, kw_only=True):
     """A prompt was computed: its ticket, and the token that follows it."""
 
     prompt: int
@@ -132,7 +132,7 @@ class Prefilled(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-class Pulled(Message, frozen=True, kw_only=True):
+class Pulled(DemoMessage, frozen=True, kw_only=True):
     """Rows arrived and were accepted."""
 
     prompt: int
@@ -147,7 +147,7 @@ class Pulled(Message, frozen=True, kw_only=True):
     direction: str = ""
 
 
-class Lost(Message, frozen=True, kw_only=True):
+class Lost(DemoMessage, frozen=True, kw_only=True):
     """Rows did not arrive, or were not accepted; the prompt is computed here instead."""
 
     prompt: int
@@ -155,7 +155,7 @@ class Lost(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-class Reloaded(Message, frozen=True, kw_only=True):
+class Reloaded(DemoMessage, frozen=True, kw_only=True):
     """Rows came back from the store."""
 
     prompt: int
@@ -164,7 +164,7 @@ class Reloaded(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-class Stored(Message, frozen=True, kw_only=True):
+class Stored(DemoMessage, frozen=True, kw_only=True):
     """Rows were written to the store."""
 
     prompt: int
@@ -173,7 +173,7 @@ class Stored(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-class Token(Message, frozen=True, kw_only=True):
+class Token(DemoMessage, frozen=True, kw_only=True):
     """One more token, and what it adds to the text."""
 
     prompt: int
@@ -181,7 +181,7 @@ class Token(Message, frozen=True, kw_only=True):
     text: str
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(DemoMessage, frozen=True, kw_only=True):
     """All tokens of an answer; `to_first` from the rows (or nothing) to the next token."""
 
     prompt: int
@@ -190,7 +190,7 @@ class Done(Message, frozen=True, kw_only=True):
     seconds: float
 
 
-class Failed(Message, frozen=True, kw_only=True):
+class ChildFailed(DemoMessage, frozen=True, kw_only=True):
     """The child gives up."""
 
     error: str
@@ -209,7 +209,7 @@ FromChild = (
     | Stored
     | Token
     | Done
-    | Failed
+    | ChildFailed
 )
 
 _encoder = msgspec.json.Encoder()

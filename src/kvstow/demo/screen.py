@@ -11,8 +11,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from kvstow.demo.messages import Plan
-from kvstow.demo.show import Answer, Show
+from kvstow.demo.messages import PlanFacts
+from kvstow.demo.story import DemoState, PromptState
 
 QUESTION_WIDTH = 62
 
@@ -25,8 +25,8 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._said: dict[str, str] = {}
 
-    def draw(self, show: Show) -> None:
-        """Show the demo as it stands."""
+    def draw(self, show: DemoState) -> None:
+        """DemoState the demo as it stands."""
         if self._live is not None:
             self._live.update(picture(show), refresh=True)
             return
@@ -35,7 +35,7 @@ class Screen:
                 self._said[name] = what
                 self._console.print(f"{name}: {what}", style="dim", highlight=False)
 
-    def finish(self, show: Show) -> None:
+    def finish(self, show: DemoState) -> None:
         """Leave the whole story on the screen."""
         if self._live is not None:
             self._live.update(picture(show), refresh=True)
@@ -57,7 +57,7 @@ class Screen:
             self._live.stop()
 
 
-def picture(show: Show) -> RenderableType:
+def picture(show: DemoState) -> RenderableType:
     """Everything, from top to bottom."""
     parts: list[RenderableType] = [_title(show)]
     if show.doing and not all(what == "ready" for what in show.doing.values()):
@@ -76,13 +76,13 @@ def picture(show: Show) -> RenderableType:
     return Group(*parts)
 
 
-def _title(show: Show) -> Text:
+def _title(show: DemoState) -> Text:
     text = Text("kvstow demo", style="bold")
     text.append("  prefill in one process, rows over NIXL, decode in another", style="not bold dim")
     return text
 
 
-def _processes(show: Show) -> Table:
+def _processes(show: DemoState) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, what in show.doing.items():
         busy = what not in ("ready", "killed")
@@ -93,7 +93,7 @@ def _processes(show: Show) -> Table:
 # ── the plan ──────────────────────────────────────────────────────────────────────────
 
 
-def _plans(show: Show) -> Table:
+def _plans(show: DemoState) -> Table:
     table = _table("plan")
     for column in ("side", "group"):
         table.add_column(column, no_wrap=True)
@@ -135,14 +135,14 @@ def _table(title: str) -> Table:
     )
 
 
-def _facts(plan: Plan) -> tuple[object, ...]:
+def _facts(plan: PlanFacts) -> tuple[object, ...]:
     return (plan.order, plan.groups, plan.slab_bytes)
 
 
 # ── the answers ───────────────────────────────────────────────────────────────────────
 
 
-def _answers(show: Show) -> RenderableType:
+def _answers(show: DemoState) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim")
     table.add_column(overflow="fold")
@@ -161,7 +161,7 @@ def _asked(text: str) -> str:
     return f"[{len(lines) - 1} lines] {short}" if len(lines) > 1 else short
 
 
-def _mark(answer: Answer) -> tuple[str, str]:
+def _mark(answer: PromptState) -> tuple[str, str]:
     match answer.identical:
         case None:
             return ("", "")
@@ -177,7 +177,7 @@ def _mark(answer: Answer) -> tuple[str, str]:
 # ── the transfers ─────────────────────────────────────────────────────────────────────
 
 
-def _transfers(show: Show) -> Table:
+def _transfers(show: DemoState) -> Table:
     table = _table("rows, times in ms")
     for column in ("", "tokens", "rows", "bytes", "descr.", "by\nlayer", "time", "GB/s"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -191,26 +191,36 @@ def _transfers(show: Show) -> Table:
     return table
 
 
-def _transfer_rows(number: int, answer: Answer) -> list[list[RenderableType]]:
+def _transfer_rows(number: int, answer: PromptState) -> list[list[RenderableType]]:
     rows: list[list[RenderableType]] = []
     for pull in answer.pulled:
-        rows.append([
-            str(number),
-            str(len(answer.tokens)),
-            str(pull.rows),
-            size(pull.nbytes),
-            str(pull.descriptors),
-            str(pull.per_layer),
-            f"{pull.seconds * 1e3:.0f}",
-            f"{pull.nbytes / pull.seconds / 1e9:.2f}",
-            Text(" ".join(dict.fromkeys((pull.fence, pull.digest))), style="green"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(number),
+                str(len(answer.tokens)),
+                str(pull.rows),
+                size(pull.nbytes),
+                str(pull.descriptors),
+                str(pull.per_layer),
+                f"{pull.seconds * 1e3:.0f}",
+                f"{pull.nbytes / pull.seconds / 1e9:.2f}",
+                Text(" ".join(dict.fromkeys((pull.fence, pull.digest))), style="green"),
+            ]
+        )
     for lost in answer.lost:
-        rows.append([
-            str(number), str(len(answer.tokens)), "–", "–", "–", "–",
-            f"{lost.seconds * 1e3:.0f}", "–",
-            Text("failed", style="red"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(number),
+                str(len(answer.tokens)),
+                "–",
+                "–",
+                "–",
+                "–",
+                f"{lost.seconds * 1e3:.0f}",
+                "–",
+                Text("failed", style="red"),
+            ]
+        )
     if not rows:
         return [[str(number), str(len(answer.tokens))]]
     rows[0] += [
@@ -223,7 +233,7 @@ def _transfer_rows(number: int, answer: Answer) -> list[list[RenderableType]]:
 # ── the verdict ───────────────────────────────────────────────────────────────────────
 
 
-def _verdict(show: Show) -> RenderableType:
+def _verdict(show: DemoState) -> RenderableType:
     pulls = [pull for answer in show.answers for pull in answer.pulled]
     fell_back = sum(bool(answer.lost) for answer in show.answers)
     again = sum(answer.from_store is not None for answer in show.answers)

@@ -3,19 +3,21 @@
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from kvstow.demo.child import Children, DemoError
 from kvstow.demo.messages import (
+    ChildFailed,
     Continue,
     Done,
     Encode,
     Encoded,
-    Failed,
     Finish,
     FromChild,
     Judge,
     Load,
     Lost,
+    PlanFacts,
     Prefill,
     Prefilled,
     Progress,
@@ -26,21 +28,128 @@ from kvstow.demo.messages import (
     Stored,
     Token,
 )
-from kvstow.demo.settings import Settings
-from kvstow.demo.show import Show
+from kvstow.demo.options import DemoOptions
+from kvstow.demo.processes import Children, DemoError
 
-Redraw = Callable[[Show], None]
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt: how its rows travelled, and what two sides made of it."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    prefilled: list[Prefilled] = field(default_factory=list[Prefilled])
+    pulled: list[Pulled] = field(default_factory=list[Pulled])
+    lost: list[Lost] = field(default_factory=list[Lost])
+    stored: list[Stored] = field(default_factory=list[Stored])
+    reloaded: list[Reloaded] = field(default_factory=list[Reloaded])
+    streamed: str = ""
+    again: str = ""
+    decoded: Done | None = None
+    judged: Done | None = None
+    from_store: Done | None = None
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether both sides chose the same tokens; None while one of them is at work."""
+        if self.decoded is None or self.judged is None:
+            return None
+        same = self.decoded.tokens == self.judged.tokens
+        if self.from_store is not None:
+            same = same and self.from_store.tokens == self.judged.tokens
+        return same
+
+
+@dataclass(slots=True)
+class DemoState:
+    """A demo under way."""
+
+    settings: DemoOptions
+    answers: list[PromptState]
+    model: str = ""
+    doing: dict[str, str] = field(default_factory=dict[str, str])
+    plans: dict[str, PlanFacts] = field(default_factory=dict[str, PlanFacts])
+    how: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(settings: DemoOptions) -> "DemoState":
+        return DemoState(
+            settings=settings, answers=[PromptState(text) for text in settings.prompts]
+        )
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether every answer is; None while one is missing."""
+        verdicts = [answer.identical for answer in self.answers]
+        if False in verdicts:
+            return False
+        return None if None in verdicts else True
+
+    def report(self) -> dict[str, Any]:
+        """The stable keys of `--json`, and more."""
+        pulled = [(i, pull) for i, answer in enumerate(self.answers) for pull in answer.pulled]
+        return {
+            "model": self.model,
+            "identical": bool(self.identical),
+            "prompts": [self._prompt(answer) for answer in self.answers],
+            "transfers": [
+                {
+                    "prompt": i,
+                    "bytes": pull.nbytes,
+                    "descriptors": pull.descriptors,
+                    "regions": pull.regions,
+                    "rows": pull.rows,
+                    "seconds": pull.seconds,
+                    "fence": pull.fence,
+                    "digest": pull.digest,
+                    "direction": pull.direction,
+                }
+                for i, pull in pulled
+            ],
+            "per_layer": {
+                "descriptors": sum(pull.per_layer for _, pull in pulled),
+                "regions": sum(g.tensors for g in self.plans["decode"].groups)
+                if "decode" in self.plans
+                else 0,
+            },
+            "how": self.how,
+            "notes": self.notes,
+            "seconds": self.seconds,
+        }
+
+    def _prompt(self, answer: PromptState) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "prompt": answer.text,
+            "prompt_tokens": len(answer.tokens),
+            "text": answer.streamed,
+            "identical": answer.identical,
+            "fallback": [lost.why for lost in answer.lost],
+        }
+        if answer.decoded is not None and answer.judged is not None:
+            found["tokens"] = list(answer.decoded.tokens)
+            found["to_first_token"] = {
+                "transferred": answer.decoded.to_first,
+                "recomputed": answer.judged.to_first,
+            }
+        if answer.from_store is not None:
+            found["to_first_token"]["reloaded"] = answer.from_store.to_first
+        return found
+
+
+Redraw = Callable[[DemoState], None]
 SILENCE_SECONDS = 600.0
 REDRAW_SECONDS = 0.1
 
 
-def run(settings: Settings, redraw: Redraw) -> Show:
+def run(settings: DemoOptions, redraw: Redraw) -> DemoState:
     """Run the whole demo; `redraw` is called whenever something has happened.
 
     Every process that was started has ended when this returns or raises.
     """
     began = time.monotonic()
-    show = Show.of(settings)
+    show = DemoState.of(settings)
     with Children() as children:
         story = Story(show, children, redraw)
         story.load()
@@ -58,7 +167,7 @@ def run(settings: Settings, redraw: Redraw) -> Show:
 class Story:
     """The demo's steps, each waiting for what it has set off."""
 
-    def __init__(self, show: Show, children: Children, redraw: Redraw) -> None:
+    def __init__(self, show: DemoState, children: Children, redraw: Redraw) -> None:
         self.show, self.children, self.redraw = show, children, redraw
         self.settings = show.settings
         self.prefill = [f"prefill{r}" for r in range(self.settings.tp_prefill)]
@@ -182,8 +291,9 @@ class Story:
             self.redraw(self.show)
             if event is None:
                 if time.monotonic() - silent_since > SILENCE_SECONDS:
-                    raise DemoError(f"no word from {', '.join(sorted(waiting))} for "
-                                    f"{SILENCE_SECONDS:.0f} s")  # fmt: skip
+                    raise DemoError(
+                        f"no word from {', '.join(sorted(waiting))} for {SILENCE_SECONDS:.0f} s"
+                    )
                 continue
             silent_since = time.monotonic()
             name, message = event
@@ -196,7 +306,7 @@ class Story:
         show = self.show
         leads = not name[-1].isdigit() or name.endswith("0")
         match message:
-            case Failed(error=error, trace=trace):
+            case ChildFailed(error=error, trace=trace):
                 raise DemoError(f"{name}: {error}" + (f"\n\n{trace}" if trace else ""))
             case Progress(what=what):
                 show.doing[name] = what

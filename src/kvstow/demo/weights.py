@@ -1,5 +1,5 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 """Small real weights that install from a package index, as a plain checkpoint directory.
 
 A GGUF file takes half a minute to unpack, so it is unpacked once, into float32, and kept:
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -172,3 +172,82 @@ def load(directory: Path, *, progress: Progress = silent) -> tuple[Any, Any]:
         directory, dtype=torch.float32, local_files_only=True
     )
     return model.eval(), tokenizer
+
+
+# ── models by name ────────────────────────────────────────────────────────────────────
+
+RANDOM = "random:"
+
+
+class Language(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerLanguage:
+    """A checkpoint's own tokenizer; prompts take the chat form where it has one."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """The prompt as the model was taught to see one."""
+        if self.tokenizer.chat_template is None:
+            tokens = [int(token) for token in self.tokenizer(text).input_ids]
+            begin = self.tokenizer.bos_token_id
+            return tokens if begin is None or tokens[:1] == [begin] else [int(begin), *tokens]
+        asked = [{"role": "user", "content": text}]
+        return [
+            int(token)
+            for token in self.tokenizer.apply_chat_template(
+                asked, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        ]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The answer as text."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLanguage:
+    """Bytes as tokens, for random weights: what they say means nothing."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"{token:x}" for token in tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    name: str
+    model: Any
+    language: Language
+
+
+def load_model(name: str, progress: Progress) -> LoadedModel:
+    """The model of that name: packaged weights, a directory, or random ones of a family."""
+    if name.startswith(RANDOM):
+        from kvstow.testing.tiny_models import tiny_model
+
+        progress("drawing random weights")
+        return LoadedModel(name, tiny_model(name.removeprefix(RANDOM)), ByteLanguage())
+    if name in PACKAGED:
+        directory = unpacked(PACKAGED[name], progress=progress)
+    elif Path(name).is_dir():
+        directory = Path(name)
+    else:
+        known = ", ".join(PACKAGED)
+        raise ModelError(
+            f"no model {name!r}\n\nhint: {known}, the directory of a checkpoint, or "
+            f"{RANDOM}FAMILY such as {RANDOM}falcon_h1"
+        )
+    model, tokenizer = load(directory, progress=progress)
+    return LoadedModel(directory.name, model, TokenizerLanguage(tokenizer))

@@ -12,16 +12,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvstow.demo.messages import (
+    ChildFailed,
     Continue,
     Encode,
     Encoded,
-    Failed,
     Finish,
     FromChild,
     GroupFacts,
     Judge,
     Load,
-    Plan,
+    PlanFacts,
     Prefill,
     Progress,
     Ready,
@@ -34,8 +34,8 @@ from kvstow.errors import KvstowError
 
 if TYPE_CHECKING:
     from kvstow.adapters.transformers import ModelMemory
-    from kvstow.demo.engine import Engine
-    from kvstow.demo.models import Opened
+    from kvstow.demo.roles import Engine
+    from kvstow.demo.weights import LoadedModel
     from kvstow.plan.layout import Layout
 
 
@@ -79,16 +79,16 @@ class Worker:
         self.say(Progress(what="importing torch and transformers"))
         import torch
 
-        import_module("kvstow.demo.engine")
+        import_module("kvstow.demo.roles")
         torch.set_num_threads(1)
         self.say(Progress(what="waiting for the weights"))
 
     def _load(self, message: Load) -> None:
         began = time.monotonic()
-        from kvstow.demo.engine import Engine
-        from kvstow.demo.models import opened
+        from kvstow.demo.roles import Engine
+        from kvstow.demo.weights import load_model
 
-        found = opened(message.model, lambda what: self.say(Progress(what=what)))
+        found = load_model(message.model, lambda what: self.say(Progress(what=what)))
         if message.role == "single":
             self.engine = Engine(found, self.say)
             self.say(Ready(model=found.name, seconds=time.monotonic() - began))
@@ -104,21 +104,21 @@ class Worker:
             )
         )
 
-    def _memory(self, message: Load, found: "Opened") -> "tuple[ModelMemory, str]":
-        from kvstow.adapters.transformers import ModelMemory, Shard
+    def _memory(self, message: Load, found: "LoadedModel") -> "tuple[ModelMemory, str]":
+        from kvstow.adapters.transformers import HeadShard, ModelMemory
         from kvstow.demo.parallel import can_split, check_heads, split
 
-        how, shard = "one process", Shard()
+        how, shard = "one process", HeadShard()
         if message.ranks > 1:
             check_heads(found.model, message.ranks)
             if can_split(found.model, message.ranks):
                 self.say(Progress(what="meeting the other ranks"))
                 split(found.model, rank=message.rank, ranks=message.ranks, port=message.meeting)
                 how = f"{message.ranks} ranks, each computes its heads (torch.distributed)"
-                shard = Shard(message.rank, message.ranks)
+                shard = HeadShard(message.rank, message.ranks)
             elif message.role == "prefill":
                 how = f"{message.ranks} ranks, each computes all and keeps its heads"
-                shard = Shard(message.rank, message.ranks, computes_all=True)
+                shard = HeadShard(message.rank, message.ranks, computes_all=True)
                 self.reuse = False
             else:
                 raise KvstowError(
@@ -137,7 +137,7 @@ class Worker:
         return memory, how
 
 
-def plan_of(layout: "Layout") -> Plan:
+def plan_of(layout: "Layout") -> PlanFacts:
     """A layout in the words of the screen."""
     from kvstow.plan.manifest import fingerprint
 
@@ -154,7 +154,7 @@ def plan_of(layout: "Layout") -> Plan:
         for g, rows in enumerate(layout.groups)
     )
     rank, size = layout.tp
-    return Plan(
+    return PlanFacts(
         model=layout.model,
         order=layout.order,
         groups=groups,
@@ -186,10 +186,10 @@ def main() -> None:
         while True:
             worker.heard(orders.get())
     except KvstowError as error:
-        worker.say(Failed(error=str(error)))
+        worker.say(ChildFailed(error=str(error)))
     except Exception as error:
         last = f"{type(error).__name__}: {error}"
-        worker.say(Failed(error=last, trace=traceback.format_exc()))
+        worker.say(ChildFailed(error=last, trace=traceback.format_exc()))
     threading.Event().wait()  # the parent decides when
 
 

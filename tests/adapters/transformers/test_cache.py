@@ -8,15 +8,15 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
 from kvstow.adapters.transformers import (
-    KvstowCache,
+    Cache,
+    HeadShard,
     ModelMemory,
-    Shard,
     cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.batch import prompts_of
-from kvstow.adapters.transformers.pages import Table, gathered, one_stride, write
-from kvstow.adapters.transformers.specs import trial
+from kvstow.adapters.transformers.attention import BatchTable, gathered, one_stride, write
+from kvstow.adapters.transformers.inspect import trial
+from kvstow.adapters.transformers.sequences import prompts_of
 from kvstow.errors import BlockError, ModelError, OutOfBlocks
 from kvstow.plan.group import bounded_rows
 from kvstow.plan.retention import Full, State, Window
@@ -71,8 +71,11 @@ def test_a_mixed_layer_keeps_tokens_and_a_state():
 def test_a_compressed_layer_keeps_a_window_entries_and_what_the_next_are_made_of():
     specs = {spec.name: spec for spec in cache_layers(tiny_model("deepseek_v4"), block_tokens=6)}
     assert [name for name in specs if name.startswith("layers.1")] == [
-        "layers.1", "layers.1.compressor", "layers.1.indexer", "layers.1.state",
-    ]  # fmt: skip
+        "layers.1",
+        "layers.1.compressor",
+        "layers.1.indexer",
+        "layers.1.state",
+    ]
     assert specs["layers.1"].retention == Window(24)
     assert [field.name for field in specs["layers.1"].fields] == ["k"]
     for name, tokens, entries in (("layers.1", 12, 3), ("layers.0", 24, 3)):
@@ -86,21 +89,25 @@ def test_a_compressed_layer_keeps_a_window_entries_and_what_the_next_are_made_of
 def test_a_layer_of_lightning_attention_keeps_a_state_and_nothing_else():
     specs = cache_layers(tiny_model("minimax"))
     assert [(spec.name, spec.retention) for spec in specs] == [
-        ("layers.0", Full()), ("layers.2", Full()),
-        ("layers.1.state", State()), ("layers.3.state", State()),
-    ]  # fmt: skip
+        ("layers.0", Full()),
+        ("layers.2", Full()),
+        ("layers.1.state", State()),
+        ("layers.3.state", State()),
+    ]
 
 
 @pytest.mark.parametrize("computes_all", [False, True])
 def test_a_shard_holds_its_part_of_all_heads(computes_all):
-    shard = Shard(1, 2, computes_all=computes_all)
+    shard = HeadShard(1, 2, computes_all=computes_all)
     heads = cache_layers(tiny_model("llama"), shard=shard)[0].heads
     held = 1 if computes_all else 2
     assert (heads.total, heads.pieces) == (2 * held, ((held, 2 * held),))
 
 
 def test_a_latent_is_held_whole_by_every_rank():
-    heads = cache_layers(tiny_model("deepseek_v3"), shard=Shard(1, 2, computes_all=True))[0].heads
+    heads = cache_layers(tiny_model("deepseek_v3"), shard=HeadShard(1, 2, computes_all=True))[
+        0
+    ].heads
     assert (heads.total, heads.pieces) == (1, ((0, 1),))
 
 
@@ -144,7 +151,7 @@ def test_tokens_come_back_in_order_and_nothing_else_is_touched(heads, block_toke
     pool = torch.full((NUM_BLOCKS, heads, block_tokens, content), float("nan"))
     blocks = -(-(start + tokens) // block_tokens)
     ids = torch.from_numpy(np.random.default_rng(0).permutation(NUM_BLOCKS)[: 2 * blocks])
-    table = Table(ids.view(2, blocks), 0, block_tokens)
+    table = BatchTable(ids.view(2, blocks), 0, block_tokens)
     states = torch.arange(2 * heads * (start + tokens) * content, dtype=torch.float32)
     states = states.view(2, heads, start + tokens, content)
     if start:
@@ -165,7 +172,7 @@ def test_tokens_come_back_in_order_and_nothing_else_is_touched(heads, block_toke
 
 def test_a_table_may_begin_later_than_the_sequence():
     pool = torch.zeros((6, 1, 2, 1))
-    table = Table(torch.tensor([[5, 2]]), 3, 2)  # blocks 3 and 4: tokens 6 to 9
+    table = BatchTable(torch.tensor([[5, 2]]), 3, 2)  # blocks 3 and 4: tokens 6 to 9
     write(pool, table, torch.tensor([[[[7.0], [8.0], [9.0]]]]), 7)
     assert pool[:, 0, :, 0].tolist() == [[0, 0], [0, 0], [8, 9], [0, 0], [0, 0], [0, 7]]
     assert gathered(pool, table, 7, 10).flatten().tolist() == [7, 8, 9]
@@ -191,7 +198,7 @@ def test_a_window_holds_a_bounded_number_of_rows_for_any_length():
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
         group = memory.ledger.groups[0]
         bound = bounded_rows(group, in_flight=1)
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             for token in range(80):
                 forward(model, torch.tensor([[token]]), cache)
                 assert memory.pool.num_held(0) <= bound
@@ -202,7 +209,7 @@ def test_sequences_that_do_not_all_fit_are_not_admitted_at_all():
     model = tiny_model("llama")
     with ModelMemory.of(model, budget=80 << 10, block_tokens=16) as memory:
         free = memory.pool.num_free(0)
-        cache = KvstowCache(memory)
+        cache = Cache(memory)
         with pytest.raises(OutOfBlocks):
             forward(model, torch.zeros((free + 1, 3), dtype=torch.long), cache)
         assert len(memory.ledger) == 0
@@ -211,7 +218,7 @@ def test_sequences_that_do_not_all_fit_are_not_admitted_at_all():
 
 def test_a_cache_refuses_another_number_of_sequences():
     model = tiny_model("llama")
-    with ModelMemory.of(model, budget=1 << 20) as memory, KvstowCache(memory) as cache:
+    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as cache:
         forward(model, torch.zeros((2, 3), dtype=torch.long), cache)
         with pytest.raises(BlockError, match="2 sequences was given 3"):
             forward(model, torch.zeros((3, 1), dtype=torch.long), cache)
@@ -219,7 +226,7 @@ def test_a_cache_refuses_another_number_of_sequences():
 
 def test_a_cache_refuses_another_element_type():
     model = tiny_model("llama")
-    with ModelMemory.of(model, budget=1 << 20) as memory, KvstowCache(memory) as cache:
+    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as cache:
         keys = torch.zeros((1, 2, 3, 8), dtype=torch.float64)
         with pytest.raises(BlockError, match=r"holds torch\.float32, not torch\.float64"):
             cache.update(keys, keys, 0)
@@ -229,7 +236,7 @@ def test_a_cache_refuses_another_element_type():
 def test_layers_know_whether_they_have_a_state_as_their_own_ones_do(family):
     model = tiny_model(family)
     theirs = DynamicCache(config=model.config)
-    with ModelMemory.of(model, budget=1 << 20) as memory, KvstowCache(memory) as ours:
+    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as ours:
         for _ in range(2):
             for i, layer in enumerate(theirs.layers):
                 if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -244,7 +251,7 @@ def test_a_reset_cache_begins_anew(family):
     model = tiny_model(family)
     ids = torch.arange(10).unsqueeze(0)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             first = forward(model, ids, cache)
             cache.reset()
             assert cache.get_seq_length() == 0
@@ -257,13 +264,13 @@ def test_states_in_scattered_rows_are_the_same_as_in_neighbouring_ones(family):
     model = tiny_model(family)
     ids = torch.arange(33).view(3, 11)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory) as neighbours:
+        with Cache(memory) as neighbours:
             expected = [forward(model, ids[:, :10], neighbours)]
             expected += [forward(model, ids[:, 10:], neighbours)]
         taken = [memory.ledger.admit(1).request for _ in range(5)]
         for request in (taken[0], taken[1], taken[3]):
             memory.ledger.release(request)
-        with KvstowCache(memory) as scattered:
+        with Cache(memory) as scattered:
             found = [forward(model, ids[:, :10], scattered)]
             found += [forward(model, ids[:, 10:], scattered)]
             state = next(g for g, x in enumerate(memory.ledger.groups) if x.name == "state")
@@ -286,10 +293,10 @@ def test_a_recurrent_model_counts_its_tokens_and_resumes_from_any_block():
         return logits[0, -1]
 
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory, tokens=ids) as cache:
+        with Cache(memory, tokens=ids) as cache:
             expected = passes(cache, 0, [2, *range(3, 11), 16, 18, 19, 20, 23])
         for known, hit in ((9, 8), (17, 16), (23, 20)):
-            with KvstowCache(memory, tokens=ids[:, :known]) as cache:
+            with Cache(memory, tokens=ids[:, :known]) as cache:
                 assert cache.num_tokens == hit
                 found = passes(cache, hit, [hit + 1, 23])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -300,14 +307,14 @@ def test_kept_sequences_go_on_as_if_the_others_had_never_been():
     model = tiny_model("falcon_h1")
     ids = torch.arange(33).view(3, 11)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             forward(model, ids[:, :10], cache)
             cache.batch_select_indices(torch.tensor([2, 0]))
             cache.batch_repeat_interleave(2)
             found = forward(model, ids[[2, 2, 0, 0], 10:], cache)
         assert len(memory.ledger) == 0
         for row, origin in enumerate([2, 2, 0, 0]):
-            with KvstowCache(memory) as alone:
+            with Cache(memory) as alone:
                 forward(model, ids[origin : origin + 1, :10], alone)
                 expected = forward(model, ids[origin : origin + 1, 10:], alone)
             torch.testing.assert_close(found[row], expected[0], rtol=1e-5, atol=1e-4)
@@ -318,7 +325,7 @@ def test_layers_show_the_same_keys_and_values_as_their_own_ones(family):
     model = tiny_model(family)
     theirs = DynamicCache(config=model.config)
     memory = ModelMemory.of(model, budget=1 << 20, block_tokens=4)
-    with memory, KvstowCache(memory) as ours:
+    with memory, Cache(memory) as ours:
         assert all(layer.keys is layer.values is None for layer in ours.layers)
         for cache in (ours, theirs):
             forward(model, torch.arange(66).view(2, 33), cache)
@@ -337,7 +344,7 @@ def test_tokens_written_over_tokens_are_as_if_they_had_come_first(family, block_
     model = tiny_model(family)
     ids, other = torch.arange(60).unsqueeze(0), torch.arange(100, 160).unsqueeze(0)
     memory = ModelMemory.of(model, budget=1 << 20, block_tokens=block_tokens, rollback_tokens=6)
-    with memory, KvstowCache(memory) as cache, KvstowCache(memory) as plain:
+    with memory, Cache(memory) as cache, Cache(memory) as plain:
         forward(model, ids[:, :35], cache)
         forward(model, ids[:, :35], plain)
         for start in range(35, 50, 3):
@@ -364,7 +371,7 @@ def test_what_cannot_go_back_is_refused_and_unchanged(family, rollback_tokens, r
     model = tiny_model(family)
     ids = torch.arange(32).unsqueeze(0)
     memory = ModelMemory.of(model, budget=1 << 20, rollback_tokens=rollback_tokens)
-    with memory, KvstowCache(memory) as cache:
+    with memory, Cache(memory) as cache:
         with torch.no_grad():
             model(ids, use_cache=True, **{cache_name(model): cache})
         cache.crop(0)
@@ -378,12 +385,12 @@ def test_known_tokens_and_those_of_beams_that_have_split_are_not_taken_back():
     model = tiny_model("llama")
     ids = torch.arange(9).unsqueeze(0)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory, tokens=ids) as cache:
+        with Cache(memory, tokens=ids) as cache:
             forward(model, torch.arange(12).unsqueeze(0), cache)
             cache.crop(-3)
             with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
                 cache.crop(-1)
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             forward(model, ids, cache)
             cache.batch_repeat_interleave(2)
             with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
@@ -406,7 +413,7 @@ def test_a_mask_with_a_hole_is_refused():
 
 def test_sequences_without_tokens_cannot_be_remembered():
     model = tiny_model("llama")
-    with ModelMemory.of(model, budget=1 << 20) as memory, KvstowCache(memory) as cache:
+    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as cache:
         forward(model, torch.zeros((1, 3), dtype=torch.long), cache)
         with pytest.raises(BlockError, match="tokens=input_ids"):
             cache.remember(torch.zeros((1, 3), dtype=torch.long))
@@ -416,10 +423,10 @@ def test_a_remembered_answer_is_a_prefix_of_the_next_prompt():
     model = tiny_model("llama")
     ids = torch.arange(20).unsqueeze(0)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory, tokens=ids) as cache:
+        with Cache(memory, tokens=ids) as cache:
             answer = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
             cache.remember(answer)
-        with KvstowCache(memory, tokens=torch.cat([answer, ids], 1)) as cache:
+        with Cache(memory, tokens=torch.cat([answer, ids], 1)) as cache:
             assert cache.get_seq_length() == 28  # 29 tokens, the last of which was never computed
 
 
@@ -427,9 +434,9 @@ def test_prompts_with_different_hits_share_none():
     model = tiny_model("llama")
     one, other = torch.arange(16), torch.arange(100, 116)
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with KvstowCache(memory, tokens=one.unsqueeze(0)) as cache:
+        with Cache(memory, tokens=one.unsqueeze(0)) as cache:
             forward(model, one.unsqueeze(0), cache)
-        with KvstowCache(memory, tokens=torch.stack([one, one])) as cache:
+        with Cache(memory, tokens=torch.stack([one, one])) as cache:
             assert cache.get_seq_length() == 12
-        with KvstowCache(memory, tokens=torch.stack([one, other])) as cache:
+        with Cache(memory, tokens=torch.stack([one, other])) as cache:
             assert cache.get_seq_length() == 0

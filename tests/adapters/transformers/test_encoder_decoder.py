@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory
+from kvstow.adapters.transformers import Cache, ModelMemory
 from kvstow.errors import BlockError, ModelError
 from kvstow.memory.copy import copy
 from kvstow.plan.retention import Encoder, Full
@@ -40,11 +40,19 @@ def model_of(family):
         model = T5ForConditionalGeneration(config)
     else:
         config = AutoConfig.for_model(
-            "whisper", **common, num_mel_bins=8, encoder_layers=2, decoder_layers=2,
-            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-            decoder_ffn_dim=48, max_source_positions=SOURCE_TOKENS, max_target_positions=64,
+            "whisper",
+            **common,
+            num_mel_bins=8,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_source_positions=SOURCE_TOKENS,
+            max_target_positions=64,
             init_std=0.5,
-        )  # fmt: skip
+        )
         model = WhisperForConditionalGeneration(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -71,9 +79,15 @@ def memory_for(model, **wishes):
 def generated(model, given, cache=None, **wishes):
     own = {} if cache is None else {"past_key_values": cache}
     return model.generate(
-        **given, **own, **wishes, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
-        do_sample=False, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        **given,
+        **own,
+        **wishes,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
 
 
 def assert_same_bits(ours, theirs):
@@ -89,11 +103,13 @@ families = pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_the_encoder_has_rows_of_its_own(family):
     with memory_for(model_of(family)) as memory:
         assert [group.retention for group in memory.ledger.groups] == [
-            Full(), Encoder(SOURCE_TOKENS),
-        ]  # fmt: skip
+            Full(),
+            Encoder(SOURCE_TOKENS),
+        ]
         assert [spec.name for spec in memory.ledger.groups[1].layers] == [
-            "layers.0.cross", "layers.1.cross",
-        ]  # fmt: skip
+            "layers.0.cross",
+            "layers.1.cross",
+        ]
 
 
 @families
@@ -103,7 +119,7 @@ def test_a_batch_has_the_same_logits(family, num_beams, order):
     model = model_of(family)
     given = source(family, 2)
     with memory_for(model, order=order) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             assert isinstance(cache, EncoderDecoderCache)
             ours = generated(model, given, cache, num_beams=num_beams)
             cross = [cache.blocks(i)[1].ids.tolist() for i in range(2)]
@@ -118,7 +134,7 @@ def test_a_cache_that_is_reset_takes_another_source(family):
     model = model_of(family)
     two = source(family, 2)
     first, second = ({k: v[i : i + 1] for k, v in two.items()} for i in range(2))
-    with memory_for(model) as memory, KvstowCache(memory) as cache:
+    with memory_for(model) as memory, Cache(memory) as cache:
         assert_same_bits(generated(model, first, cache), generated(model, first))
         cache.reset()
         assert_same_bits(generated(model, second, cache), generated(model, second))
@@ -131,7 +147,7 @@ def test_rows_of_both_go_on_elsewhere(family):
     tokens = torch.tensor([[2, 7, 9, 11, 13, 15]])
     elsewhere = memory_for(model, block_tokens=8, order="BHLNC")
     with memory_for(model) as memory, elsewhere, torch.no_grad():
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             model(**given, decoder_input_ids=tokens[:, :5], past_key_values=cache)
             expected = model(**given, decoder_input_ids=tokens).logits[:, -1]
             request = elsewhere.ledger.admit(5).request
@@ -139,9 +155,7 @@ def test_rows_of_both_go_on_elsewhere(family):
                 cache.blocks(0), elsewhere.ledger.blocks(request), 5
             )
             copy(memory.arena, elsewhere.arena, moves).wait()
-        there = KvstowCache(
-            elsewhere, requests=[request], num_tokens=5, encoder_tokens=SOURCE_TOKENS
-        )
+        there = Cache(elsewhere, requests=[request], num_tokens=5, encoder_tokens=SOURCE_TOKENS)
         with there:
             found = model(**given, decoder_input_ids=tokens[:, 5:], past_key_values=there)
             torch.testing.assert_close(found.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
@@ -150,7 +164,7 @@ def test_rows_of_both_go_on_elsewhere(family):
 def test_a_source_that_is_too_long_is_refused():
     model = model_of("t5")
     refused = pytest.raises(BlockError, match=r"(?s)rows for 20 .* not 22.*encoder_tokens=22")
-    with memory_for(model, encoder_tokens=20) as memory, KvstowCache(memory) as cache, refused:
+    with memory_for(model, encoder_tokens=20) as memory, Cache(memory) as cache, refused:
         generated(model, source("t5", 1), cache)
 
 

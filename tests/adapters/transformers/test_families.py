@@ -12,7 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACa
 from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxForCausalLM
 from transformers.utils import logging
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory, cache_name
+from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.demo import weights
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
@@ -124,7 +124,7 @@ def test_a_left_padded_batch_has_the_same_logits(family):
     mask[1, :5] = 0
     mask[2, :1] = 0
     with memory_for(model) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             ours = generated(model, ids, cache, mask)
         assert len(memory.ledger) == 0
         memory.ledger.check()
@@ -137,7 +137,7 @@ def test_beams_that_share_rows_have_the_same_logits(family):
     model = model_of(family)
     ids = prompt(2)
     with memory_for(model) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             ours = generated(model, ids, cache, num_beams=3)
         memory.ledger.check()
         assert all(memory.pool.num_held(g) == 0 for g in range(len(memory.layout.groups)))
@@ -148,7 +148,7 @@ def test_beams_that_share_rows_have_the_same_logits(family):
 def test_a_prompt_in_chunks_has_the_same_logits(family):
     model = model_of(family)
     ids = prompt(2)
-    with memory_for(model) as memory, KvstowCache(memory) as cache:
+    with memory_for(model) as memory, Cache(memory) as cache:
         ours = in_chunks(model, ids, cache, 7)
     assert_same_bits(ours, in_chunks(model, ids, None, 7))
 
@@ -162,7 +162,7 @@ OTHER_ORDERS = [order for order in ORDERS if order != "BLHNC"]
 def test_other_orders_have_the_same_logits(family, order):
     model = model_of(family)
     ids = prompt(2)
-    with memory_for(model, order=order) as memory, KvstowCache(memory) as cache:
+    with memory_for(model, order=order) as memory, Cache(memory) as cache:
         ours = generated(model, ids, cache)
     assert_same_bits(ours, generated(model, ids))
 
@@ -171,7 +171,7 @@ def test_other_orders_have_the_same_logits(family, order):
 def test_a_second_turn_goes_on_from_the_same_cache(family):
     model = model_of(family)
     first, more = prompt(2), prompt(2, 1, seed=2)
-    with memory_for(model) as memory, KvstowCache(memory) as cache:
+    with memory_for(model) as memory, Cache(memory) as cache:
         said = generated(model, first, cache).sequences
         assert cache.get_seq_length() == said.shape[1] - 1
         both = torch.cat([said, more], 1)
@@ -188,10 +188,10 @@ def test_a_shared_beginning_is_not_computed_again(family):
     first = prompt(1, 36)
     second = torch.cat([first[:, :26], prompt(1, 9, seed=3)], 1)
     with memory_for(model) as memory:
-        with KvstowCache(memory, tokens=first) as cache:
+        with Cache(memory, tokens=first) as cache:
             assert cache.get_seq_length() == 0
             in_chunks(model, first, cache, 8)
-        with KvstowCache(memory, tokens=second) as cache:
+        with Cache(memory, tokens=second) as cache:
             hit = cache.get_seq_length()
             ours = generated(model, unseen(model, second, hit), cache)
         memory.ledger.check()
@@ -206,14 +206,14 @@ def test_rows_that_came_from_elsewhere_go_on_with_the_same_logits(family):
     ids = prompt(1, PROMPT_TOKENS + 1)
     there = ModelMemory.of(model, budget=2 << 20, block_tokens=2 * BLOCK_TOKENS, order="BHLNC")
     with memory_for(model) as here, there:
-        with KvstowCache(here) as cache:
+        with Cache(here) as cache:
             computed(model, ids[:, :-1], cache, PROMPT_TOKENS)
             request = there.ledger.admit(PROMPT_TOKENS).request
             moves = route(here.layout, there.layout).copies(
                 cache.blocks(0), there.ledger.blocks(request), PROMPT_TOKENS
             )
             copy(here.arena, there.arena, moves).wait()
-        with KvstowCache(there, requests=[request], num_tokens=PROMPT_TOKENS) as cache:
+        with Cache(there, requests=[request], num_tokens=PROMPT_TOKENS) as cache:
             ours = generated(model, unseen(model, ids, PROMPT_TOKENS), cache)
     cache = computed(model, ids[:, :-1], own_cache(model), PROMPT_TOKENS)
     assert_same_bits(ours, generated(model, unseen(model, ids, PROMPT_TOKENS), cache))
@@ -230,7 +230,7 @@ def test_candidates_that_are_taken_back_leave_no_trace(family, candidates):
     wishes = {"prompt_lookup_num_tokens": 5}
     if candidates == "guessed":
         wishes = {"assistant_model": nearly(family), "num_assistant_tokens": 5}
-    with memory_for(model, rollback_tokens=20) as memory, KvstowCache(memory) as cache:
+    with memory_for(model, rollback_tokens=20) as memory, Cache(memory) as cache:
         ours = generated(model, ids, cache, **wishes)
         assert cache.is_croppable
         memory.ledger.check()
@@ -253,7 +253,7 @@ def test_compressed_entries_are_the_same_in_blocks_of_any_size(block_tokens):
     model = tiny_model("deepseek_v4").to(torch.bfloat16)
     ids = prompt(2)
     memory = ModelMemory.of(model, budget=4 << 20, block_tokens=block_tokens)
-    with memory, KvstowCache(memory) as cache:
+    with memory, Cache(memory) as cache:
         ours = in_chunks(model, ids, cache, 7)
     assert_same_bits(ours, in_chunks(model, ids, None, 7))
 
@@ -267,7 +267,7 @@ def test_lightning_attention_in_the_first_layer_is_right_behind_padding():
     ids = prompt(2)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    with memory_for(model) as memory, KvstowCache(memory) as cache:
+    with memory_for(model) as memory, Cache(memory) as cache:
         ours = generated(model, ids, cache, mask)
     assert torch.equal(ours.sequences, generated(model, ids, mask=mask, use_cache=False).sequences)
 
@@ -283,7 +283,7 @@ def test_real_weights_have_the_same_logits():
     assert (asked.attention_mask == 0).any()
     with (
         ModelMemory.of(model, budget=32 << 20, block_tokens=4) as memory,
-        KvstowCache(memory) as cache,
+        Cache(memory) as cache,
     ):
         ours = generated(model, asked.input_ids, cache, asked.attention_mask)
     assert_same_bits(ours, generated(model, asked.input_ids, mask=asked.attention_mask))

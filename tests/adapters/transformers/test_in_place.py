@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory
+from kvstow.adapters.transformers import Cache, ModelMemory
 from kvstow.errors import ModelError
 from kvstow.testing.tiny_models import tiny_model
 
@@ -17,11 +17,15 @@ def test_rows_read_in_place_give_the_default_caches_tokens(family):
     ids = torch.randint(0, 250, (2, 20), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    wishes = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False,
-              "prefill_chunk_size": 16}  # fmt: skip
+    wishes = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "prefill_chunk_size": 16,
+    }
     theirs = model.generate(ids, **wishes)
     with ModelMemory.of(model, budget=4 << 20, block_tokens=4, in_place=True) as memory:
-        with KvstowCache(memory) as cache:
+        with Cache(memory) as cache:
             ours = model.generate(ids, past_key_values=cache, **wishes)
         memory.ledger.check()
     assert torch.equal(ours, theirs)
@@ -34,6 +38,6 @@ def test_attention_that_cannot_read_rows_in_place_is_refused_with_a_hint(family)
     with (
         pytest.raises(ModelError, match="in_place"),
         ModelMemory.of(model, budget=4 << 20, block_tokens=4, in_place=True) as memory,
-        KvstowCache(memory) as cache,
+        Cache(memory) as cache,
     ):
         model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)

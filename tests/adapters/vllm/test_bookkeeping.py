@@ -11,19 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.connector.declared import (
-    Declaration,
-    Region,
+from kvstow.adapters.vllm.layout import (
+    CacheDeclaration,
+    DeclaredRegion,
     axes_of,
     declared_groups,
     declared_layout,
 )
-from kvstow.adapters.connector.handover import handover_in, prompt_digest
-from kvstow.adapters.connector.messages import Card, Found, Step
-from kvstow.adapters.connector.pins import Pins
-from kvstow.adapters.connector.recall import block_keys
-from kvstow.adapters.connector.scheduler import Asked, SchedulerSide, held
-from kvstow.adapters.connector.settings import Settings
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import (
+    KeysPresent,
+    StepOrders,
+    WorkerEndpoint,
+    handover_in,
+    prompt_digest,
+)
+from kvstow.adapters.vllm.scheduler import (
+    EngineRequest,
+    PinnedBlocks,
+    SchedulerSide,
+    block_keys,
+    held,
+)
 from kvstow.errors import LayoutError, MemoryLayoutError, RouteError, SpecError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Window
@@ -35,27 +44,28 @@ from recorded_vllm import FULL, gemma3, pages, smollm2
 WINDOW = Window(8)
 
 
-def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> Declaration:
+def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> CacheDeclaration:
     """Two groups that overlay each other: one set of block ids, shared columns."""
     page = 2 * 4 * 6 * 4
     windows, fulls = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
     rows = order.startswith("B")
-    region = Region(
+    region = DeclaredRegion(
         layers=(),
         nbytes=2 * page * num_blocks,
         layer_stride=page if rows else page * num_blocks,
         block_stride=2 * page if rows else page,
         offset=0,
     )
-    return Declaration(
+    return CacheDeclaration(
         model="hybrid",
         order=order,
         num_blocks=num_blocks,
         groups=(pages(windows, WINDOW, 2, 4, 6), pages(fulls, FULL, 2, 4, 6)),
         regions=(
-            replace(region, layers=tuple(windows)), replace(region, layers=tuple(fulls)),
+            replace(region, layers=tuple(windows)),
+            replace(region, layers=tuple(fulls)),
         ),
-    )  # fmt: skip
+    )
 
 
 # ── declarations ──────────────────────────────────────────────────────────────────────────
@@ -101,18 +111,18 @@ def test_memory_that_is_as_declared_is_adopted(order: str, heads: int, num_block
 
 def engine_memory(
     order: str, heads: int, num_blocks: int
-) -> tuple[Declaration, dict[str, torch.Tensor]]:
+) -> tuple[CacheDeclaration, dict[str, torch.Tensor]]:
     """Two layers in one allocation, strides by torch's own permutation of a dense tensor."""
     sizes = {"L": 2, "B": num_blocks, "H": heads, "N": 4, "C": 6}
     dense = torch.zeros([sizes[letter] for letter in order])
     logical = dense.permute([order.index(letter) for letter in "LBHNC"])
-    declared = Declaration(
+    declared = CacheDeclaration(
         model="m",
         order=order,
         num_blocks=num_blocks,
         groups=(pages(["a", "b"], FULL, heads, tokens=4, content=6),),
         regions=(
-            Region(
+            DeclaredRegion(
                 layers=("a", "b"),
                 nbytes=dense.numel() * 4,
                 layer_stride=logical.stride(0) * 4,
@@ -170,9 +180,11 @@ def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
     other = smollm2("BLHNC")
     halved = tuple(replace(page, block_tokens=64, states=64) for page in other.groups[0])
     region = replace(
-        other.regions[0], nbytes=other.regions[0].nbytes // 2, layer_stride=98_304,
+        other.regions[0],
+        nbytes=other.regions[0].nbytes // 2,
+        layer_stride=98_304,
         block_stride=98_304 * 30,
-    )  # fmt: skip
+    )
     small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
     with pytest.raises(RouteError, match="tokens per state"):
         route(declared_layout(smollm2("BLHNC"), base_align=64), small)
@@ -183,28 +195,28 @@ def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
 
 def test_an_option_that_nobody_knows_is_refused():
     with pytest.raises(SpecError, match="'lease'"):
-        Settings.of({"lease": 3})
+        ConnectorOptions.of({"lease": 3})
 
 
 def test_an_option_of_another_type_is_refused():
     with pytest.raises(SpecError, match="host_bytes"):
-        Settings.of({"host_bytes": "1GiB"})
+        ConnectorOptions.of({"host_bytes": "1GiB"})
 
 
 def test_whole_seconds_are_seconds():
-    assert Settings.of({"lease_seconds": 3}).lease_seconds == 3
+    assert ConnectorOptions.of({"lease_seconds": 3}).lease_seconds == 3
 
 
 def test_times_and_digests_reach_the_agent():
     times = {"lease_seconds": 3, "transfer_seconds": 4, "contact_seconds": 2.5}
-    made = Settings.of({**times, "digest": "off"}).agent
+    made = ConnectorOptions.of({**times, "digest": "off"}).agent
     assert {name: getattr(made, name) for name in times} == times
     assert made.digest == "off"
 
 
 def test_a_disk_without_a_host_tier_is_refused():
     with pytest.raises(SpecError, match="disk tier"):
-        Settings.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})
+        ConnectorOptions.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})
 
 
 # ── generations ───────────────────────────────────────────────────────────────────────────
@@ -215,7 +227,7 @@ def listed(*ids: int) -> Mapping[int, Blocks]:
 
 
 def test_a_generation_ends_with_the_last_lease_on_a_block():
-    pins = Pins(1, 8)
+    pins = PinnedBlocks(1, 8)
     first = pins.pin(listed(1, 2))
     second = pins.pin(listed(2, 3))
     assert first[0][1] == second[0][0]
@@ -227,7 +239,7 @@ def test_a_generation_ends_with_the_last_lease_on_a_block():
 
 
 def test_no_generation_of_a_block_ever_comes_again():
-    pins = Pins(1, 4)
+    pins = PinnedBlocks(1, 4)
     rng = np.random.default_rng(1)
     held_now: list[Mapping[int, Blocks]] = []
     seen: dict[int, int] = {}
@@ -245,21 +257,30 @@ def test_no_generation_of_a_block_ever_comes_again():
 
 # ── the scheduler's side ──────────────────────────────────────────────────────────────────
 
-CARD = Card(agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64)
+CARD = WorkerEndpoint(
+    agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64
+)
 PROMPT = list(range(10))
 
 
-def side(settings: Settings | None = None, declared: Declaration | None = None) -> SchedulerSide:
+def side(
+    settings: ConnectorOptions | None = None, declared: CacheDeclaration | None = None
+) -> SchedulerSide:
     declared = declared or hybrid()
     made = SchedulerSide(
-        declared_groups(declared), declared.num_blocks, settings or Settings(), model="hybrid"
+        declared_groups(declared),
+        declared.num_blocks,
+        settings or ConnectorOptions(),
+        model="hybrid",
     )
     made.meet([CARD])
     return made
 
 
-def asked(id: str, tokens: list[int] = PROMPT, params: object = None, salt: bytes = b"") -> Asked:
-    return Asked(id=id, tokens=tokens, salt=salt, params=params)  # pyright: ignore
+def asked(
+    id: str, tokens: list[int] = PROMPT, params: object = None, salt: bytes = b""
+) -> EngineRequest:
+    return EngineRequest(id=id, tokens=tokens, salt=salt, params=params)  # pyright: ignore
 
 
 def offered(prefill: SchedulerSide) -> dict[str, object]:
@@ -286,7 +307,7 @@ def test_tickets_list_the_blocks_of_every_group_and_none_that_are_null():
     assert ticket.num_tokens == 10
     step = prefill.take_step(idle=True)
     assert [offer.tickets[0].digest for offer in step.offers] == [ticket.digest]
-    assert prefill.take_step(idle=True) == Step(idle=True)
+    assert prefill.take_step(idle=True) == StepOrders(idle=True)
 
 
 def test_blocks_beyond_the_computed_tokens_are_not_offered():
@@ -396,14 +417,17 @@ def test_parameters_survive_json():
 
 
 def test_the_digest_of_a_prompt_depends_on_every_token_and_on_the_salt():
-    digests = {prompt_digest(tokens, salt) for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])
-               for salt in (b"", b"a")}  # fmt: skip
+    digests = {
+        prompt_digest(tokens, salt)
+        for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])
+        for salt in (b"", b"a")
+    }
     assert len(digests) == 8
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────
 
-OFFLOADS = Settings(host_bytes=1 << 20)
+OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
 LONG = list(range(100, 125))
 
 
@@ -412,7 +436,7 @@ def answered(desk: SchedulerSide, full: list[int], window: list[int], id: str = 
     lookup = desk.take_step(idle=True).lookups[0]
     assert [len(keys) for keys in lookup.keys] == [6, 6]
     present = tuple(tuple(k in have for k in range(6)) for have in (window, full))
-    desk.found([Found(request=id, present=present)])
+    desk.found([KeysPresent(request=id, present=present)])
 
 
 def test_the_engine_is_told_later_until_the_workers_have_answered():
@@ -448,7 +472,7 @@ def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks()
     desk = side(OFFLOADS)
     desk.arrived(asked("d", LONG))
     lookup = desk.take_step(idle=True).lookups[0]
-    desk.found([Found(request="d", present=((True,) * 6, (True,) * 6))])
+    desk.found([KeysPresent(request="d", present=((True,) * 6, (True,) * 6))])
     desk.allocated("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
     restore = desk.take_step(idle=True).restores[0]
     assert restore.rows[0] == (lookup.keys[0][4:], (7, 8))
@@ -477,8 +501,8 @@ def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
 
 
 def test_what_two_ranks_have_alike_is_found():
-    one = Found(request="d", present=((True, True), (False, True)))
-    other = Found(request="d", present=((True, False), (True, True)))
+    one = KeysPresent(request="d", present=((True, True), (False, True)))
+    other = KeysPresent(request="d", present=((True, False), (True, True)))
     assert one.both(other).present == ((True, False), (False, True))
 
 

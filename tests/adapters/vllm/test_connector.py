@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstow.adapters.connector.declared import (
-    Declaration,
-    Page,
-    Region,
+from kvstow.adapters.vllm.layout import (
+    CacheDeclaration,
+    DeclaredPage,
+    DeclaredRegion,
     axes_of,
     declared_groups,
     declared_layout,
 )
-from kvstow.adapters.connector.handover import handover_in
-from kvstow.adapters.connector.messages import Results
-from kvstow.adapters.connector.scheduler import Asked, SchedulerSide
-from kvstow.adapters.connector.settings import Settings
-from kvstow.adapters.connector.worker import WorkerSide
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import StepResults, handover_in
+from kvstow.adapters.vllm.scheduler import EngineRequest, SchedulerSide
+from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
@@ -35,27 +34,33 @@ PROMPT = list(range(500, 518))
 """18 tokens: four whole blocks, and half of one."""
 
 
-def declaration(order: str) -> Declaration:
+def declaration(order: str) -> CacheDeclaration:
     """Two layers with a window of 8 tokens over two with full attention, one set of ids."""
     page = HEADS * TOKENS * CONTENT * 4
     rows = order.startswith("B")
 
-    def pages(names: tuple[str, ...], retention: Retention) -> tuple[Page, ...]:
+    def pages(names: tuple[str, ...], retention: Retention) -> tuple[DeclaredPage, ...]:
         return tuple(
-            Page(layer=name, retention=retention, block_tokens=TOKENS,
-                 heads=Extent.whole("head", HEADS), states=TOKENS, content=CONTENT,
-                 dtype=DType.FLOAT32)
+            DeclaredPage(
+                layer=name,
+                retention=retention,
+                block_tokens=TOKENS,
+                heads=Extent.whole("head", HEADS),
+                states=TOKENS,
+                content=CONTENT,
+                dtype=DType.FLOAT32,
+            )
             for name in names
-        )  # fmt: skip
+        )
 
     groups = ("w.0", "w.1"), ("f.0", "f.1")
-    return Declaration(
+    return CacheDeclaration(
         model="m",
         order=order,
         num_blocks=NUM_BLOCKS,
         groups=(pages(groups[0], Window(8)), pages(groups[1], Full())),
         regions=tuple(
-            Region(
+            DeclaredRegion(
                 layers=names,
                 nbytes=2 * page * NUM_BLOCKS,
                 layer_stride=page if rows else page * NUM_BLOCKS,
@@ -67,7 +72,7 @@ def declaration(order: str) -> Declaration:
     )
 
 
-def memory(declared: Declaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One allocation, and views of the layers as an engine makes them from its own words."""
     raw = torch.zeros(declared.regions[0].nbytes // 4)
     views = {
@@ -91,7 +96,7 @@ class Engine:
     views: dict[str, torch.Tensor]
 
     @staticmethod
-    def start(fabric: Fabric, name: str, settings: Settings, order: str) -> "Engine":
+    def start(fabric: Fabric, name: str, settings: ConnectorOptions, order: str) -> "Engine":
         declared = declaration(order)
         _, views = memory(declared)
         layout = declared_layout(declared, base_align=64)
@@ -101,7 +106,7 @@ class Engine:
         desk.meet([hands.card])
         return Engine(desk, hands, views)
 
-    def step(self) -> Results:
+    def step(self) -> StepResults:
         """What an engine does in a step in which it computes nothing."""
         step = self.desk.take_step(idle=True)
         self.hands.promise(step)
@@ -112,7 +117,7 @@ class Engine:
             self.desk.sent(request)
         return results
 
-    def until(self, over: Callable[[Results], bool], seconds: float = 30) -> Results:
+    def until(self, over: Callable[[StepResults], bool], seconds: float = 30) -> StepResults:
         """Steps, until one ends with what is waited for."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
@@ -127,7 +132,9 @@ class Engine:
 
     def prefill(self, ids: tuple[tuple[int, ...], ...]) -> dict[str, object]:
         """Finish a request whose cache is in these blocks; what its answer carries."""
-        request = Asked(id="p", tokens=[*PROMPT, 1], salt=b"", params={"do_remote_decode": True})
+        request = EngineRequest(
+            id="p", tokens=[*PROMPT, 1], salt=b"", params={"do_remote_decode": True}
+        )
         stays, params = self.desk.finished(request, ids, len(PROMPT))
         assert stays
         assert params is not None
@@ -135,7 +142,7 @@ class Engine:
 
     def decode(self, params: object, ids: tuple[tuple[int, ...], ...], computed: int = 0) -> int:
         """Queue a request with tickets, and give it blocks; how many tokens it waits for."""
-        request = Asked(id="d", tokens=PROMPT, salt=b"", params=params)  # pyright: ignore
+        request = EngineRequest(id="d", tokens=PROMPT, salt=b"", params=params)  # pyright: ignore
         self.desk.arrived(request)
         count = self.desk.matched("d", computed)
         assert count is not None
@@ -143,7 +150,7 @@ class Engine:
         return count
 
 
-SETTINGS = Settings(digest="always", lease_seconds=2, transfer_seconds=5)
+SETTINGS = ConnectorOptions(digest="always", lease_seconds=2, transfer_seconds=5)
 
 
 @pytest.fixture(params=[("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "LBHNC")])
@@ -181,7 +188,7 @@ def test_blocks_of_every_group_arrive_and_no_others_change(engines: tuple[Engine
     assert all((view[untouched] == 0).all() for view in decode.views.values())
 
 
-def pulled(prefill: Engine, decode: Engine) -> Results:
+def pulled(prefill: Engine, decode: Engine) -> StepResults:
     """Steps of both engines, until decode's load is over."""
     for _ in range(5000):
         prefill.step()
@@ -258,8 +265,8 @@ def test_a_producer_that_is_gone_fails_the_load(engines: tuple[Engine, Engine]):
 # ── tiers ─────────────────────────────────────────────────────────────────────────────────
 
 
-def offloading(folder: Path) -> Settings:
-    return Settings(host_bytes=8 << 20, disk_path=str(folder), disk_bytes=32 << 20)
+def offloading(folder: Path) -> ConnectorOptions:
+    return ConnectorOptions(host_bytes=8 << 20, disk_path=str(folder), disk_bytes=32 << 20)
 
 
 @pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
@@ -267,7 +274,7 @@ def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str
     first = Engine.start(Fabric(), "first", offloading(tmp_path), order)
     first.fill(5)
     kept = {name: view.clone() for name, view in first.views.items()}
-    request = Asked(id="r", tokens=PROMPT, salt=b"", params=None)
+    request = EngineRequest(id="r", tokens=PROMPT, salt=b"", params=None)
     assert first.desk.finished(request, THERE, len(PROMPT)) == (True, None)
     stored = first.until(lambda found: "r" in found.sent)
     assert stored.counts["stored rows"] == 6
@@ -281,7 +288,7 @@ def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str
 def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
     for view in engine.views.values():
         view.zero_()
-    engine.desk.arrived(Asked(id="d", tokens=PROMPT, salt=b"", params=None))
+    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, salt=b"", params=None))
     assert engine.desk.matched("d", 0) is None
     engine.step()
     assert engine.desk.matched("d", 0) == 16
@@ -296,10 +303,10 @@ def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
 
 def test_rows_that_went_away_fail_the_restore(tmp_path: Path):
     engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
-    request = Asked(id="r", tokens=PROMPT, salt=b"", params=None)
+    request = EngineRequest(id="r", tokens=PROMPT, salt=b"", params=None)
     engine.desk.finished(request, THERE, len(PROMPT))
     engine.until(lambda found: "r" in found.sent)
-    engine.desk.arrived(Asked(id="d", tokens=PROMPT, salt=b"", params=None))
+    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, salt=b"", params=None))
     engine.step()
     assert engine.desk.matched("d", 0) == 16
     engine.desk.allocated("d", HERE, 16)

@@ -9,9 +9,9 @@ import uuid
 import numpy as np
 import pytest
 
-from kvstow.adapters.connector.messages import Lookup, Restore, Store
-from kvstow.adapters.connector.settings import Settings
-from kvstow.adapters.connector.shelf import Shelf
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import LoadBlocks, LookUpKeys, StoreBlocks
+from kvstow.adapters.vllm.worker import OffloadJobs
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
@@ -218,13 +218,13 @@ def test_a_worker_restores_what_another_worker_has_stored(name):
     layout = hybrid()
     arenas = [Arena(layout), Arena(layout)]
     arenas[0].bytes.random_(0, 256)
-    settings = Settings(host_bytes=64 * KIB, host_shared=name)
-    one, other = (Shelf(arena, settings) for arena in arenas)
+    settings = ConnectorOptions(host_bytes=64 * KIB, host_shared=name)
+    one, other = (OffloadJobs(arena, settings) for arena in arenas)
     ids, keys = [3, 4, 5], tuple(key(0, n) for n in range(3))
-    one.store(Store(request="a", rows={0: (keys, ids)}))
+    one.store(StoreBlocks(request="a", rows={0: (keys, ids)}))
     assert waited(one.stored)
-    assert other.look_up(Lookup(request="b", keys=(keys, ()))).present == ((True,) * 3, ())
-    other.restore(Restore(request="b", rows={0: (keys, ids)}, num_tokens=12))
+    assert other.look_up(LookUpKeys(request="b", keys=(keys, ()))).present == ((True,) * 3, ())
+    other.restore(LoadBlocks(request="b", rows={0: (keys, ids)}, num_tokens=12))
     (errand,) = waited(other.restored)
     assert errand.error is None
     for block in ids:

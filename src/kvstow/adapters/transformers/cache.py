@@ -1,5 +1,5 @@
+# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import Cache
+from transformers import Cache as TransformersCache
+from transformers import EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvstow.adapters.transformers.batch import Batch
-from kvstow.adapters.transformers.compressed import CompressedLayer
 from kvstow.adapters.transformers.layers import (
+    CompressedLayer,
+    CrossLayer,
     EmptyLayer,
     IndexedRowsLayer,
     RowsLayer,
@@ -20,15 +21,16 @@ from kvstow.adapters.transformers.layers import (
     StateLayer,
 )
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.sequences import Sequences
 from kvstow.plan.retention import State, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks
 
 
-class KvstowCache(Cache):
+class Cache(TransformersCache):
     """The cache of one batch of sequences, for `generate` or a forward pass.
 
-    `KvstowCache(memory)` admits its sequences when the first keys arrive. Give `tokens`
+    `Cache(memory)` admits its sequences when the first keys arrive. Give `tokens`
     (`input_ids`, and `attention_mask` where there is padding) to admit them at once: then
     what the memory still knows of a common prefix is not computed again. Or give the
     `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones, and
@@ -37,15 +39,13 @@ class KvstowCache(Cache):
     Rows go back when the cache is closed.
     """
 
-    def __new__(cls, memory: ModelMemory, **_: Any) -> "KvstowCache":
+    def __new__(cls, memory: ModelMemory, **_: Any) -> "Cache":
         """Of the model's own class as well, where it takes no other."""
         if memory.own_cache == "MiniMaxCache":
             from kvstow.adapters.transformers.lightning import LightningCache
 
             return object.__new__(LightningCache)
         if memory.own_cache == "EncoderDecoderCache":
-            from kvstow.adapters.transformers.crossed import CrossCache
-
             return object.__new__(CrossCache)
         return object.__new__(cls)
 
@@ -59,12 +59,14 @@ class KvstowCache(Cache):
         num_tokens: int = 0,
         encoder_tokens: int = 0,
     ) -> None:
-        self.batch = Batch(
+        self.batch = Sequences(
             memory, requests=requests, num_tokens=num_tokens, encoder_tokens=encoder_tokens
         )
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)
-        Cache.__init__(self, layers=[_layer(self.batch, i) for i in range(memory.num_layers)])
+        TransformersCache.__init__(
+            self, layers=[_layer(self.batch, i) for i in range(memory.num_layers)]
+        )
 
     @property
     def memory(self) -> ModelMemory:
@@ -84,7 +86,7 @@ class KvstowCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen; all layers where none of them counts tokens."""
         if any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
-            return Cache.get_seq_length(self, layer_idx)
+            return TransformersCache.get_seq_length(self, layer_idx)
         return self.num_tokens
 
     def blocks(self, sequence: int) -> dict[int, Blocks]:
@@ -150,7 +152,7 @@ class KvstowCache(Cache):
         self.close()
 
 
-def _layer(batch: Batch, index: int) -> Any:
+def _layer(batch: Sequences, index: int) -> Any:
     """The layer object for one of the model's layers, by what it keeps."""
     name = f"layers.{index}"
     layers = batch.memory.layout.layers
@@ -179,8 +181,33 @@ def _num_states(spec: LayerSpec) -> int:
     return max(sum(field.name.startswith(kind) for field in spec.fields) for kind in kinds)
 
 
-def _window(batch: Batch, spec: LayerSpec) -> int | None:
+def _window(batch: Sequences, spec: LayerSpec) -> int | None:
     """How far back a token of the layer sees: less than is kept where tokens may be taken back."""
     if not isinstance(spec.retention, Window):
         return None
     return spec.retention.tokens - batch.memory.rollback_tokens
+
+
+class CrossCache(Cache, EncoderDecoderCache):
+    """Both caches of such a model, as the two that it looks for."""
+
+    def __init__(self, memory: ModelMemory, **given: Any) -> None:
+        super().__init__(memory, **given)
+        names = [f"layers.{i}.cross" for i in range(memory.num_layers)]
+        self.self_attention_cache = TransformersCache(layers=self.layers)
+        self.cross_attention_cache = TransformersCache(
+            layers=[CrossLayer(self.batch, x) for x in names]
+        )
+        self._note_whether_encoded()
+
+    def reset(self) -> None:
+        """Forget all sequences; the next ones bring their encoder's positions."""
+        super().reset()
+        self._note_whether_encoded()
+
+    def __len__(self) -> int:
+        return TransformersCache.__len__(self)
+
+    def _note_whether_encoded(self) -> None:
+        encoded = self.batch.encoder_tokens > 0
+        self.is_updated = dict.fromkeys(range(self.memory.num_layers), encoded)

@@ -1,5 +1,5 @@
+# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """Cache layers over rows: what transformers asks of a layer, answered from an arena.
 
     update(k, v)      writes the new tokens into the rows of each sequence, then gathers what
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from kvstow.adapters.transformers.batch import Batch
-from kvstow.adapters.transformers.paged import noted
-from kvstow.adapters.transformers.running import put
+from kvstow.adapters.transformers.attention import noted
+from kvstow.adapters.transformers.sequences import Sequences
+from kvstow.adapters.transformers.states import put
 from kvstow.errors import ModelError
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class RowsLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, batch: Batch, name: str, window: int | None) -> None:
+    def __init__(self, batch: Sequences, name: str, window: int | None) -> None:
         self.batch, self.name, self.window = batch, name, window
         self.is_initialized = False
         self.is_sliding = window is not None
@@ -112,7 +112,7 @@ class IndexedRowsLayer(RowsLayer):
         return keys.squeeze(1)
 
 
-class States(MutableMapping[int, Any]):
+class LayerStates(MutableMapping[int, Any]):
     """One kind of state of a layer, by state index: a window onto the running rows."""
 
     def __init__(self, layer: "StateLayer", kind: str, count: int) -> None:
@@ -145,12 +145,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     is_compileable = False
 
-    def __init__(self, batch: Batch, name: str, number_of_states: int) -> None:
+    def __init__(self, batch: Sequences, name: str, number_of_states: int) -> None:
         super().__init__(number_of_states=number_of_states)
         self.batch, self.state_name = batch, f"{name}.state"
         fields = batch.running.fields(self.state_name)
-        self.conv_states: Any = States(self, "conv", number_of_states)
-        self.recurrent_states: Any = States(self, "recurrent", number_of_states)
+        self.conv_states: Any = LayerStates(self, "conv", number_of_states)
+        self.recurrent_states: Any = LayerStates(self, "recurrent", number_of_states)
         self.conv_kernel_size: dict[int, Any] = {}
         for index in range(number_of_states):
             self.is_conv_states_initialized[index] = f"conv{index}" in fields
@@ -227,7 +227,9 @@ class StateAndRowsLayer(StateLayer, RowsLayer):
 
     is_compileable = False
 
-    def __init__(self, batch: Batch, name: str, window: int | None, number_of_states: int) -> None:
+    def __init__(
+        self, batch: Sequences, name: str, window: int | None, number_of_states: int
+    ) -> None:
         RowsLayer.__init__(self, batch, name, window)
         StateLayer.__init__(self, batch, name, number_of_states)
 
@@ -269,3 +271,108 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
         """Refused, for the same reason."""
         return self.update_conv_state(recurrent_states, state_idx)
+
+
+class CompressedLayer(RowsLayer):
+    """The window, the entries and the unfinished tokens of one layer, as the model asks for them.
+
+    The model calls, for `compressor` and perhaps `indexer`: `store_compression_weights`, then
+    `update_overlap_state` where entries overlap and there are new ones, then
+    `update_compressor_states`. Only the last of these counts the tokens as seen.
+    """
+
+    def __init__(self, batch: Sequences, name: str, window: int | None, rate: int) -> None:
+        super().__init__(batch, name, window)
+        self.compress_rate = rate
+        self._arriving: dict[str, int] = {}
+
+    @property
+    def values(self) -> Tensor | None:
+        """The keys."""
+        return self.keys
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns what the queries may attend to, keys being values."""
+        self.lazy_initialization(key_states, value_states)
+        start, tokens = self.first_seen(), key_states.shape[-2]
+        self.batch.step(self.name, tokens)
+        keys = self.batch.store(self.name, "k", key_states, start)
+        self.batch.done(self.name, tokens)
+        return keys, keys
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Those waiting and the new ones, as far as they make whole entries; the rest waits.
+
+        Returns the position of the first of them as well.
+        """
+        seen = self.batch.seen(f"{self.name}.{name}")
+        waiting = seen % self.compress_rate
+        self._arriving[name] = kv.shape[1]
+        kv = self._joined(f"{name}.kv", waiting, kv)
+        gate = self._joined(f"{name}.gate", waiting, gate)
+        usable = kv.shape[1] - kv.shape[1] % self.compress_rate
+        return kv[:, :usable], gate[:, :usable], seen - waiting
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The tokens of the last entry, those of the newest taking their place."""
+        first = self.batch.seen(f"{self.name}.{name}") < self.compress_rate
+        prior: list[Tensor | None] = []
+        for kind, chunk in (("kv", chunk_kv), ("gate", chunk_gate)):
+            held = self._state(f"{name}.overlap_{kind}")
+            prior.append(None if first else held.clone())
+            held.copy_(chunk[:, -1, :, :head_dim])
+        return prior[0], prior[1]
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Store the new entries; returns all of them: `[batch, entry, content]`."""
+        layer = f"{self.name}.{name}"
+        entries = self.batch.store(layer, "entry", compressed.unsqueeze(1), 0)
+        self.batch.done(layer, self._arriving.pop(name))
+        return entries.squeeze(1)
+
+    def reset(self) -> None:
+        """Forget the sequences."""
+        super().reset()
+        self._arriving.clear()
+
+    def _joined(self, field: str, waiting: int, new: Tensor) -> Tensor:
+        held = self._state(field)
+        whole = torch.cat([held[:, :waiting], new], dim=1) if waiting else new
+        left = whole.shape[1] % self.compress_rate
+        held[:, :left] = whole[:, whole.shape[1] - left :]
+        return whole
+
+    def _state(self, field: str) -> Tensor:
+        held = self.batch.lend(f"{self.name}.state", field)
+        if held is None:
+            raise ModelError(f"layer {self.name!r} kept no {field!r} when it was tried")
+        return held
+
+
+class CrossLayer(RowsLayer):
+    """Keys and values of one layer's encoder positions: all are there at once, and stay."""
+
+    def __init__(self, batch: Sequences, name: str) -> None:
+        super().__init__(batch, name, window=None)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store all positions."""
+        self.lazy_initialization(key_states, value_states)
+        self.batch.encode(self.name, {"k": key_states, "v": value_states})
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """The encoder's positions."""
+        return self.batch.encoder_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All positions, from the first; a query adds none."""
+        return self.get_seq_length(), 0

@@ -1,17 +1,17 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 """MiniMax's cache in rows: the model insists on a class of its own, which this is as well."""
 
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache as TransformersCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from kvstow.adapters.transformers.cache import KvstowCache
+from kvstow.adapters.transformers.cache import Cache
 
 
-class LightningCache(KvstowCache, MiniMaxCache):
+class LightningCache(Cache, MiniMaxCache):
     """Keys and values of some layers, the state of lightning attention of the others."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
@@ -25,4 +25,4 @@ class LightningCache(KvstowCache, MiniMaxCache):
         layer.has_previous_state[0] = True
 
     def __len__(self) -> int:
-        return Cache.__len__(self)
+        return TransformersCache.__len__(self)

@@ -1,5 +1,5 @@
+# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """The memory of one model in one process: a layout, its arena, its ledger."""
 
 from dataclasses import dataclass, replace
@@ -9,9 +9,10 @@ from typing import Self
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from kvstow.adapters.transformers.paged import attend_in_place
-from kvstow.adapters.transformers.shard import ALL_HEADS, Shard
-from kvstow.adapters.transformers.specs import (
+from kvstow.adapters.transformers.attention import attend_in_place
+from kvstow.adapters.transformers.inspect import (
+    ALL_HEADS,
+    HeadShard,
     crossed_layers,
     encoder_positions,
     kept_layers,
@@ -40,7 +41,7 @@ class ModelMemory:
     own_cache: str = "DynamicCache"
     """The class of the cache that the model makes for itself."""
     rollback_tokens: int = 0
-    """Windows keep so many tokens longer than they are seen: see `KvstowCache.crop`."""
+    """Windows keep so many tokens longer than they are seen: see `Cache.crop`."""
     in_place: bool = False
     """Attention reads the rows; otherwise they are gathered for it."""
 
@@ -52,7 +53,7 @@ class ModelMemory:
         budget: int,
         block_tokens: int = 16,
         order: Order = "BLHNC",
-        shard: Shard = ALL_HEADS,
+        shard: HeadShard = ALL_HEADS,
         name: str | None = None,
         rollback_tokens: int = 0,
         encoder_tokens: int | None = None,
@@ -70,7 +71,7 @@ class ModelMemory:
         configuration does not say.
 
         With `in_place` (CUDA) the model's attention becomes one that reads rows where they
-        lie, and the model needs a `KvstowCache` from then on.
+        lie, and the model needs a `Cache` from then on.
         """
         site = Site(
             model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)

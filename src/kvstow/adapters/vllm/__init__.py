@@ -1,13 +1,31 @@
-"""A KV connector for vLLM: the only package that imports it.
+"""A KV connector for vLLM.
 
     --kv-transfer-config '{"kv_connector": "KvstowConnector",
         "kv_connector_module_path": "kvstow.adapters.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}}'
 
-vLLM makes one connector in its scheduler and one in every worker. Here its objects become plain
-values and ours become its own; everything else is in `kvstow.adapters.connector`.
+connector   vLLM's questions and orders, handed to our two sides; the only importer of vllm
+options     what an operator may set in `kv_connector_extra_config`
+layout      what vLLM declares of its cache → a layout; its memory, adopted
+protocol    what scheduler, workers and other instances tell each other
+scheduler   one per engine: which request hands over, takes over, is stored or comes back
+worker      one per rank: an agent over the engine's memory, pulls, leases, offload jobs
+plugin      packed rows for vLLM's CPU attention, if the environment asks for them
+
+`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM.
 """
 
-from kvstow.adapters.vllm.connector import KvstowConnector
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstow.adapters.vllm.connector import KvstowConnector
 
 __all__ = ["KvstowConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KvstowConnector":
+        from kvstow.adapters.vllm.connector import KvstowConnector
+
+        return KvstowConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,13 @@
-# pyright: reportMissingImports=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUntypedBaseClass=false
-# pyright: reportMissingParameterType=false, reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportMissingImports=false
+# pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false, reportUntypedBaseClass=false
 """The connector: vLLM's questions and orders, handed to our two sides."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,87 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
 )
 from vllm.v1.request import RequestStatus
 
-from kvstow.adapters.connector.declared import declared_groups
-from kvstow.adapters.connector.messages import Found, Results, Step
-from kvstow.adapters.connector.scheduler import Asked, SchedulerSide
-from kvstow.adapters.connector.settings import Settings
-from kvstow.adapters.connector.worker import WorkerSide
-from kvstow.adapters.vllm.declaration import adopted, declaration
-from kvstow.adapters.vllm.envelopes import (
-    KvstowCard,
-    KvstowFound,
-    KvstowMetrics,
-    KvstowStats,
-    KvstowStep,
-)
+from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import KeysPresent, StepOrders, StepResults, WorkerEndpoint
+from kvstow.adapters.vllm.scheduler import EngineRequest, SchedulerSide
+from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.nixl import NixlTransport
+
+
+@dataclass
+class KvstowCard(KVConnectorHandshakeMetadata):
+    """A worker's agent, for the scheduler."""
+
+    card: WorkerEndpoint
+
+
+@dataclass
+class KvstowStep(KVConnectorMetadata):
+    """A step's work, for the workers."""
+
+    step: StepOrders
+
+
+@dataclass
+class KvstowFound(KVConnectorWorkerMetadata):
+    """Workers' answers to lookups, for the scheduler: what all ranks have."""
+
+    found: dict[str, KeysPresent]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowFound":
+        assert isinstance(other, KvstowFound)
+        return KvstowFound(
+            {name: found.both(other.found[name]) for name, found in self.found.items()}
+        )
+
+
+class KvstowStats(KVConnectorStats):
+    """Counts by name, since the last time."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> "KvstowStats":
+        return KvstowStats(data=dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvstowMetrics(KVConnectorPromMetrics):
+    """The same counts on vLLM's /metrics: `kvstow_total{what=…}`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter: Any = self._counter_cls(
+            name="kvstow",
+            documentation="What the kvstow connector did: pulls by outcome, leases by end, bytes",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for what, count in transfer_stats_data.items():
+            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
 
 
 class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -44,12 +107,14 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _speak()
-        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._settings = ConnectorOptions.of(
+            vllm_config.kv_transfer_config.kv_connector_extra_config
+        )
         self._declared = declaration(vllm_config, kv_cache_config, model=self._settings.model)
         self._groups_taken = kv_cache_config.transfer_group_ids
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, KeysPresent] = {}
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -63,7 +128,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Rows, where the attention backend reads them; vLLM falls back to its own otherwise."""
-        return Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config).layout or None
+        return (
+            ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
+            or None
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstowStats:
@@ -127,7 +195,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whoever reads rows keeps them from being reused."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        found: Results = self._hands.results(idle=self._step.idle)
+        found: StepResults = self._hands.results(idle=self._step.idle)
         for what, count in found.counts.items():
             self._stats[what] += count
         self._found = {answer.request: answer for answer in found.found}
@@ -141,7 +209,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return KvstowFound(self._found) if self._found else None
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> StepOrders:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvstowStep)
         return metadata.step
@@ -227,11 +295,11 @@ def _speak() -> None:
         ours.setLevel(theirs.getEffectiveLevel())
 
 
-def _asked(request: Any) -> Asked:
+def _asked(request: Any) -> EngineRequest:
     """The request, and in its salt all that its cache depends on besides tokens and model."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     inputs = [(found.identifier, found.mm_position.offset) for found in request.mm_features or ()]
-    return Asked(
+    return EngineRequest(
         id=request.request_id,
         tokens=request.all_token_ids,
         salt=repr((request.cache_salt, adapter, inputs)).encode(),

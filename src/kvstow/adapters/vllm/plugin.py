@@ -1,7 +1,7 @@
-# pyright: reportMissingImports=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUntypedBaseClass=false
-# pyright: reportMissingParameterType=false, reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportMissingImports=false
+# pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false, reportUntypedBaseClass=false
 """A plugin that vLLM loads at its start: packed rows for its CPU attention, if asked for."""
 
 import os

@@ -1,5 +1,5 @@
+# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 """The sequences behind one cache: requests of the ledger, their tables, their states.
 
 A forward pass asks layer by layer. The first attention layer that brings more tokens than
@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.paged import Pages
-from kvstow.adapters.transformers.pages import Table, gathered, write
-from kvstow.adapters.transformers.running import Running
+from kvstow.adapters.transformers.states import RecurrentStates
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
@@ -34,7 +33,7 @@ from kvstow.plan.retention import Encoder, State, Window
 Tensor = torch.Tensor
 
 
-class Batch:
+class Sequences:
     """Sequences of one length; `num_tokens` of each have their rows."""
 
     def __init__(
@@ -53,8 +52,8 @@ class Batch:
         self._known = 0
         self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
-        self._tables: dict[int, Table] = {}
-        self.running = Running(memory)
+        self._tables: dict[int, BatchTable] = {}
+        self.running = RecurrentStates(memory)
         self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
         self._growing = [
@@ -87,8 +86,9 @@ class Batch:
         """Admit sequences of which nothing is known, unless there are some already."""
         if self.requests:
             if len(self.requests) != batch_size:
-                raise BlockError(f"a cache of {len(self.requests)} sequences was given "
-                                 f"{batch_size}")  # fmt: skip
+                raise BlockError(
+                    f"a cache of {len(self.requests)} sequences was given {batch_size}"
+                )
             return
         self._admit([1] * batch_size)
         self.num_tokens = 0
@@ -157,7 +157,7 @@ class Batch:
         if not self._known:
             raise BlockError(
                 "sequences that began without their tokens cannot be remembered\n\n"
-                "hint: give the cache its tokens: KvstowCache(memory, tokens=input_ids)"
+                "hint: give the cache its tokens: Cache(memory, tokens=input_ids)"
             )
         self.count()
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
@@ -257,13 +257,13 @@ class Batch:
 
     def stored_in_place(
         self, layer: str, keys: Tensor, values: Tensor, window: int | None
-    ) -> Pages:
+    ) -> LayerPages:
         """Write new tokens, and say where all of them lie."""
         k_pages, table = self._write(layer, "k", keys)
         v_pages, _ = self._write(layer, "v", values)
-        return Pages(k_pages, v_pages, table, self.seen(layer) + keys.shape[2], window)
+        return LayerPages(k_pages, v_pages, table, self.seen(layer) + keys.shape[2], window)
 
-    def _write(self, layer: str, field: str, states: Tensor) -> tuple[Tensor, Table]:
+    def _write(self, layer: str, field: str, states: Tensor) -> tuple[Tensor, BatchTable]:
         pages = self._pages(layer, field)
         if states.dtype != pages.dtype and states.shape[2]:
             raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
@@ -351,7 +351,7 @@ class Batch:
                 self.running.set(g, placed[:, 0])
             else:
                 first = int(blocks[0][g].index[0]) if ids.shape[1] else 0
-                self._tables[g] = Table(placed, first, group.block_tokens)
+                self._tables[g] = BatchTable(placed, first, group.block_tokens)
 
 
 def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[Prompt]:

@@ -11,7 +11,7 @@ from kvstow.transfer.options import DigestPolicy, Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ConnectorOptions:
     """What an operator may say.
 
     `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` above zero turns
@@ -36,16 +36,16 @@ class Settings:
     manifest_file: str = ""
 
     @staticmethod
-    def of(options: dict[str, Any]) -> "Settings":
+    def of(options: dict[str, Any]) -> "ConnectorOptions":
         """The settings; SpecError for an option that is not known or of another type."""
-        known: dict[str, object] = {field.name: field.default for field in fields(Settings)}
+        known: dict[str, object] = {field.name: field.default for field in fields(ConnectorOptions)}
         for name, value in options.items():
             if name not in known:
                 raise SpecError(f"option {name!r} is none of {', '.join(known)}")
             wanted = type(known[name])
             if type(value) is not wanted and not (wanted is float and type(value) is int):
                 raise SpecError(f"option {name!r} is {value!r}, not of type {wanted.__name__}")
-        return Settings(**options)
+        return ConnectorOptions(**options)
 
     def __post_init__(self) -> None:
         if self.digest not in get_args(DigestPolicy):

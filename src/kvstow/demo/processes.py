@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvstow.demo.messages import Failed, FromChild, ToChild, from_child, line
+from kvstow.demo.messages import ChildFailed, FromChild, ToChild, from_child, line
 from kvstow.errors import KvstowError
 
 QUIET = {
@@ -116,9 +116,11 @@ class Child:
             try:
                 self._told((self.name, from_child(data)))
             except msgspec.MsgspecError as error:
-                self._told((self.name, Failed(error=f"{self.name} said {data[:80]!r}: {error}")))
+                self._told(
+                    (self.name, ChildFailed(error=f"{self.name} said {data[:80]!r}: {error}"))
+                )
         if not self._quiet:
-            self._told((self.name, Failed(error=self._gone())))
+            self._told((self.name, ChildFailed(error=self._gone())))
 
     def _gone(self) -> str:
         code = self._process.wait()

@@ -7,21 +7,165 @@ fence or anything else did not hold: then the engine must not use a single byte 
 import logging
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from kvstow.adapters.connector.counters import Counters
-from kvstow.adapters.connector.messages import Card, Found, Offer, Pull, Results, Step
-from kvstow.adapters.connector.scheduler import held
-from kvstow.adapters.connector.settings import Settings
-from kvstow.adapters.connector.shelf import Shelf
-from kvstow.errors import KvstowError, TransferError
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import (
+    KeyedBlocks,
+    KeysPresent,
+    LoadBlocks,
+    LookUpKeys,
+    OfferBlocks,
+    PullBlocks,
+    StepOrders,
+    StepResults,
+    StoreBlocks,
+    WorkerEndpoint,
+)
+from kvstow.adapters.vllm.scheduler import held
+from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
+from kvstow.memory.numa import node_of
+from kvstow.offload.bridge import matching_group
+from kvstow.offload.disk import DiskTier
+from kvstow.offload.host import HostTier
+from kvstow.offload.jobs import Job
+from kvstow.offload.mover import Mover
+from kvstow.offload.neighbours import Neighbours
+from kvstow.offload.tier import Tier
 from kvstow.plan.manifest import fingerprint
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
+from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.pulling import Transfer
 from kvstow.transfer.transport.base import Transport
+
+
+class LeasedGenerations(Generations):
+    """Generations that a lease may set."""
+
+    def set(self, group: int, ids: Ints, generations: Ints) -> None:
+        """These blocks are, from now on, of these generations."""
+        self.generations[group][ids] = generations
+
+
+@dataclass(slots=True, eq=False)
+class OffloadJob:
+    """The jobs of one request, one per group."""
+
+    request: str
+    jobs: list[Job] = field(default_factory=list[Job])
+    num_tokens: int = 0
+    error: StoreError | None = None
+
+    @property
+    def over(self) -> bool:
+        return all(job.over for job in self.jobs)
+
+
+class OffloadJobs:
+    """A host tier, and below it a disk tier where a path is set."""
+
+    def __init__(self, arena: Arena, settings: ConnectorOptions) -> None:
+        layout = arena.layout
+        self._disk: DiskTier | None = None
+        if settings.disk_path:
+            ranks = f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
+            self._disk = DiskTier(
+                Path(settings.disk_path) / ranks, layout, capacity=settings.disk_bytes
+            )
+        kept = self._disk.layout if self._disk else layout
+        self._host = HostTier(
+            kept,
+            capacity=settings.host_bytes,
+            numa_node=node_of(arena.device),
+            shared=settings.host_shared or None,
+        )
+        self._near = Neighbours(self._host, self._disk) if settings.host_shared else None
+        self._below: Tier | None = self._near or self._disk
+        self._groups = [
+            matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
+        ]
+        self._mover = Mover(arena, self._host, self._below)
+        self._stores: list[OffloadJob] = []
+        self._restores: list[OffloadJob] = []
+
+    def __len__(self) -> int:
+        """Errands under way."""
+        return len(self._stores) + len(self._restores)
+
+    def look_up(self, lookup: LookUpKeys) -> KeysPresent:
+        """Which rows are in one of the tiers now."""
+        present: list[tuple[bool, ...]] = []
+        for keys, g in zip(lookup.keys, self._groups, strict=True):
+            here = self._host.contains(g, keys)
+            if self._below is not None and not here.all():
+                here = here | self._below.contains(g, keys)
+            present.append(tuple(bool(found) for found in here))
+        return KeysPresent(request=lookup.request, present=tuple(present))
+
+    def store(self, order: StoreBlocks) -> None:
+        """Begin to keep rows. The blocks must stay as they are until the errand is over."""
+        self._stores.append(self._errand(order.request, order.rows, loads=False))
+
+    def restore(self, order: LoadBlocks) -> None:
+        """Begin to bring rows back."""
+        errand = self._errand(order.request, order.rows, loads=True)
+        errand.num_tokens = order.num_tokens
+        self._restores.append(errand)
+
+    def _errand(self, request: str, rows: Mapping[int, KeyedBlocks], *, loads: bool) -> OffloadJob:
+        errand = OffloadJob(request)
+        for group, (keys, ids) in rows.items():
+            if not keys:
+                continue
+            try:
+                move = (
+                    self._mover.load(group, keys, ids)
+                    if loads
+                    else self._mover.store(group, ids, keys)
+                )
+                errand.jobs.append(move)
+            except StoreError as error:
+                errand.error = error
+        return errand
+
+    def stored(self) -> list[OffloadJob]:
+        """Stores that are over since the last time."""
+        return self._ended(self._stores)
+
+    def restored(self) -> list[OffloadJob]:
+        """Restores that are over since the last time; `error` says that not all rows came."""
+        ended = self._ended(self._restores)
+        for errand in ended:
+            failed = next((job.error for job in errand.jobs if job.error is not None), None)
+            lost = sum(int((~job.moved).sum()) for job in errand.jobs)
+            if errand.error is None and failed is not None:
+                errand.error = failed
+            elif errand.error is None and lost:
+                errand.error = StoreError(f"{lost} rows were gone when they were fetched")
+        return ended
+
+    def _ended(self, errands: list[OffloadJob]) -> list[OffloadJob]:
+        self._mover.reap()
+        ended = [errand for errand in errands if errand.over]
+        errands[:] = [errand for errand in errands if not errand.over]
+        return ended
+
+    def close(self) -> None:
+        """Finish what has begun; what is on disk, or shared, stays there."""
+        self._mover.drain(10.0)
+        self._mover.close()
+        if self._near is not None:
+            self._near.close()
+        self._host.close()
+        if self._disk is not None:
+            self._disk.close()
+
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +179,10 @@ RETRY_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Loading:
+class OpenPull:
     """A pull under way. A transfer that has failed may still be written to for a while."""
 
-    pull: Pull
+    pull: PullBlocks
     started: float
     transfer: Transfer | None = None
     again_at: float = 0.0
@@ -48,11 +192,11 @@ class WorkerSide:
     """One rank: its arena, its agent, its open business."""
 
     def __init__(
-        self, arena: Arena, settings: Settings, *, transport: Transport, name: str
+        self, arena: Arena, settings: ConnectorOptions, *, transport: Transport, name: str
     ) -> None:
         self.arena = arena
         self._settings = settings
-        self._owner = Counters(arena.layout)
+        self._owner = LeasedGenerations(arena.layout)
         self.agent = Agent(
             arena,
             self._owner,
@@ -63,19 +207,19 @@ class WorkerSide:
             options=settings.agent,
         )
         keys = settings.keys()
-        self.card = Card(
+        self.card = WorkerEndpoint(
             agent=name,
             start=transport.name,
             address=self.agent.address,
             key=keys.public if keys else "",
             fingerprint=fingerprint(arena.layout),
         )
-        self._loading: dict[str, Loading] = {}
-        self._shelf = Shelf(arena, settings) if settings.offloads else None
+        self._loading: dict[str, OpenPull] = {}
+        self._shelf = OffloadJobs(arena, settings) if settings.offloads else None
         self._staying: Counter[str] = Counter()
         """Per request, leases and stores that still need its blocks."""
         self._sent: set[str] = set()
-        self._found: list[Found] = []
+        self._found: list[KeysPresent] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -88,13 +232,20 @@ class WorkerSide:
             f"{rows.group.name}: {layout.row_bytes(g)} bytes in {len(layout.runs(g, 0))} runs"
             for g, rows in enumerate(layout.groups)
         ]
-        log.info("kvstow: %d bytes at %#x, order %s, %d blocks (%s), agent %s at %s",
-                 layout.nbytes, self.arena.address, layout.order, layout.num_blocks(0),
-                 "; ".join(rows), self.card.agent, self.card.address)  # fmt: skip
+        log.info(
+            "kvstow: %d bytes at %#x, order %s, %d blocks (%s), agent %s at %s",
+            layout.nbytes,
+            self.arena.address,
+            layout.order,
+            layout.num_blocks(0),
+            "; ".join(rows),
+            self.card.agent,
+            self.card.address,
+        )
 
     # ── a step ────────────────────────────────────────────────────────────────────
 
-    def promise(self, step: Step) -> None:
+    def promise(self, step: StepOrders) -> None:
         """What needs no memory, at once, before the engine computes: somebody may show a
         ticket already that the scheduler's side has just given out."""
         for store in step.stores:
@@ -108,10 +259,10 @@ class WorkerSide:
         if self._shelf is not None:
             self._found += [self._shelf.look_up(lookup) for lookup in step.lookups]
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepOrders) -> None:
         """Start to move what the scheduler's side has decided; `promise` comes first."""
         for pull in step.pulls:
-            loading = Loading(pull, time.monotonic())
+            loading = OpenPull(pull, time.monotonic())
             self._loading[pull.request] = loading
             self._try(loading)
         if self._shelf is not None:
@@ -120,7 +271,7 @@ class WorkerSide:
             for store in step.stores:
                 self._shelf.store(store)
 
-    def results(self, *, idle: bool) -> Results:
+    def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
         if idle and not self._found:
             time.sleep(IDLE_SECONDS)
@@ -129,7 +280,7 @@ class WorkerSide:
             self._follow(loading)
         if self._shelf is not None:
             self._settle(self._shelf)
-        found = Results(
+        found = StepResults(
             sent=frozenset(self._sent),
             received=frozenset(self._received),
             failed=frozenset(self._failed),
@@ -140,7 +291,7 @@ class WorkerSide:
             told.clear()
         return found
 
-    def _settle(self, shelf: Shelf) -> None:
+    def _settle(self, shelf: OffloadJobs) -> None:
         for errand in shelf.stored():
             rows = sum(int(job.moved.sum()) for job in errand.jobs)
             self._counts["stored rows"] += rows
@@ -164,11 +315,14 @@ class WorkerSide:
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
-    def _honour(self, offer: Offer) -> None:
+    def _honour(self, offer: OfferBlocks) -> None:
         mine = next((t for t in offer.tickets if t.agent == self.card.agent), None)
         if mine is None:
-            raise TransferError(f"request {offer.request}: none of {len(offer.tickets)} tickets is "
-                                f"of agent {self.card.agent!r}", kind="ticket")  # fmt: skip
+            raise TransferError(
+                f"request {offer.request}: none of {len(offer.tickets)} tickets is "
+                f"of agent {self.card.agent!r}",
+                kind="ticket",
+            )
         for group, blocks in mine.blocks.items():
             self._owner.set(group, blocks.ids, mine.generations[group])
         self._staying[offer.request] += 1
@@ -181,7 +335,7 @@ class WorkerSide:
 
     # ── pulls ─────────────────────────────────────────────────────────────────────
 
-    def _try(self, loading: Loading) -> None:
+    def _try(self, loading: OpenPull) -> None:
         pull = loading.pull
         try:
             loading.transfer = self.agent.pull(
@@ -193,14 +347,14 @@ class WorkerSide:
         except KvstowError as error:
             self._over(loading, error)
 
-    def _blocks(self, pull: Pull) -> dict[int, Blocks]:
+    def _blocks(self, pull: PullBlocks) -> dict[int, Blocks]:
         groups = self.arena.layout.groups
         return {
             g: held(ids, pull.start_token, pull.num_tokens, groups[g].group.block_tokens)
             for g, ids in enumerate(pull.ids)
         }
 
-    def _follow(self, loading: Loading) -> None:
+    def _follow(self, loading: OpenPull) -> None:
         now = time.monotonic()
         transfer = loading.transfer
         if transfer is None:
@@ -224,11 +378,16 @@ class WorkerSide:
         self._counts["pulled bytes"] += stats.nbytes
         self._counts["descriptors"] += stats.descriptors
         self._counts["pull seconds"] += stats.seconds
-        log.info("pulled %d bytes in %d descriptors, %.3f s, fence %s, digest %s",
-                 stats.nbytes, stats.descriptors, stats.seconds, stats.fence,
-                 stats.digest)  # fmt: skip
+        log.info(
+            "pulled %d bytes in %d descriptors, %.3f s, fence %s, digest %s",
+            stats.nbytes,
+            stats.descriptors,
+            stats.seconds,
+            stats.fence,
+            stats.digest,
+        )
 
-    def _over(self, loading: Loading, error: KvstowError | None) -> None:
+    def _over(self, loading: OpenPull, error: KvstowError | None) -> None:
         request = loading.pull.request
         del self._loading[request]
         self._received.add(request)

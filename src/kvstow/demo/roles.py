@@ -1,17 +1,18 @@
 """What a child does with its model: prefill and offer, pull and go on, or judge."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from kvstow.adapters.transformers import KvstowCache, ModelMemory, cache_name
+from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.blocks.prompt import Prompt
-from kvstow.demo.kept import Kept
 from kvstow.demo.messages import (
     Continue,
     Done,
@@ -23,16 +24,84 @@ from kvstow.demo.messages import (
     Pulled,
     Reload,
     Reloaded,
+    Stored,
     Token,
 )
-from kvstow.demo.models import Language, Opened
 from kvstow.demo.parallel import agreed
-from kvstow.errors import TransferError
+from kvstow.demo.weights import Language, LoadedModel
+from kvstow.errors import StoreError, TransferError
+from kvstow.offload.store import Store
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.nixl import NixlTransport
+
+CAPACITY = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStore:
+    """A store of prompts, and the memory whose rows it keeps."""
+
+    memory: ModelMemory
+    store: Store
+
+    @classmethod
+    def open(cls, memory: ModelMemory, path: str) -> Self:
+        """The store in a directory, made if it is not there."""
+        return cls(memory, Store.open(path, memory.layout, capacity=CAPACITY))
+
+    def save(self, prompt: int, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> Stored:
+        """Keep all rows of a prompt."""
+        began = time.monotonic()
+        for g, listed in blocks.items():
+            keys = self._keys(g, tokens, listed)
+            kept = self.store.save(self.memory.arena, g, listed.ids, keys)
+            if not kept.all():
+                raise StoreError(f"{int((~kept).sum())} of {len(keys)} rows were not kept")
+        return Stored(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))
+
+    def load(self, prompt: int, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> Reloaded:
+        """Bring all rows of a prompt back."""
+        began = time.monotonic()
+        for g, listed in blocks.items():
+            keys = self._keys(g, tokens, listed)
+            found = self.store.load(self.memory.arena, g, keys, listed.ids)
+            if not found.all():
+                raise StoreError(f"{int((~found).sum())} of {len(keys)} rows are not in the store")
+        return Reloaded(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))
+
+    def _size(self, blocks: Mapping[int, Blocks]) -> dict[str, int]:
+        layout = self.memory.layout
+        return {
+            "rows": sum(len(listed) for listed in blocks.values()),
+            "nbytes": sum(layout.row_bytes(g) * len(listed) for g, listed in blocks.items()),
+        }
+
+    def _keys(self, g: int, tokens: Sequence[int], listed: Blocks) -> list[bytes]:
+        """A key says which tokens a row depends on: all up to its end."""
+        group = self.memory.layout.groups[g].group
+        whole = np.asarray(tokens, "<i8")
+        steps = [len(tokens)] * len(listed)
+        if not isinstance(group.retention, State):
+            steps = [(int(k) + 1) * group.block_tokens for k in listed.index]
+        return [
+            blake2b(whole[:end].tobytes(), digest_size=16, person=f"rows{g}".encode()).digest()
+            for end in steps
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.store.close()
+
 
 Say = Callable[[FromChild], None]
 
@@ -75,17 +144,17 @@ class Engine:
     """A model and, where rows are kept, its memory, agent and store."""
 
     def __init__(
-        self, opened: Opened, say: Say, memory: ModelMemory | None = None, store: str = ""
+        self, opened: LoadedModel, say: Say, memory: ModelMemory | None = None, store: str = ""
     ) -> None:
         self.model, self.language, self.say = opened.model, opened.language, say
         self.memory = memory
         self._open = ExitStack()
-        self._offered: dict[int, tuple[KvstowCache, Ticket]] = {}
+        self._offered: dict[int, tuple[Cache, Ticket]] = {}
         if memory is not None:
             self.agent = self._open.enter_context(
                 Agent(memory.arena, memory.pool, transport=NixlTransport())
             )
-            self.kept = self._open.enter_context(Kept.open(memory, store)) if store else None
+            self.kept = self._open.enter_context(PromptStore.open(memory, store)) if store else None
 
     def close(self) -> None:
         """Let go of everything."""
@@ -101,7 +170,7 @@ class Engine:
         assert self.memory is not None
         began = time.monotonic()
         tokens = torch.tensor([message.tokens])
-        cache = KvstowCache(self.memory, tokens=tokens if reuse else None)
+        cache = Cache(self.memory, tokens=tokens if reuse else None)
         rest = tokens[:, cache.num_tokens :]
         outcome = self.model(input_ids=rest, use_cache=True, **{cache_name(self.model): cache})
         first = int(outcome.logits[0, -1].argmax())
@@ -134,12 +203,12 @@ class Engine:
         began = time.monotonic()
         stream = self._stream(message.prompt, message.first, began)
         cache = self._pulled(message)
-        with cache or KvstowCache(self._rows(), tokens=torch.tensor([message.tokens])) as cache:
+        with cache or Cache(self._rows(), tokens=torch.tensor([message.tokens])) as cache:
             if self.kept is not None:
                 self._keep(message, cache)
             self._generate(message, cache, stream)
 
-    def _pulled(self, message: Continue) -> KvstowCache | None:
+    def _pulled(self, message: Continue) -> Cache | None:
         memory = self._rows()
         began = time.monotonic()
         prompt = Prompt.of(np.array(message.tokens))
@@ -174,7 +243,7 @@ class Engine:
                 direction=" ".join(sorted(set(stats.directions))),
             )
         )
-        return KvstowCache(memory, requests=[admission.request], num_tokens=len(message.tokens))
+        return Cache(memory, requests=[admission.request], num_tokens=len(message.tokens))
 
     def _missing(self, blocks: dict[int, Blocks], hit_tokens: int) -> dict[int, Blocks]:
         """What a prefix hit has not brought already."""
@@ -186,7 +255,7 @@ class Engine:
             missing[g] = Blocks(listed.ids[fresh], listed.index[fresh])
         return missing
 
-    def _keep(self, message: Continue, cache: KvstowCache) -> None:
+    def _keep(self, message: Continue, cache: Cache) -> None:
         assert self.kept is not None
         if cache.num_tokens == len(message.tokens):
             self.say(self.kept.save(message.prompt, message.tokens, cache.blocks(0)))
@@ -203,7 +272,7 @@ class Engine:
         )
         self.say(loaded)
         length = len(message.tokens)
-        with KvstowCache(memory, requests=[request], num_tokens=length) as cache:
+        with Cache(memory, requests=[request], num_tokens=length) as cache:
             self._generate(message, cache, stream)
 
     def _rows(self) -> ModelMemory:
@@ -217,7 +286,7 @@ class Engine:
         stream.begin_with(first)
         return stream
 
-    def _generate(self, message: Continue | Reload, cache: KvstowCache, stream: Stream) -> None:
+    def _generate(self, message: Continue | Reload, cache: Cache, stream: Stream) -> None:
         if message.limit > 1 and message.first not in self._ends():
             self._run([*message.tokens, message.first], message.limit - 1, stream, cache)
         self._done(message.prompt, stream)
@@ -228,9 +297,7 @@ class Engine:
         self._run(message.tokens, message.limit, stream, None)
         self._done(message.prompt, stream)
 
-    def _run(
-        self, tokens: Sequence[int], limit: int, stream: Stream, cache: KvstowCache | None
-    ) -> None:
+    def _run(self, tokens: Sequence[int], limit: int, stream: Stream, cache: Cache | None) -> None:
         name = cache_name(self.model)
         given: dict[str, Any] = {} if cache is None else {name: cache}
         seen = cache.num_tokens if cache is not None and name != "past_key_values" else 0

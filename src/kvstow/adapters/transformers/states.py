@@ -1,5 +1,5 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 """The running rows of a batch: the recurrent states of its sequences, and how they were.
 
 A state is lent as a view of the rows where these lie at one stride, and otherwise as a copy
@@ -8,15 +8,15 @@ that goes back into the rows before anybody else looks.
 
 import torch
 
+from kvstow.adapters.transformers.attention import one_stride
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.pages import one_stride
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
 
 Tensor = torch.Tensor
 
 
-class Running:
+class RecurrentStates:
     """One row per sequence in every recurrent group."""
 
     def __init__(self, memory: ModelMemory) -> None:

@@ -1,4 +1,9 @@
-"""What the demo asks: short, long, and two that begin alike."""
+"""What a demo is asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstow.plan.layout import Order
 
 _LOG = """\
 Watch log of the lighthouse at Grey Point, third week of March.
@@ -28,3 +33,21 @@ PROMPTS: tuple[str, ...] = (
     "Explain in two sentences why a bicycle stays upright when it moves.",
 )
 """The second and the third share all but their last line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """A demo: the model, both sides' ranks and layouts, what else to show."""
+
+    model: str = "smollm2"
+    prompts: tuple[str, ...]
+    new_tokens: int = 24
+    tp_prefill: int = 1
+    tp_decode: int = 1
+    block_tokens: int = 16
+    block_tokens_decode: int = 16
+    order: Order = "BLHNC"
+    order_decode: Order = "BLHNC"
+    memory: int = 256 << 20
+    offload: Path | None = None
+    kill_prefill: bool = False

@@ -1,0 +1,326 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""What an engine says of its cache → a layout. From its words, never from shapes.
+
+    page of layer i of a region, block b   starts at   offset + i · layer_stride + b · block_stride
+
+All regions lie in one allocation and may overlay each other: a block id belongs to one group
+at a time. What lies inside a page is the kernels' business (one backend keeps keys transposed
+over the whole block), so all tokens of a block are one state: blocks move whole, and two
+engines with different tokens per block are not joined.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from kvstow.errors import MemoryLayoutError
+from kvstow.memory.arena import Arena
+from kvstow.plan.group import Group, title
+from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+
+MAX_BASE_ALIGN = 64
+"""No more is asked of the allocation than any allocator gives, so that a layout stays the same
+from start to start."""
+
+KINDS = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+)
+"""vLLM's cache specs that are taken over, by exact name: another kind, a subclass too, may keep
+its tokens in another way. By name, so that this module needs no vLLM."""
+
+LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Every rank holds the whole of these."""
+
+MIXED_KIND = "UniformTypeKVCacheSpecs"
+"""A group of several specs, by layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredPage:
+    """One layer as the engine declares it: `states` cells of `content` elements per head."""
+
+    layer: str
+    retention: Retention
+    block_tokens: int
+    heads: Extent
+    states: int
+    content: int
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads.size * self.states * self.content * self.dtype.bits // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredRegion:
+    """Same-shaped layers at equal distances in the allocation of `nbytes` bytes."""
+
+    layers: tuple[str, ...]
+    nbytes: int
+    layer_stride: int
+    block_stride: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheDeclaration:
+    """Everything the engine says of one rank's cache. `groups` share one set of block ids."""
+
+    model: str
+    order: str
+    num_blocks: int
+    groups: tuple[tuple[DeclaredPage, ...], ...]
+    regions: tuple[DeclaredRegion, ...]
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+
+
+def declared_order(name: str | None) -> Order:
+    """The order of that name; MemoryLayoutError for one that is not known."""
+    for order in ORDERS:
+        if order == name:
+            return order
+    raise MemoryLayoutError(f"the engine calls its layout {name!r}, not one of {', '.join(ORDERS)}")
+
+
+def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
+    """The engine's groups, in its order."""
+    order = declared_order(declaration.order)
+    return tuple(
+        Group(
+            name=f"{title(pages[0].retention)}.{g}",
+            layers=tuple(_spec(page, order) for page in pages),
+        )
+        for g, pages in enumerate(declaration.groups)
+    )
+
+
+def axes_of(order: Order) -> tuple[str, ...]:
+    """Names of a layer tensor's axes once the inside of a page is one: see `page_view`."""
+    return ("block", "head", "content") if _heads_outside(order) else ("block", "content")
+
+
+def page_view_start(order: Order) -> int:
+    """From which axis on `[block, head, token, content]` is one opaque run, in memory order."""
+    return 2 if _heads_outside(order) else 1
+
+
+def declared_layout(declaration: CacheDeclaration, *, base_align: int) -> Layout:
+    """The layout, with offsets from the start of the allocation.
+
+    `base_align` is what the allocation's address is a multiple of. Refuses declarations that
+    contradict themselves; `Arena.adopt` then compares with the memory itself.
+    """
+    order = declared_order(declaration.order)
+    groups = declared_groups(declaration)
+    places = _places(declaration, order)
+    named = [layer.name for group in groups for layer in group.layers]
+    if sorted(named) != sorted(places):
+        raise MemoryLayoutError(
+            f"layers of groups that have no place: {sorted(set(named) - set(places))[:8]}; "
+            f"places of layers that no group has: {sorted(set(places) - set(named))[:8]}"
+        )
+    sizes = {region.nbytes for region in declaration.regions}
+    if len(sizes) != 1:
+        raise MemoryLayoutError(f"regions of allocations of {sorted(sizes)} bytes, not of one")
+    rows = tuple(
+        PlacedGroup(
+            group=group,
+            rows_per_slab=1,
+            placements=tuple(places[layer.name] for layer in group.layers),
+        )
+        for group in groups
+    )
+    return Layout(
+        model=declaration.model,
+        order=order,
+        groups=rows,
+        num_slabs=declaration.num_blocks,
+        nbytes=sizes.pop(),
+        base_align=gcd(base_align, MAX_BASE_ALIGN),
+        tp=declaration.tp,
+        pp=declaration.pp,
+    )
+
+
+def _heads_outside(order: Order) -> bool:
+    return order.index("H") < order.index("N")
+
+
+def _spec(page: DeclaredPage, order: Order) -> LayerSpec:
+    """A layer whose block is one state: per head where heads lie apart, else all together."""
+    whole = Extent.whole
+    if _heads_outside(order):
+        heads = page.heads
+        axes = (whole("content", page.states * page.content),)
+    else:
+        heads = whole("head", 1)
+        axes = (whole("token", page.states), page.heads, whole("content", page.content))
+    return LayerSpec(
+        name=page.layer,
+        retention=page.retention,
+        block_tokens=page.block_tokens,
+        states=1,
+        heads=heads,
+        fields=(Field("kv", page.dtype, axes),),
+    )
+
+
+def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Placement]:
+    pages = {page.layer: page for pages in declaration.groups for page in pages}
+    places: dict[str, Placement] = {}
+    for region in declaration.regions:
+        for i, layer in enumerate(region.layers):
+            if layer in places:
+                raise MemoryLayoutError(f"layer {layer!r} has two places")
+            if layer in pages:
+                head_stride, nbytes = _inside(pages[layer], region, order, declaration.num_blocks)
+                start = region.offset + i * region.layer_stride
+                places[layer] = Placement(start, region.block_stride, head_stride, nbytes)
+    return places
+
+
+def _inside(
+    page: DeclaredPage, region: DeclaredRegion, order: Order, num_blocks: int
+) -> tuple[int, int]:
+    """Head stride and bytes of one head's part of a page (of the page, where heads are inside)."""
+    if not _heads_outside(order):
+        return page.nbytes, page.nbytes
+    part = page.nbytes // page.heads.size
+    match order:
+        case "LHBNC":
+            return num_blocks * region.block_stride, part
+        case "BHLNC":
+            return len(region.layers) * region.layer_stride, part
+        case _:
+            return part, part
+
+
+def declaration(vllm_config: Any, kv_cache_config: Any, *, model: str) -> CacheDeclaration:
+    """One rank's cache in plain values; MemoryLayoutError for what cannot be taken over."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise MemoryLayoutError("context parallelism spreads a block's tokens over ranks")
+    ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tp = (parallel.rank % ranks[0], ranks[0])
+    groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
+    if any(group.host_resident for group in groups):
+        raise MemoryLayoutError("some cache groups live in host memory")
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    return CacheDeclaration(
+        model=model or os.path.basename(os.path.normpath(vllm_config.model_config.model)),
+        order=kv_cache_config.kv_cache_layout,
+        num_blocks=kv_cache_config.num_blocks,
+        groups=tuple(
+            tuple(_page(name, _spec_of(group, name), tp, heads) for name in group.layer_names)
+            for group in groups
+        ),
+        regions=tuple(
+            DeclaredRegion(
+                layers=tuple(tensor.layers),
+                nbytes=tensor.size,
+                layer_stride=tensor.layer_stride,
+                block_stride=tensor.block_stride,
+                offset=tensor.offset,
+            )
+            for tensor in kv_cache_config.kv_cache_tensors
+        ),
+        tp=tp,
+        pp=(parallel.rank // ranks[0] % ranks[1], ranks[1]),
+    )
+
+
+def _spec_of(group: Any, layer: str) -> Any:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if type(spec).__name__ == MIXED_KIND else spec
+
+
+def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> DeclaredPage:
+    if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
+        raise MemoryLayoutError(
+            f"layer {layer!r}: caches of kind {type(spec).__name__} are not taken over, only "
+            f"{', '.join(KINDS)}"
+        )
+    dtype = DType(str(spec.dtype).removeprefix("torch."))
+    content, rest = divmod(spec.state_content_size_bytes, dtype.unit)
+    if rest:
+        dtype, content = DType.UINT8, spec.state_content_size_bytes
+    return DeclaredPage(
+        layer=layer,
+        retention=_retention(spec),
+        block_tokens=spec.block_size,
+        heads=_heads(layer, spec, tp, total_heads),
+        states=spec.num_states,
+        content=content,
+        dtype=dtype,
+    )
+
+
+def _retention(spec: Any) -> Retention:
+    match type(spec).__name__:
+        case "SlidingWindowSpec" | "SlidingWindowMLASpec":
+            return Window(spec.sliding_window)
+        case "ChunkedLocalAttentionSpec":
+            return Chunk(spec.attention_chunk_size)
+        case _:
+            return Full()
+
+
+def _heads(layer: str, spec: Any, tp: tuple[int, int], total: int) -> Extent:
+    """Which of the model's `total` heads this rank holds: a part of its own, or one that
+    neighbouring ranks hold alike."""
+    rank, size = tp
+    mine = spec.num_heads
+    if size == 1 or type(spec).__name__ in LATENT_KINDS:
+        return Extent.whole("head", mine)
+    parts = total // mine
+    if spec.num_head_slots is not None or parts * mine != total or size % parts:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {mine} heads on each of {size} ranks, {total} in the model: which "
+            "are where is not certain"
+        )
+    first = rank // (size // parts) * mine
+    return Extent("head", total, ((first, first + mine),))
+
+
+def adopted(declared: CacheDeclaration, tensors: Mapping[str, torch.Tensor]) -> Arena:
+    """An arena over vLLM's memory, once addresses and strides are what was declared."""
+    order = declared_order(declared.order)
+    names = [page.layer for pages in declared.groups for page in pages]
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise MemoryLayoutError(f"vLLM registered no memory for layers {missing[:8]}")
+    for name in names:
+        if tensors[name].shape[0] != declared.num_blocks:
+            raise MemoryLayoutError(
+                f"layer {name!r}: its kernels see {tensors[name].shape[0]} blocks, the scheduler "
+                f"{declared.num_blocks}\n\nhint: set --block-size to what the kernels use"
+            )
+    base = tensors[names[0]].untyped_storage().data_ptr()
+    layout = declared_layout(declared, base_align=base & -base)
+    views: dict[Any, torch.Tensor] = {name: _opaque(name, tensors[name], order) for name in names}
+    return Arena.adopt(layout, views, axes=axes_of(order))
+
+
+def _opaque(layer: str, tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    """`[block, head, token, content]` with the inside of a page as one axis; never a copy."""
+    try:
+        if len(axes_of(order)) == 3:
+            return tensor.view(*tensor.shape[:2], -1)
+        return tensor.transpose(1, 2).view(tensor.shape[0], -1)
+    except RuntimeError as error:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: in {order} the inside of a page is one run, yet strides are "
+            f"{tensor.stride()} for {tuple(tensor.shape)}"
+        ) from error
