@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 from bench.machine import machine, write
 
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.files import Files, aligned
-from kvstow.offload.index import Entry
+from kvstow.offload.disk.files import Files, aligned
+from kvstow.offload.disk.index import RowEntry
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
@@ -49,10 +49,16 @@ def llama(num_layers: int = 16) -> Layout:
     content = (Extent.whole("content", 64),)
     fields = (Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content))
     layers = [
-        LayerSpec(name=f"layers.{i}", retention=Full(), block_tokens=16, states=16,
-                  heads=Extent.whole("head", 8), fields=fields)
+        LayerSpec(
+            name=f"layers.{i}",
+            retention=Full(),
+            block_tokens=16,
+            states=16,
+            heads=Extent.whole("head", 8),
+            fields=fields,
+        )
         for i in range(num_layers)
-    ]  # fmt: skip
+    ]
     return packed(grouped(layers), num_slabs=4, site=Site(model="llama-3.2-1b"))
 
 
@@ -119,9 +125,11 @@ class Tiered:
 
     def write(self) -> None:
         self.tier = DiskTier(
-            self.directory / f"store{self.round}", self.layout,
-            capacity=2 * self.count * self.row + (1 << 30), threads=THREADS,
-        )  # fmt: skip
+            self.directory / f"store{self.round}",
+            self.layout,
+            capacity=2 * self.count * self.row + (1 << 30),
+            threads=THREADS,
+        )
         assert self.tier.store(0, self.keys, self.rows).all()
 
     def read(self) -> None:
@@ -248,8 +256,10 @@ def _enter(tier: DiskTier, keys: list[bytes]) -> None:
             change.add_segment(segment, 0, slots)
         places = change.free(0, len(keys))
         change.lease(0, places, 1)
-        entries = [Entry(at, key, i + 1, 0, 0, b"")
-                   for i, (at, key) in enumerate(zip(places, keys, strict=True))]  # fmt: skip
+        entries = [
+            RowEntry(at, key, i + 1, 0, 0, b"")
+            for i, (at, key) in enumerate(zip(places, keys, strict=True))
+        ]
         change.enter(0, entries, 1)
 
 

@@ -33,8 +33,8 @@ import torch
 from bench.machine import machine, write
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.host import HostTier
-from kvstow.offload.mover import USUAL, Limits, Mover
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import USUAL, Limits, Mover
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
@@ -65,10 +65,16 @@ def rows_layout(num_rows: int) -> Layout:
     content = (Extent.whole("content", 64),)
     fields = (Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content))
     layers = [
-        LayerSpec(name=f"layers.{i}", retention=Full(), block_tokens=16, states=16,
-                  heads=Extent.whole("head", 8), fields=fields)
+        LayerSpec(
+            name=f"layers.{i}",
+            retention=Full(),
+            block_tokens=16,
+            states=16,
+            heads=Extent.whole("head", 8),
+            fields=fields,
+        )
         for i in range(LAYERS)
-    ]  # fmt: skip
+    ]
     return packed(grouped(layers), num_slabs=2 * num_rows + 2, site=Site(model="bench"))
 
 
@@ -139,8 +145,10 @@ class Rows:
                     (b.copy_(a, non_blocking=True) if out else a.copy_(b, non_blocking=True))
 
         scale = self.num_rows / len(few)
-        return {"segments_d2h": scale * best(partial(run, True)),
-                "segments_h2d": scale * best(partial(run, False))}  # fmt: skip
+        return {
+            "segments_d2h": scale * best(partial(run, True)),
+            "segments_h2d": scale * best(partial(run, False)),
+        }
 
     def through(self, limits: Limits) -> dict[str, float]:
         """Seconds of a store, of a load, and of both at once, by a mover of its own."""
@@ -178,8 +186,10 @@ class Rows:
 
     def figures(self, seconds: dict[str, float]) -> dict[str, float]:
         double = {"both", "big_both"}
-        return {f"{name}_gb_per_s": self.total * (1 + (name in double)) / 1e9 / took
-                for name, took in seconds.items()}  # fmt: skip
+        return {
+            f"{name}_gb_per_s": self.total * (1 + (name in double)) / 1e9 / took
+            for name, took in seconds.items()
+        }
 
 
 def ratios(gb: dict[str, float]) -> dict[str, float]:
@@ -216,8 +226,9 @@ def measured(counts: list[int], seconds: float) -> dict[str, object]:
         for count, rows in sets.items():
             gb = plain[count] | rows.figures(rows.through(limits))
             name = named(limits) if number else "default"
-            sweep[count][name] = ratios(gb) | {k: gb[k] for k in ("store_gb_per_s",
-                                               "load_gb_per_s", "both_gb_per_s")}  # fmt: skip
+            sweep[count][name] = ratios(gb) | {
+                k: gb[k] for k in ("store_gb_per_s", "load_gb_per_s", "both_gb_per_s")
+            }
             shown(f"{count} rows, {name}", sweep[count][name])
     return {str(count): report(plain[count], sweep[count]) for count in counts}
 
@@ -228,8 +239,12 @@ def report(plain: dict[str, float], sweep: dict[str, dict[str, float]]) -> dict[
 
     winner = max(sweep, key=spare)
     print(f"best: {winner} (least ratio over what is asked: {spare(winner):.3f})")
-    return {**plain, **sweep["default"], "best": {"variant": winner, **sweep[winner]},
-            "sweep": sweep}  # fmt: skip
+    return {
+        **plain,
+        **sweep["default"],
+        "best": {"variant": winner, **sweep[winner]},
+        "sweep": sweep,
+    }
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from bench.machine import write
 
-from kvstow.offload.admission import SecondTouch
-from kvstow.offload.policies import PolicyName, policy
+from kvstow.offload.eviction.admission import SecondTouch
+from kvstow.offload.eviction.policies import PolicyName, policy
 
 SIZES = (0.02, 0.1, 0.3)
 """Slots, as parts of the number of different blocks in the trace."""
@@ -138,8 +138,10 @@ def main() -> None:
             rates["lru, second touch"] = hit_rate(trace, "lru", size, second_touch=True)
             rates["belady"] = belady(trace, size)
             lines.append({"slots": size, **{k: round(v, 4) for k, v in rates.items()}})
-            print(f"{name:7} {len(trace):8,} asks {different:8,} blocks {size:7,} slots  "
-                  + "  ".join(f"{k} {v:.3f}" for k, v in rates.items()))  # fmt: skip
+            print(
+                f"{name:7} {len(trace):8,} asks {different:8,} blocks {size:7,} slots  "
+                + "  ".join(f"{k} {v:.3f}" for k, v in rates.items())
+            )
         traces[name] = {"asks": len(trace), "blocks": different, "sizes": lines}
     write(options.json, {"requests": options.requests, "seed": options.seed, "traces": traces})
 

@@ -15,9 +15,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def layer(
-    name: str, retention: Retention, *, block_tokens: int = 4, heads: Extent | None = None,
+    name: str,
+    retention: Retention,
+    *,
+    block_tokens: int = 4,
+    heads: Extent | None = None,
     content: int = 8,
-) -> LayerSpec:  # fmt: skip
+) -> LayerSpec:
     axes = (Extent.whole("content", content),)
     recurrent = isinstance(retention, State)
     return LayerSpec(
@@ -31,9 +35,13 @@ def layer(
 
 
 def hybrid(
-    *, order: Order = "BLHNC", num_slabs: int = 8, model: str = "hybrid", block_tokens: int = 4,
+    *,
+    order: Order = "BLHNC",
+    num_slabs: int = 8,
+    model: str = "hybrid",
+    block_tokens: int = 4,
     content: int = 8,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """Three full, two window layers: two groups with rows of different length."""
     layers = [
         *(layer(f"l.{i}", Full(), block_tokens=block_tokens, content=content) for i in (0, 2, 4)),

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from kvstow.cli import app
 from kvstow.observe import Telemetry, TierMetrics
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.host import HostTier
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import facts
 from kvstow.plan.manifest import encode
 from offloading import hybrid, key, random_rows
@@ -114,8 +114,9 @@ def test_metrics_show_every_tier(directory):
     telemetry = Telemetry()
     metrics = TierMetrics(telemetry.registry)
     metrics.watch("disk", lambda: facts(tier))
-    tier.load(0, [key(0, 0), b"none"],
-              [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(2)])  # fmt: skip
+    tier.load(
+        0, [key(0, 0), b"none"], [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(2)]
+    )
     text = telemetry.exposition().decode()
     tier.close()
     assert 'kvstow_tier_hits_total{tier="disk"} 1.0' in text

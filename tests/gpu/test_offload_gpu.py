@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.host import HostTier
-from kvstow.offload.mover import Limits, Mover
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Window
@@ -16,10 +16,16 @@ def layout_of(order, num_slabs=64):
     content = (Extent.whole("content", 64),)
     fields = (Field("k", DType.BFLOAT16, content), Field("v", DType.BFLOAT16, content))
     layers = [
-        LayerSpec(name=f"l.{i}", retention=Window(32) if i % 2 else Full(), block_tokens=16,
-                  states=16, heads=Extent.whole("head", 4), fields=fields)
+        LayerSpec(
+            name=f"l.{i}",
+            retention=Window(32) if i % 2 else Full(),
+            block_tokens=16,
+            states=16,
+            heads=Extent.whole("head", 4),
+            fields=fields,
+        )
         for i in range(6)
-    ]  # fmt: skip
+    ]
     return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="m", order=order))
 
 
@@ -37,8 +43,10 @@ def rows_of(layout, group, count, start=0):
 
 def pages(arena, group, ids):
     where = torch.as_tensor(ids, device="cuda")
-    return [arena.tensor(layer.name)[where].view(torch.uint8).cpu()
-            for layer in arena.layout.groups[group].group.layers]  # fmt: skip
+    return [
+        arena.tensor(layer.name)[where].view(torch.uint8).cpu()
+        for layer in arena.layout.groups[group].group.layers
+    ]
 
 
 def test_device_rows_come_back_byte_for_byte_in_every_order():
@@ -85,8 +93,9 @@ def test_a_store_waits_for_the_kernels_that_were_submitted_before_it():
 def test_stores_and_loads_at_once_do_not_mix_rows():
     layout = layout_of("BLHNC", num_slabs=400)
     arena = filled(layout)
-    mover = Mover(arena, HostTier(layout, capacity=64 << 20),
-                  limits=Limits(workers=4, part_bytes=1 << 20))  # fmt: skip
+    mover = Mover(
+        arena, HostTier(layout, capacity=64 << 20), limits=Limits(workers=4, part_bytes=1 << 20)
+    )
     sources, targets = rows_of(layout, 0, 100), rows_of(layout, 0, 100, start=100)
     keys = [str(i).encode() for i in range(100)]
     before = pages(arena, 0, sources)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvstow.blocks.pool import Pool
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.host import HostTier
-from kvstow.offload.mover import Limits, Mover
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
 

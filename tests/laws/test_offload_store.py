@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk import DiskTier
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import Fails, FaultyFiles, Flips, Tears
 from offloading import hybrid
 
@@ -54,9 +54,13 @@ class Stores(RuleBasedStateMachine):
 
     def opened(self, i):
         return DiskTier(
-            self.path, self.layout, capacity=320 << 10, policy=self.policy, files=self.files[i],
+            self.path,
+            self.layout,
+            capacity=320 << 10,
+            policy=self.policy,
+            files=self.files[i],
             threads=2,
-        )  # fmt: skip
+        )
 
     @rule(i=st.integers(0, 1), group=GROUPS, numbers=NUMBERS)
     def store(self, i, group, numbers):
@@ -87,8 +91,14 @@ class Stores(RuleBasedStateMachine):
         self.tiers[i].close()
         self.tiers[i] = self.opened(i)
 
-    @rule(i=st.integers(0, 1), fault=FAULTS, after=st.integers(0, 3), group=GROUPS, numbers=NUMBERS,
-          operation=st.sampled_from(["write", "read", "sync", "allocate"]))  # fmt: skip
+    @rule(
+        i=st.integers(0, 1),
+        fault=FAULTS,
+        after=st.integers(0, 3),
+        group=GROUPS,
+        numbers=NUMBERS,
+        operation=st.sampled_from(["write", "read", "sync", "allocate"]),
+    )
     def fail(self, i, fault, after, group, numbers, operation):
         """One operation of the medium goes wrong during a store and a load."""
         files = self.files[i]

@@ -10,14 +10,14 @@ import pytest
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import RouteError, StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.convert import convert
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.host import HostTier
+from kvstow.offload.disk.convert import convert
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.host.processes import shared_readers
+from kvstow.offload.host.shared import remove
+from kvstow.offload.host.tier import HostTier
 from kvstow.offload.keys import block_keys, hit, links, wanted
-from kvstow.offload.mover import Mover
-from kvstow.offload.neighbours import neighbours
+from kvstow.offload.mover.mover import Mover
 from kvstow.offload.request import load_request
-from kvstow.offload.shared import remove
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
@@ -164,7 +164,7 @@ def test_shared_host_tiers_of_two_ranks_fill_one_arena_and_one_fills_two():
         try:
             for tp in sources:
                 shelved(name, layout_of(tp=tp))
-            parts = neighbours(name)
+            parts = shared_readers(name)
             assert sorted(part.layout.tp for part in parts) == sources
             for tp in targets:
                 loaded(parts, layout_of(tp=tp))

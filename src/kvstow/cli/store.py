@@ -23,7 +23,7 @@ def inspect(directory: Directory, json: options.Json = False) -> None:
 
     Reads only: nothing is locked, healed or written.
     """
-    from kvstow.offload.survey import survey
+    from kvstow.offload.disk.inspect import survey
 
     found = survey(directory)
     if json:
@@ -41,8 +41,8 @@ def verify(directory: Directory, json: options.Json = False) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvstow.offload.disk import DiskTier
-    from kvstow.offload.verify import verify as verified
+    from kvstow.offload.disk.inspect import verify as verified
+    from kvstow.offload.disk.tier import DiskTier
 
     tier = DiskTier(directory)
     try:
@@ -55,8 +55,15 @@ def verify(directory: Directory, json: options.Json = False) -> None:
     damaged = [{"group": group, "key": key.hex()} for group, key in found.damaged]
     ok = not damaged and not dropped
     if json:
-        emit_json({"ok": ok, "rows": found.rows, "bytes": found.nbytes, "damaged": damaged,
-                   "dropped": dropped})  # fmt: skip
+        emit_json(
+            {
+                "ok": ok,
+                "rows": found.rows,
+                "bytes": found.nbytes,
+                "damaged": damaged,
+                "dropped": dropped,
+            }
+        )
     else:
         emit_text(f"{found.rows:,} rows, {human(found.nbytes)} read: {len(damaged):,} damaged")
         for drop in dropped:
@@ -93,8 +100,8 @@ def convert(
     """
     from contextlib import ExitStack
 
-    from kvstow.offload.convert import convert as converted
-    from kvstow.offload.disk import DiskTier
+    from kvstow.offload.disk.convert import convert as converted
+    from kvstow.offload.disk.tier import DiskTier
     from kvstow.plan.manifest import decode
 
     if (to / "layout.json").exists():
@@ -120,13 +127,18 @@ def prune(
     directory: Directory,
     to: Annotated[
         int,
-        typer.Option("--to", parser=options.size, metavar="SIZE", help="Bytes of data files.",
-                     show_default=False),
+        typer.Option(
+            "--to",
+            parser=options.size,
+            metavar="SIZE",
+            help="Bytes of data files.",
+            show_default=False,
+        ),
     ],
     json: options.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Remove data files, coldest first, until at most SIZE is left."""
-    from kvstow.offload.disk import DiskTier
+    from kvstow.offload.disk.tier import DiskTier
 
     tier = DiskTier(directory)
     try:
@@ -150,10 +162,21 @@ def _inspected(found: dict[str, Any]) -> list[str]:
     )
     groups = table(
         ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired", "files"],
-        [[g["name"], str(g["block_tokens"]), human(g["row_bytes"]), f"{g['rows']:,}",
-          human(g["bytes"]), f"{g['free_slots']:,}", f"{g['leased_slots']:,}",
-          f"{g['retired_slots']:,}", str(g["segments"])] for g in found["groups"]],
-    )  # fmt: skip
+        [
+            [
+                g["name"],
+                str(g["block_tokens"]),
+                human(g["row_bytes"]),
+                f"{g['rows']:,}",
+                human(g["bytes"]),
+                f"{g['free_slots']:,}",
+                f"{g['leased_slots']:,}",
+                f"{g['retired_slots']:,}",
+                str(g["segments"]),
+            ]
+            for g in found["groups"]
+        ],
+    )
     owners = "\n".join(
         f"open in process {o['pid']}" if o["alive"] else f"left by process {o['pid']}, which died"
         for o in found["owners"]

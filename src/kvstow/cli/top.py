@@ -57,7 +57,7 @@ class _Sample:
 
 
 def _sample(directories: list[Path]) -> _Sample:
-    from kvstow.offload.survey import survey
+    from kvstow.offload.disk.inspect import survey
 
     sample = _Sample()
     for directory in directories:

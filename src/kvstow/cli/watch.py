@@ -41,7 +41,7 @@ def read_endpoint(address: str) -> Reading:
 
 def read_store(directory: Path) -> Reading:
     """What the processes that have a store open last told about their tiers."""
-    from kvstow.offload.survey import survey
+    from kvstow.offload.disk.inspect import survey
 
     found = survey(directory)
     return {

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvstow.blocks.prefix import blocks_seen, served
 from kvstow.blocks.prompt import Prompt
-from kvstow.offload.record import Link
+from kvstow.offload.disk.segments import ChainLink
 from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
@@ -57,9 +57,9 @@ def block_keys(prompt: Prompt, block_tokens: int) -> list[bytes]:
     return keys
 
 
-def links(keys: Sequence[bytes]) -> list[Link]:
+def links(keys: Sequence[bytes]) -> list[ChainLink]:
     """Where the blocks with these keys, a request's from the first on, stand."""
-    return [Link(i, keys[i - 1] if i else b"") for i in range(len(keys))]
+    return [ChainLink(i, keys[i - 1] if i else b"") for i in range(len(keys))]
 
 
 def _sized(data: bytes) -> bytes:
@@ -70,14 +70,14 @@ def _sized(data: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hit:
+class StoredPrefix:
     """The first `num_tokens` tokens of a prompt can be had: these blocks, by group."""
 
     num_tokens: int
     blocks: Mapping[int, Keyed]
 
 
-def hit(tiers: Sequence[Tier], prompt: Prompt) -> Hit:
+def hit(tiers: Sequence[Tier], prompt: Prompt) -> StoredPrefix:
     """The longest beginning of the prompt that every group can serve from the tiers.
 
     Full groups need all blocks before it, window groups their last window, recurrent groups
@@ -96,7 +96,7 @@ def hit(tiers: Sequence[Tier], prompt: Prompt) -> Hit:
             present |= tier.contains(g, near)
         lengths = lengths[served(group, present, lengths)]
     num_tokens = int(lengths[-1])
-    return Hit(num_tokens, wanted(layout, prompt, num_tokens))
+    return StoredPrefix(num_tokens, wanted(layout, prompt, num_tokens))
 
 
 def wanted(layout: Layout, prompt: Prompt, num_tokens: int) -> dict[int, Keyed]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.image import image
 from kvstow.offload.keys import Keyed
+from kvstow.offload.rows import row_layout
 from kvstow.offload.staging import views
 from kvstow.offload.tier import Tier
 from kvstow.plan.layout import NULL_SLABS, Layout
@@ -52,7 +52,7 @@ def load_request(
 
 def _stage(layout: Layout, rows: int) -> Layout:
     """The layout of images with room for so many rows, whichever group they are of."""
-    whole, slabs = image(layout), rows + NULL_SLABS
+    whole, slabs = row_layout(layout), rows + NULL_SLABS
     return replace(whole, num_slabs=slabs, nbytes=slabs * whole.slab_bytes)
 
 

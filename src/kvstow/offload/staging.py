@@ -11,15 +11,14 @@ import torch
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.bridge import Bridge, Ints, matching_group, starts
-from kvstow.offload.image import stacked
+from kvstow.offload.rows import Ints, RowMapping, matching_group, stacked, starts
 from kvstow.offload.tier import Bytes
 from kvstow.plan.layout import Layout
 
 STAGE_BYTES = 64 << 20
 
 
-class Window:
+class RowStage:
     """Rows of one group of an arena, seen as rows of one group of a tier's layout."""
 
     def __init__(self, arena: Arena, group: int, layout: Layout) -> None:
@@ -28,7 +27,7 @@ class Window:
         self.tier_group = matching_group(arena.layout, group, layout)
         self.num_rows = max(1, STAGE_BYTES // layout.row_bytes(self.tier_group))
         shape = stacked(layout, self.tier_group, self.num_rows)
-        self._bridge = Bridge(arena.layout, group, shape, 0)
+        self._bridge = RowMapping(arena.layout, group, shape, 0)
         self._stage: Arena | None = None
         if not self._bridge.same or arena.device.type != "cpu":
             self._stage = Arena(shape, pinned=torch.cuda.is_available())

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.bridge import check_joinable
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.files import Files
-from kvstow.offload.policies import PolicyName
-from kvstow.offload.record import Link
-from kvstow.offload.staging import Window
+from kvstow.offload.disk.files import Files
+from kvstow.offload.disk.segments import ChainLink
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.eviction.policies import PolicyName
+from kvstow.offload.rows import check_joinable
+from kvstow.offload.staging import RowStage
 from kvstow.offload.tier import Bools, checked_keys
 from kvstow.plan.layout import Layout
 
@@ -34,7 +34,7 @@ class Store:
         check_joinable(layout, tier.layout)
         self.tier = tier
         self.layout = layout
-        self._windows: dict[tuple[int, int], tuple[Arena, Window]] = {}
+        self._windows: dict[tuple[int, int], tuple[Arena, RowStage]] = {}
 
     @classmethod
     def open(
@@ -74,7 +74,7 @@ class Store:
         group: int,
         ids: npt.ArrayLike,
         keys: Sequence[bytes],
-        links: Sequence[Link] = (),
+        links: Sequence[ChainLink] = (),
     ) -> Bools:
         """Keep blocks of an arena on disk; which of them are there now.
 
@@ -125,13 +125,13 @@ class Store:
 
     def _window(
         self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.int64], Window]:
+    ) -> tuple[npt.NDArray[np.int64], RowStage]:
         blocks = arena.checked(group, ids)
         if len(blocks) != len(keys):
             raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
         known = self._windows.get((id(arena), group))
         if known is None:  # the arena is kept with its window, so its id stays its own
-            known = arena, Window(arena, group, self.tier.layout)
+            known = arena, RowStage(arena, group, self.tier.layout)
             self._windows[id(arena), group] = known
         checked_keys(self.tier.layout, known[1].tier_group, keys)
         return blocks, known[1]

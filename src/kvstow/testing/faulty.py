@@ -13,7 +13,7 @@ from threading import Lock
 
 import numpy as np
 
-from kvstow.offload.files import BLOCK, Bytes, Files, aligned, behind
+from kvstow.offload.disk.files import BLOCK, Bytes, Files, aligned, behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import xxhash
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.image import image
-from kvstow.offload.record import RECORD_BYTES, Link, Record, decode
+from kvstow.offload.disk.segments import RECORD_BYTES, ChainLink, SlotRecord, decode_record
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.rows import row_layout
 from kvstow.offload.store import Store
 from kvstow.plan.manifest import fingerprint
 from kvstow.testing.faulty import Fails, FaultyFiles, Flips, Tears
@@ -107,12 +107,12 @@ def test_rows_survive_closing_and_the_capacity_and_layout_are_remembered(tmp_pat
     assert all((a == b).all() for a, b in zip(rows, got, strict=False))
     assert again.usage.capacity == 4 * MIB
     assert again.dropped == ()
-    assert fingerprint(again.layout) == fingerprint(image(layout))
+    assert fingerprint(again.layout) == fingerprint(row_layout(layout))
     again.close()
 
 
 def test_the_identity_of_a_store_does_not_depend_on_the_size_of_the_arena():
-    assert image(hybrid(num_slabs=3)) == image(hybrid(num_slabs=17))
+    assert row_layout(hybrid(num_slabs=3)) == row_layout(hybrid(num_slabs=17))
 
 
 def test_a_key_stored_twice_is_kept_once(tmp_path):
@@ -273,7 +273,7 @@ def test_evicted_rows_are_gone_and_their_slots_used_again(tmp_path):
 def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=4 * MIB)
     row = random_rows(tier.layout.row_bytes(1), 1, 5)[0]
-    tier.store(1, [b"the key"], [row], [Link(7, b"parent")])
+    tier.store(1, [b"the key"], [row], [ChainLink(7, b"parent")])
     tier.close()
     data = next(tmp_path.glob("segment-*.kv")).read_bytes()
     assert data[:8] == b"kvstowS1"
@@ -281,7 +281,7 @@ def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
     assert segment_bytes == len(data)
     assert group == 1
     assert slots == (len(data) - 4096) // slot_bytes
-    assert data[32:64].hex() == fingerprint(image(hybrid()))
+    assert data[32:64].hex() == fingerprint(row_layout(hybrid()))
     assert struct.unpack("<Q", data[64:72])[0] == xxhash.xxh3_64(data[:64]).intdigest()
     slot = data[4096 : 4096 + slot_bytes]
     assert slot[: len(row)] == row.tobytes()
@@ -301,20 +301,20 @@ def test_a_slot_is_laid_out_as_the_reference_says(tmp_path):
 
 
 def test_a_record_with_any_bit_flipped_is_no_record():
-    record = Record(
+    record = SlotRecord(
         generation=1 << 40,
         group=3,
         key=b"k" * 32,
         row_bytes=99,
         checksum=1 << 31,
-        link=Link(2, b"p"),
+        link=ChainLink(2, b"p"),
     )
     data = record.encode()
-    assert decode(data) == record
+    assert decode_record(data) == record
     for bit in range(8 * RECORD_BYTES):
         torn = bytearray(data)
         torn[bit // 8] ^= 1 << bit % 8
-        assert decode(bytes(torn)) is None
+        assert decode_record(bytes(torn)) is None
 
 
 # ── faults of the medium ──────────────────────────────────────────────────────────────
@@ -474,8 +474,7 @@ def test_slots_leased_by_a_dead_process_are_free_again(tmp_path):
     stored(tier, 0, 3)
     tier.close()
     with sqlite3.connect(tmp_path / "index.db") as index:
-        index.execute("INSERT INTO owners VALUES (77, 999999999, 5, "
-                      "(SELECT 'x'), 0.0, '[]')")  # fmt: skip
+        index.execute("INSERT INTO owners VALUES (77, 999999999, 5, (SELECT 'x'), 0.0, '[]')")
         index.execute("UPDATE slots SET owner = 77")
     index.close()
     tier = DiskTier(tmp_path)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk import DiskTier
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
 from offloading import numbered_key as key
@@ -32,7 +32,7 @@ sys.path[:0] = [{str(HERE)!r}]
 import numpy as np
 from pathlib import Path
 from offloading import hybrid, numbered_key as key, numbered_row as row
-from kvstow.offload.disk import DiskTier
+from kvstow.offload.disk.tier import DiskTier
 """
 
 
@@ -68,9 +68,12 @@ READER = COMMON + textwrap.dedent("""
 def process(code, *arguments):
     child = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     try:
         line = child.stdout.readline()
         assert line == "ready\n", child.stderr.read()
@@ -134,9 +137,11 @@ def test_a_writer_killed_at_any_moment_never_leaves_a_wrong_row(tmp_path):
 
 
 def test_rows_are_right_while_two_processes_overflow_one_store_and_one_is_killed(tmp_path):
-    with process(WRITER, tmp_path, 1) as one, process(WRITER, tmp_path, 2), process(
-        READER, tmp_path
-    ) as reader:  # fmt: skip
+    with (
+        process(WRITER, tmp_path, 1) as one,
+        process(WRITER, tmp_path, 2),
+        process(READER, tmp_path) as reader,
+    ):
         for step in range(6):
             if step == 3:
                 one.kill()
@@ -164,10 +169,14 @@ def test_many_processes_may_make_one_store_at_the_same_time(tmp_path):
         tier.close()
     """)
     children = [
-        subprocess.Popen([sys.executable, "-c", make, str(tmp_path), str(n)],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", make, str(tmp_path), str(n)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for n in range(4)
-    ]  # fmt: skip
+    ]
     for child in children:
         assert child.communicate("", timeout=120)[0] == "ready\n"
         assert child.returncode == 0
@@ -203,7 +212,7 @@ def test_a_power_cut_between_write_and_sync_never_leaves_a_wrong_row(tmp_path, s
     checked(again)
     assert again.counts.failures == 0  # what was not synced was never entered
     again.close()
-    tier._place.close()
+    tier._open.close()
 
 
 def test_a_disk_that_forgets_synced_data_is_found_out(tmp_path):
@@ -361,8 +370,9 @@ def test_files_removed_under_a_running_process_cost_rows_only(tmp_path):
     healed = DiskTier(tmp_path)
     assert checked(healed) <= kept
     accounted(healed)
-    assert healed.store(0, [key(n) for n in range(100)],
-                        [row(healed, 0, n) for n in range(100)]).all()  # fmt: skip
+    assert healed.store(
+        0, [key(n) for n in range(100)], [row(healed, 0, n) for n in range(100)]
+    ).all()
     healed.close()
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.offload.admission import SecondTouch
-from kvstow.offload.policies import Arc, Lru, S3Fifo, policy
-from kvstow.offload.queue import Queue
+from kvstow.offload.eviction.admission import SecondTouch
+from kvstow.offload.eviction.policies import Arc, Lru, S3Fifo, policy
+from kvstow.offload.eviction.queue import EvictionQueue
 
 
 class Cache:
@@ -213,7 +213,7 @@ def test_touching_what_is_not_there_changes_nothing(kind):
 
 @given(st.data())
 def test_a_queue_is_an_ordered_dictionary(data):
-    queue, model = Queue(8), OrderedDict()
+    queue, model = EvictionQueue(8), OrderedDict()
     slots = st.lists(st.integers(0, 7), unique=True, max_size=8)
     for _ in range(data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["push", "drop", "pop"])):
@@ -241,7 +241,7 @@ def test_a_queue_is_an_ordered_dictionary(data):
 
 
 def test_a_queue_stays_small_however_often_its_slots_move():
-    queue = Queue(4)
+    queue = EvictionQueue(4)
     for _ in range(10_000):
         queue.push(np.arange(4))
     assert len(queue) == 4

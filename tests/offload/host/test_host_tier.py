@@ -7,8 +7,8 @@ import torch
 from kvstow.errors import StoreError
 from kvstow.memory import numa
 from kvstow.memory.numa import on_node, processors
-from kvstow.offload.host import HostTier
-from kvstow.offload.image import pooled, same_rows
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.rows import pooled, same_rows
 from offloading import hybrid, key, random_rows
 
 KIB = 1 << 10
@@ -48,8 +48,12 @@ def test_rows_come_back_and_only_their_own_bytes_change(tier):
     keys, rows, kept = stored(tier, 1, range(5))
     changed = np.flatnonzero(tier.arena.bytes.numpy() != before)
     with tier.held(1, keys) as (mask, ids):
-        owned = {byte for i in ids for run in tier.layout.runs(1, int(i))
-                 for byte in range(run.offset, run.end)}  # fmt: skip
+        owned = {
+            byte
+            for i in ids
+            for run in tier.layout.runs(1, int(i))
+            for byte in range(run.offset, run.end)
+        }
     assert kept.all()
     assert mask.all()
     assert set(changed.tolist()) <= owned

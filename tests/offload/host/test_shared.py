@@ -15,12 +15,11 @@ from kvstow.adapters.vllm.worker import OffloadJobs
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
-from kvstow.offload import neighbours as near
-from kvstow.offload.board import check_order
-from kvstow.offload.host import HostTier
-from kvstow.offload.mover import Mover
-from kvstow.offload.neighbours import Neighbour, Neighbours, neighbours
-from kvstow.offload.shared import parts, remove
+from kvstow.offload.host import processes as near
+from kvstow.offload.host.processes import SharedReader, SharedTiers, shared_readers
+from kvstow.offload.host.shared import check_order, parts, remove
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import Mover
 from offloading import hybrid, key, random_rows, row_bytes
 
 KIB = 1 << 10
@@ -108,7 +107,7 @@ def test_rows_that_were_being_filled_are_nobodys_after_a_restart(name):
 def test_two_processes_of_one_layout_write_two_parts_and_read_each_other(name):
     one, other = tier_of(name), tier_of(name)
     assert [one.part, other.part] == [f"{name}.0", f"{name}.1"]
-    beside = Neighbours(other)
+    beside = SharedTiers(other)
     stored(one, 0, range(6))
     assert beside.contains(0, [key(0, n) for n in range(8)]).tolist() == [True] * 6 + [False] * 2
     assert found(beside, 0, range(8)).tolist() == [True] * 6 + [False] * 2
@@ -123,7 +122,7 @@ def test_two_processes_of_one_layout_write_two_parts_and_read_each_other(name):
 
 def test_a_reader_that_fell_behind_the_log_looks_at_everything_again(name):
     writer = tier_of(name, capacity=16 * KIB)
-    reader = Neighbour(writer.part)
+    reader = SharedReader(writer.part)
     assert not reader.contains(0, [b"x"]).any()
     for start in range(0, 6000, 10):
         stored(writer, 0, range(start, start + 10))
@@ -136,7 +135,7 @@ def test_a_reader_that_fell_behind_the_log_looks_at_everything_again(name):
 
 def test_a_row_given_up_between_the_two_looks_is_a_miss(name, monkeypatch):
     writer = tier_of(name)
-    reader = Neighbour(writer.part)
+    reader = SharedReader(writer.part)
     stored(writer, 0, range(4))
     assert reader.contains(0, [key(0, 1)]).all()
     look = near.key_table
@@ -155,7 +154,7 @@ def test_a_row_given_up_between_the_two_looks_is_a_miss(name, monkeypatch):
 
 def test_a_reader_with_an_old_idea_of_where_rows_are_serves_none_of_others(name, monkeypatch):
     writer = tier_of(name)
-    reader = Neighbour(writer.part)
+    reader = SharedReader(writer.part)
     stored(writer, 0, range(4))
     assert reader.contains(0, [key(0, n) for n in range(4)]).all()
     monkeypatch.setattr(reader, "_look", lambda: None)  # it learns nothing more
@@ -169,7 +168,7 @@ def test_a_reader_with_an_old_idea_of_where_rows_are_serves_none_of_others(name,
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 def test_readers_never_see_another_row_while_a_writer_evicts(name, policy):
     writer = tier_of(name, capacity=24 * KIB, policy=policy)
-    reader = Neighbour(writer.part)
+    reader = SharedReader(writer.part)
     stop = threading.Event()
 
     def write():
@@ -200,7 +199,7 @@ def test_a_mover_brings_rows_of_neighbours_to_its_own_blocks(name):
     one, other = tier_of(name), tier_of(name)
     layout = hybrid()
     arena = Arena(layout)
-    beside = Neighbours(other)
+    beside = SharedTiers(other)
     mover = Mover(arena, other, beside)
     stored(one, 1, range(3))
     ids = np.arange(3) + layout.groups[1].rows_per_slab
@@ -248,17 +247,17 @@ def test_parts_of_other_rows_are_no_neighbours_but_can_be_read_as_they_are(name)
     one = tier_of(name)
     other = HostTier(hybrid(content=16), capacity=64 * KIB, shared=name)
     stored(other, 0, range(2))
-    beside = Neighbours(one)
+    beside = SharedTiers(one)
     assert not beside.contains(0, [key(0, 0)]).any()
-    both = neighbours(name)
+    both = shared_readers(name)
     assert [len(part.layout.groups) for part in both] == [2, 2]
     assert found(both[1], 0, range(2)).all()
     for tier in (one, other, beside, *both):
         tier.close()
 
 
-def test_a_board_that_was_never_finished_is_made_again(name):
-    shared_path(f"{name}.0.board").write_bytes(b"\0" * 5000)
+def test_a_shared_index_that_was_never_finished_is_made_again(name):
+    shared_path(f"{name}.0.index").write_bytes(b"\0" * 5000)
     tier = tier_of(name)
     assert tier.part == f"{name}.0"
     stored(tier, 0, range(2))
@@ -277,7 +276,7 @@ def test_a_part_that_somebody_writes_is_not_removed(name):
 def test_a_reader_of_a_removed_part_keeps_its_rows_and_is_told(name):
     tier = tier_of(name)
     stored(tier, 0, range(2))
-    reader = Neighbour(tier.part)
+    reader = SharedReader(tier.part)
     tier.close()
     remove(name)
     assert reader.gone
@@ -287,7 +286,7 @@ def test_a_reader_of_a_removed_part_keeps_its_rows_and_is_told(name):
 
 def test_what_cannot_be_shared_is_refused(name):
     with pytest.raises(StoreError, match="not shared"):
-        Neighbours(HostTier(hybrid(), capacity=64 * KIB))
+        SharedTiers(HostTier(hybrid(), capacity=64 * KIB))
     with pytest.raises(StoreError, match="memory order of x86-64"):
         check_order("aarch64")
     with pytest.raises(StoreError, match="must have room"):

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from kvstow.memory.arena import Arena
-from kvstow.offload import neighbours as near
-from kvstow.offload.host import HostTier
-from kvstow.offload.mover import Mover
-from kvstow.offload.neighbours import Neighbour, Neighbours
-from kvstow.offload.shared import parts, remove
+from kvstow.offload.host import processes as near
+from kvstow.offload.host.processes import SharedReader, SharedTiers
+from kvstow.offload.host.shared import parts, remove
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import Mover
 from offloading import hybrid
 from offloading import numbered_key as key
 from offloading import numbered_row as row
@@ -40,7 +40,7 @@ import sys, time
 sys.path[:0] = [{str(HERE)!r}]
 import numpy as np
 from offloading import hybrid, numbered_key as key, numbered_row as row
-from kvstow.offload.host import HostTier
+from kvstow.offload.host.tier import HostTier
 
 tier = HostTier(hybrid(content=256), capacity={CAPACITY}, shared=sys.argv[1])
 """
@@ -106,7 +106,7 @@ def test_a_process_killed_amid_a_store_leaves_its_whole_rows_and_no_others(name)
     with process(HALF_WAY, name) as child:
         mine = opened(name)
         assert mine.part == f"{name}.1"  # the other lives
-        beside = Neighbours(mine)
+        beside = SharedTiers(mine)
         assert found(beside, 0, range(20)).all()
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
@@ -132,7 +132,7 @@ def test_readers_and_heirs_of_processes_killed_anywhere_see_only_whole_rows(name
     dice, hits = random.Random(3), 0
     for round in range(3):
         with process(CHURN, name, round) as child:
-            reader = Neighbour(f"{name}.0")
+            reader = SharedReader(f"{name}.0")
             end = time.monotonic() + dice.uniform(0.3, 0.9)
             while time.monotonic() < end:
                 numbers = sorted(dice.sample(range(400), 24))
@@ -156,7 +156,7 @@ def test_readers_and_heirs_of_processes_killed_anywhere_see_only_whole_rows(name
 def test_two_processes_store_at_once_and_a_third_loads_from_both(name):
     mine = opened(name)
     arena = Arena(hybrid(content=256, num_slabs=64))
-    beside = Neighbours(mine)
+    beside = SharedTiers(mine)
     mover = Mover(arena, mine, beside)
     hits = 0
     with process(CHURN, name, 1), process(CHURN, name, 2):

@@ -8,11 +8,11 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.admission import SecondTouch
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.host import HostTier
-from kvstow.offload.jobs import Job, Kind, Line, State
-from kvstow.offload.mover import Limits, Mover
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.eviction.admission import SecondTouch
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.jobs import JobKind, JobQueue, JobState, MoverJob
+from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.offload.tier import Counts, Usage
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid, key, row_bytes
@@ -114,8 +114,10 @@ def test_layer_compact_arenas_are_moved_through_a_route(order):
     mover = Mover(arena, host)
     for group in range(len(layout.groups)):
         ids = ids_of(layout, group, 3)
-        want = {layer.name: arena.numpy(layer.name)[ids].copy()
-                for layer in layout.groups[group].group.layers}  # fmt: skip
+        want = {
+            layer.name: arena.numpy(layer.name)[ids].copy()
+            for layer in layout.groups[group].group.layers
+        }
         assert mover.store(group, ids, keys_of(group, ids)).result(20).all()
         arena.zero(group, ids)
         assert mover.load(group, keys_of(group, ids), ids).result(20).all()
@@ -220,7 +222,7 @@ def test_a_failed_load_names_its_blocks_and_the_mover_goes_on(setting):
     with pytest.raises(StoreError, match="Input/output error") as caught:
         job.result(20)
     assert caught.value.blocks == ((0, int(ids[0])),)
-    assert job.state is State.FAILED
+    assert job.state is JobState.FAILED
     below.fail = None
     assert mover.load(0, [b"row"], ids).result(20).all()
 
@@ -269,7 +271,7 @@ def test_a_cancelled_job_begins_no_further_part_and_frees_its_blocks(setting):
     below.go.set()
     assert job.wait(20)
     assert other.wait(20)
-    assert other.state is State.CANCELLED
+    assert other.state is JobState.CANCELLED
     assert not other.moved.any()
     assert job.moved.sum() <= 1
     mover.reap()
@@ -292,18 +294,18 @@ def test_a_full_line_refuses_and_changes_nothing(setting):
     assert first.result(20).all()
 
 
-def line_of(urgent=Kind.LOAD, *, others=2):
-    return Line(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
+def line_of(urgent=JobKind.LOAD, *, others=2):
+    return JobQueue(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
 
 
 def put(line, kind, count, rows_per_part=100):
-    job = Job(kind, 0, [b"k"] * count, np.arange(count))
+    job = MoverJob(kind, 0, [b"k"] * count, np.arange(count))
     line.put(job, 10, rows_per_part)
     return job
 
 
 def test_a_line_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older():
-    for urgent, other in ((Kind.LOAD, Kind.PREFETCH), (Kind.STORE, Kind.DEMOTE)):
+    for urgent, other in ((JobKind.LOAD, JobKind.PREFETCH), (JobKind.STORE, JobKind.DEMOTE)):
         line = line_of(urgent)
         for kind, count in ((other, 1), (urgent, 9), (urgent, 2), (other, 5), (urgent, 9)):
             put(line, kind, count)
@@ -318,28 +320,30 @@ def test_a_line_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older
 
 def test_a_small_job_overtakes_a_large_one_that_has_begun():
     line = line_of()
-    large = put(line, Kind.LOAD, 9, rows_per_part=3)
+    large = put(line, JobKind.LOAD, 9, rows_per_part=3)
     taken = [line.take()]
-    small = put(line, Kind.LOAD, 2)
+    small = put(line, JobKind.LOAD, 2)
     taken += [line.take() for _ in range(3)]
     assert [part.job for part in taken] == [large, small, large, large]
     assert [part.positions for part in taken if part.job is large] == [
-        slice(0, 3), slice(3, 6), slice(6, 9),
-    ]  # fmt: skip
+        slice(0, 3),
+        slice(3, 6),
+        slice(6, 9),
+    ]
     for part in taken:
         line.done(part)
     assert line.nbytes == len(line) == 0
 
 
 def test_the_less_urgent_kind_leaves_workers_to_the_urgent_one():
-    line = line_of(Kind.STORE, others=1)
-    first, second = put(line, Kind.DEMOTE, 1), put(line, Kind.DEMOTE, 1)
+    line = line_of(JobKind.STORE, others=1)
+    first, second = put(line, JobKind.DEMOTE, 1), put(line, JobKind.DEMOTE, 1)
     running = line.take()
     assert running.job is first
     waiting = []
     thread = threading.Thread(target=lambda: waiting.append(line.take()))
     thread.start()
-    store = put(line, Kind.STORE, 1)
+    store = put(line, JobKind.STORE, 1)
     thread.join(20)
     assert [part.job for part in waiting] == [store]  # not the second demotion
     line.done(running)
@@ -360,7 +364,7 @@ def copies(monkeypatch):
         Copies.before(source, destination)
         return copy(source, destination, *arguments, **options)
 
-    monkeypatch.setattr("kvstow.offload.mover.copy", watched)
+    monkeypatch.setattr("kvstow.offload.mover.mover.copy", watched)
     return Copies
 
 
@@ -425,8 +429,7 @@ def test_blocked_stores_do_not_hold_up_a_load(setting, copies):
 def test_blocked_loads_do_not_hold_up_a_store(setting):
     layout, _, host, below, make = setting
     mover = make(limits=Limits(workers=2, part_bytes=1))
-    below.rows |= {(0, b"%d" % i): np.full(host.layout.row_bytes(0), i, np.uint8)
-                   for i in range(6)}  # fmt: skip
+    below.rows |= {(0, b"%d" % i): np.full(host.layout.row_bytes(0), i, np.uint8) for i in range(6)}
     ids = ids_of(layout, 0, 12)
     below.go.clear()
     loads = [mover.load(0, [b"%d" % i], ids[i : i + 1]) for i in range(6)]
@@ -503,7 +506,7 @@ def test_misuse_is_refused_before_anything_moves(setting):
     with pytest.raises(BlockError):
         mover.load(0, [b"a"], [10**6])
     with pytest.raises(StoreError, match="not over after"):
-        Job(Kind.LOAD, 0, [b"a"], np.array([1])).result(0)
+        MoverJob(JobKind.LOAD, 0, [b"a"], np.array([1])).result(0)
 
 
 def test_a_tier_of_other_rows_is_refused(setting):

@@ -28,12 +28,12 @@ from kvstow.adapters.vllm.scheduler import held
 from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
-from kvstow.offload.bridge import matching_group
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.host import HostTier
-from kvstow.offload.jobs import Job
-from kvstow.offload.mover import Mover
-from kvstow.offload.neighbours import Neighbours
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.host.processes import SharedTiers
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.jobs import MoverJob
+from kvstow.offload.mover.mover import Mover
+from kvstow.offload.rows import matching_group
 from kvstow.offload.tier import Tier
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import Ints
@@ -58,7 +58,7 @@ class OffloadJob:
     """The jobs of one request, one per group."""
 
     request: str
-    jobs: list[Job] = field(default_factory=list[Job])
+    jobs: list[MoverJob] = field(default_factory=list[MoverJob])
     num_tokens: int = 0
     error: StoreError | None = None
 
@@ -85,7 +85,7 @@ class OffloadJobs:
             numa_node=node_of(arena.device),
             shared=settings.host_shared or None,
         )
-        self._near = Neighbours(self._host, self._disk) if settings.host_shared else None
+        self._near = SharedTiers(self._host, self._disk) if settings.host_shared else None
         self._below: Tier | None = self._near or self._disk
         self._groups = [
             matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))

@@ -22,15 +22,13 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload import owner
-from kvstow.offload.ages import Ages
-from kvstow.offload.files import Files
-from kvstow.offload.heal import Dropped, Place
-from kvstow.offload.index import FREE, RETIRED, Entry, Found, Index, Write
-from kvstow.offload.policies import PolicyName, mark
-from kvstow.offload.record import Link, Record
-from kvstow.offload.room import Room
-from kvstow.offload.segments import Segments, Slotted, Writing
+from kvstow.offload.disk import owners
+from kvstow.offload.disk.allocator import Recency, SlotAllocator
+from kvstow.offload.disk.files import Files
+from kvstow.offload.disk.index import FREE, RETIRED, RowEntry, RowPlaces, StoreIndex, Transaction
+from kvstow.offload.disk.recovery import DroppedRows, OpenStore
+from kvstow.offload.disk.segments import ChainLink, PendingWrite, Segments, SlotRecord, SlotRow
+from kvstow.offload.eviction.policies import PolicyName, mark
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -66,21 +64,27 @@ class DiskTier:
     name = "disk"
 
     def __init__(
-        self, path: Path, layout: Layout | None = None, *, capacity: int | None = None,
-        policy: PolicyName = "lru", files: Files | None = None, threads: int = 4,
-    ) -> None:  # fmt: skip
-        self._place = Place(
+        self,
+        path: Path,
+        layout: Layout | None = None,
+        *,
+        capacity: int | None = None,
+        policy: PolicyName = "lru",
+        files: Files | None = None,
+        threads: int = 4,
+    ) -> None:
+        self._open = OpenStore(
             path, layout, capacity=capacity, files=files or Files(), threads=threads
         )
         self.path = path
-        self.layout = self._place.layout
-        self.dropped: tuple[Dropped, ...] = self._place.dropped
+        self.layout = self._open.layout
+        self.dropped: tuple[DroppedRows, ...] = self._open.dropped
         for dropped in self.dropped:
             log.warning("store %s: %s", path, dropped)
-        self._index: Index = self._place.index
-        self._segments: Segments = self._place.segments
-        self._ages = Ages(self._index, policy, self._segments.slots, self._place.max_segments)
-        self._room = Room(self._place, self._ages)
+        self._index: StoreIndex = self._open.index
+        self._segments: Segments = self._open.segments
+        self._recency = Recency(self._index, policy, self._segments.slots, self._open.max_segments)
+        self._allocator = SlotAllocator(self._open, self._recency)
         self._reading: tuple[dict[int, list[int]], ...] = tuple({} for _ in self.layout.groups)
         """Per group and load under way, the places that are read."""
         self._numbers = count()
@@ -92,15 +96,15 @@ class DiskTier:
     def close(self) -> None:
         """Write down what was used, and give up everything that is held."""
         with self._index.write() as write:
-            self._ages.flush(write)
-            write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._place.owner)
-            write.tell("DELETE FROM owners WHERE id = ?", self._place.owner)
-        self._place.close()
+            self._recency.flush(write)
+            write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._open.owner)
+            write.tell("DELETE FROM owners WHERE id = ?", self._open.owner)
+        self._open.close()
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
     @property
-    def index(self) -> Index:
+    def index(self) -> StoreIndex:
         return self._index
 
     @property
@@ -110,12 +114,12 @@ class DiskTier:
     @property
     def counts(self) -> Counts:
         now = self._counter.now
-        return replace(now, evicted_rows=now.evicted_rows + self._room.evicted)
+        return replace(now, evicted_rows=now.evicted_rows + self._allocator.evicted)
 
     @property
     def usage(self) -> Usage:
         nbytes = len(self._index.segments()) * self._segments.segment_bytes
-        return Usage(rows=self._index.num_rows(), nbytes=nbytes, capacity=self._place.capacity)
+        return Usage(rows=self._index.num_rows(), nbytes=nbytes, capacity=self._open.capacity)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         return self._index.contains(group, checked_keys(self.layout, group, keys))
@@ -123,7 +127,11 @@ class DiskTier:
     # ── store ─────────────────────────────────────────────────────────────────────
 
     def store(
-        self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes], links: Sequence[Link] = ()
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
     ) -> Bools:
         """Keep rows; which of them are kept now.
 
@@ -135,7 +143,7 @@ class DiskTier:
         missing = firsts(keys, ~kept)
         step = max(1, LEASE_BYTES // self._segments.slot_bytes[group])
         done: set[bytes] = set()
-        under_way: list[Writing] = []
+        under_way: list[PendingWrite] = []
         try:
             for start in range(0, len(missing), step):
                 part = missing[start : start + step]
@@ -154,51 +162,58 @@ class DiskTier:
         group: int,
         keys: Sequence[bytes],
         rows: Sequence[Bytes],
-        links: Sequence[Link],
+        links: Sequence[ChainLink],
         part: Sequence[int],
-    ) -> Writing:
+    ) -> PendingWrite:
         """Lease slots for rows and begin to write them; no more than there is room for."""
         marks = [mark(keys[i]) for i in part]
-        places, first = self._room.lease(group, marks, self._busy())
-        slotted: list[Slotted] = []
+        places, first = self._allocator.lease(group, marks, self._busy())
+        slotted: list[SlotRow] = []
         for n, (at, i) in enumerate(zip(places, part, strict=False)):
-            link = links[i] if links else Link()
-            slotted.append(Slotted(at, self._record(group, keys[i], first + n, link), rows[i]))
+            link = links[i] if links else ChainLink()
+            slotted.append(SlotRow(at, self._record(group, keys[i], first + n, link), rows[i]))
         return self._segments.start(group, slotted)
 
-    def _finish(self, group: int, writing: Writing) -> set[bytes]:
+    def _finish(self, group: int, writing: PendingWrite) -> set[bytes]:
         """Enter what has reached the medium; its keys. Raises where something has not."""
         slotted, records = writing.rows, self._segments.finish(writing)
-        good = [(s.place, r) for s, r in zip(slotted, records, strict=True)
-                if isinstance(r, Record)]  # fmt: skip
+        good = [
+            (s.place, r) for s, r in zip(slotted, records, strict=True) if isinstance(r, SlotRecord)
+        ]
         entered = self._enter(group, good)
         bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
         if bad:
             self._release(bad)
             self._counter.add(Counts(failures=len(bad)))
-            raise StoreError(f"{self.path}: {len(bad)} of {len(slotted)} rows were not written: "
-                             f"{next(iter(bad.values()))}")  # fmt: skip
+            raise StoreError(
+                f"{self.path}: {len(bad)} of {len(slotted)} rows were not written: "
+                f"{next(iter(bad.values()))}"
+            )
         return entered
 
-    def _abandon(self, writing: Writing) -> None:
+    def _abandon(self, writing: PendingWrite) -> None:
         """Wait until nothing writes any more, then give the slots back."""
         wait(writing.futures)
         self._release([row.place for row in writing.rows])
 
-    def _record(self, group: int, key: bytes, generation: int, link: Link) -> Record:
-        return Record(
-            generation=generation, group=group, key=key, checksum=0, link=link,
+    def _record(self, group: int, key: bytes, generation: int, link: ChainLink) -> SlotRecord:
+        return SlotRecord(
+            generation=generation,
+            group=group,
+            key=key,
+            checksum=0,
+            link=link,
             row_bytes=self.layout.row_bytes(group),
-        )  # fmt: skip
+        )
 
-    def _enter(self, group: int, good: Sequence[tuple[int, Record]]) -> set[bytes]:
+    def _enter(self, group: int, good: Sequence[tuple[int, SlotRecord]]) -> set[bytes]:
         """Turn what is on the medium into rows; their keys."""
         entries = [
-            Entry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
+            RowEntry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
             for at, r in good
         ]
         with self._index.write() as write:
-            entered = write.enter(group, entries, self._place.owner)
+            entered = write.enter(group, entries, self._open.owner)
             self._beat(write)
         keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
         nbytes = len(keys) * self.layout.row_bytes(group)
@@ -207,7 +222,7 @@ class DiskTier:
 
     def _release(self, places: Iterable[int]) -> None:
         with self._index.write() as write:
-            write.release(places, self._place.owner)
+            write.release(places, self._open.owner)
 
     # ── load ──────────────────────────────────────────────────────────────────────
 
@@ -219,25 +234,31 @@ class DiskTier:
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         found = self._index.find(group, keys)
-        row_bytes, nowhere = self.layout.row_bytes(group), Link()
+        row_bytes, nowhere = self.layout.row_bytes(group), ChainLink()
         wanted = [
-            Slotted(
+            SlotRow(
                 place,
-                Record(generation=generation, group=group, key=keys[i], row_bytes=row_bytes,
-                       checksum=checksum, link=nowhere),
+                SlotRecord(
+                    generation=generation,
+                    group=group,
+                    key=keys[i],
+                    row_bytes=row_bytes,
+                    checksum=checksum,
+                    link=nowhere,
+                ),
                 rows[i],
             )
             for i, place, generation, checksum in found.rows()
-        ]  # fmt: skip
+        ]
         with self._pinned(group, found):
             results = self._segments.read(group, wanted)
         good = np.array([result is True for result in results], bool)
         if not good.all():
             self._dismiss(group, wanted, results)
         self._count_load(group, len(keys), int(good.sum()))
-        if self._ages.use(found.place[good]) or self._beat_is_due():
+        if self._recency.use(found.place[good]) or self._beat_is_due():
             with self._index.write() as write:
-                self._ages.flush(write)
+                self._recency.flush(write)
                 self._beat(write)
         mask = np.zeros(len(keys), bool)
         mask[found.position[good]] = True
@@ -254,7 +275,7 @@ class DiskTier:
             return [set(chain(*reading.values())) for reading in self._reading]
 
     @contextmanager
-    def _pinned(self, group: int, found: Found) -> Generator[None]:
+    def _pinned(self, group: int, found: RowPlaces) -> Generator[None]:
         """Rows being read are not given up by this process."""
         number = next(self._numbers)
         with self._lock:
@@ -266,7 +287,7 @@ class DiskTier:
                 del self._reading[group][number]
 
     def _dismiss(
-        self, group: int, rows: Sequence[Slotted], results: Sequence[bool | OSError]
+        self, group: int, rows: Sequence[SlotRow], results: Sequence[bool | OSError]
     ) -> None:
         """Drop rows that could not be read, unless they were replaced while we read."""
         with self._index.write() as write:
@@ -274,8 +295,11 @@ class DiskTier:
                 if result is True:
                     continue
                 unreadable = isinstance(result, OSError)
-                still = write.ask("SELECT 1 FROM rows WHERE place = ? AND generation = ?",
-                                  row.place, row.record.generation)  # fmt: skip
+                still = write.ask(
+                    "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
+                    row.place,
+                    row.record.generation,
+                )
                 if not still:
                     continue
                 write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
@@ -291,13 +315,13 @@ class DiskTier:
         found = self._index.find(group, checked_keys(self.layout, group, keys))
         with self._index.write() as write:
             count = write.drop(group, found.place.tolist())
-            self._ages.forget(group, found.place)
+            self._recency.forget(group, found.place)
         self._counter.add(Counts(evicted_rows=count))
         return count
 
     def prune(self, nbytes: int) -> int:
         """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
-        count = self._room.shrink(nbytes)
+        count = self._allocator.shrink(nbytes)
         self._counter.add(Counts(evicted_rows=count))
         return count
 
@@ -310,16 +334,18 @@ class DiskTier:
     def beat(self) -> None:
         """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
         with self._index.write() as write:
-            self._ages.flush(write)
+            self._recency.flush(write)
             self._beaten = 0.0
             self._beat(write)
 
     def _beat_is_due(self) -> bool:
         return time.monotonic() - self._beaten >= BEAT_SECONDS
 
-    def _beat(self, write: Write) -> None:
+    def _beat(self, write: Transaction) -> None:
         if self._beat_is_due():
             self._beaten = time.monotonic()
-            tiers = [{"tier": tier.name, **asdict(tier.counts), **asdict(tier.usage)}
-                     for tier in (*self._beside, self)]  # fmt: skip
-            owner.beat(write, self._place.owner, json.dumps(tiers))
+            tiers = [
+                {"tier": tier.name, **asdict(tier.counts), **asdict(tier.usage)}
+                for tier in (*self._beside, self)
+            ]
+            owners.beat(write, self._open.owner, json.dumps(tiers))

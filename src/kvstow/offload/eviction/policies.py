@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from kvstow.offload.queue import Bools, Ints, Queue
+from kvstow.offload.eviction.queue import Bools, EvictionQueue, Ints
 
 PolicyName = Literal["lru", "arc", "s3fifo"]
 
@@ -67,7 +67,7 @@ class Lru:
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._queue = Queue(num_slots)
+        self._queue = EvictionQueue(num_slots)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -119,7 +119,7 @@ class Arc:
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._once, self._again = Queue(num_slots), Queue(num_slots)
+        self._once, self._again = EvictionQueue(num_slots), EvictionQueue(num_slots)
         self._once_ghosts, self._again_ghosts = _Ghosts(), _Ghosts()
         self._marks = np.zeros(num_slots, np.uint64)
         self._returning: set[int] = set()
@@ -207,7 +207,7 @@ class S3Fifo:
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._small, self._main = Queue(num_slots), Queue(num_slots)
+        self._small, self._main = EvictionQueue(num_slots), EvictionQueue(num_slots)
         self._ghosts = _Ghosts()
         self._uses = np.zeros(num_slots, np.uint8)
         self._marks = np.zeros(num_slots, np.uint64)

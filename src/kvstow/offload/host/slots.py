@@ -6,7 +6,7 @@ that have free rows, and slabs of nobody lie on a stack, lowest on top.
 
 import numpy as np
 
-from kvstow.offload.policies import Ints
+from kvstow.offload.eviction.policies import Ints
 from kvstow.plan.layout import NULL_SLABS, Layout
 
 NOBODY = -1

@@ -1,6 +1,6 @@
 """Rows of other processes' shared host tiers: read, never written, never waited for.
 
-    host tier ⇄ neighbours ⇄ tier below
+    host tier ⇄ tiers of other processes ⇄ tier below
 
 A row is copied out between two looks at its record. If it was given up meanwhile, that is a miss.
 """
@@ -17,11 +17,10 @@ import numpy as np
 
 from kvstow.errors import KvstowError, StoreError
 from kvstow.memory.allocate import shared_path
-from kvstow.offload.board import Board, key_table
-from kvstow.offload.host import HostTier
-from kvstow.offload.image import same_rows
-from kvstow.offload.queue import Ints
-from kvstow.offload.shared import parts
+from kvstow.offload.eviction.queue import Ints
+from kvstow.offload.host.shared import SharedIndex, key_table, parts
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.rows import same_rows
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -36,23 +35,23 @@ from kvstow.offload.tier import (
 from kvstow.plan.layout import Layout
 
 LOOK_SECONDS = 1.0
-"""How often somebody looks whether neighbours have come or gone."""
+"""How often somebody looks for tiers of other processes."""
 
 
-class Neighbour:
+class SharedReader:
     """One shared part, read-only. It may be of any layout: `load_request` joins several."""
 
-    name = "neighbour"
+    name = "shared"
 
     def __init__(self, part: str) -> None:
         """Map the part of that name; OSError or ValueError where it is not there, or no part."""
         self.part = part
-        self._file = os.open(shared_path(f"{part}.board"), os.O_RDONLY | os.O_CLOEXEC)
+        self._file = os.open(shared_path(f"{part}.index"), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.board = Board(self._file, writable=False)
-            self.layout = self.board.layout
+            self.index = SharedIndex(self._file, writable=False)
+            self.layout = self.index.layout
             self._memory = _mapped(shared_path(f"{part}.rows"), self.layout.nbytes)
-            if self.gone:  # so the rows may be those of another board
+            if self.gone:  # so the rows may be those of another index
                 raise ValueError(f"{part} was removed")
         except (OSError, ValueError, KvstowError):
             os.close(self._file)
@@ -98,16 +97,20 @@ class Neighbour:
         good[at] = self._copied(group, [keys[i] for i in at], found[at], [rows[i] for i in at])
         loaded = int(good.sum())
         self._counter.add(
-            Counts(hits=loaded, misses=len(keys) - loaded, loaded_rows=loaded,
-                   loaded_bytes=loaded * self.layout.row_bytes(group))
-        )  # fmt: skip
+            Counts(
+                hits=loaded,
+                misses=len(keys) - loaded,
+                loaded_rows=loaded,
+                loaded_bytes=loaded * self.layout.row_bytes(group),
+            )
+        )
         return good
 
     def _copied(self, group: int, keys: Sequence[bytes], ids: Ints, rows: Sequence[Bytes]) -> Bools:
         """Copy rows; which of them were, before and after, those of the keys."""
-        numbers = self.board.numbers(group, ids)
-        seq = self.board.seq[numbers]  # before anything else of a record is looked at
-        record = self.board.records[numbers]
+        numbers = self.index.numbers(group, ids)
+        seq = self.index.seq[numbers]  # before anything else of a record is looked at
+        record = self.index.records[numbers]
         lengths = np.array([len(key) for key in keys], np.uint64)
         good = (
             (seq % 2 == 0)
@@ -118,25 +121,25 @@ class Neighbour:
         for i in np.flatnonzero(good).tolist():
             start = strip.offset + int(ids[i]) * strip.stride
             rows[i][:] = self._memory[start : start + strip.nbytes]
-        return good & (self.board.seq[numbers] == seq)
+        return good & (self.index.seq[numbers] == seq)
 
     def _look(self) -> None:
         """Learn what has changed. What is missed or wrong here costs a hit, not a wrong row."""
-        head = self.board.head
+        head = self.index.head
         if head == self._seen:
             return
-        changed = self.board.changes(self._seen) if self._seen >= 0 else None
+        changed = self.index.changes(self._seen) if self._seen >= 0 else None
         if changed is None:
             self._ids = tuple({} for _ in self._ids)
             self._keys.clear()
-            changed = np.arange(len(self.board.records))
+            changed = np.arange(len(self.index.records))
         for number in changed.tolist():
             if number in self._keys:
-                group, _ = self.board.located(number)
+                group, _ = self.index.located(number)
                 self._ids[group].pop(self._keys.pop(number), None)
-        keys, numbers = self.board.stated(changed)
+        keys, numbers = self.index.stated(changed)
         for key, number in zip(keys, numbers.tolist(), strict=True):
-            group, row = self.board.located(number)
+            group, row = self.index.located(number)
             self._ids[group][key] = row
             self._keys[number] = key
         self._seen = head
@@ -153,24 +156,26 @@ class Neighbour:
         self._end()
 
 
-class Neighbours:
+class SharedTiers:
     """All other parts beside a shared host tier that hold its rows, then the tier below it.
 
-    Give it to a mover as the tier below. Rows go down past the neighbours, and come up from
+    Give it to a mover as the tier below. Rows go down past them, and come up from
     whoever has them.
     """
 
-    name = "neighbours"
+    name = "shared"
 
     def __init__(self, host: HostTier, below: Tier | None = None) -> None:
         if host.part is None:
-            raise StoreError("a host tier that is not shared has no neighbours\n\n"
-                             "hint: HostTier(..., shared=NAME)")  # fmt: skip
+            raise StoreError(
+                "a host tier that is not shared cannot read other processes' tiers\n\n"
+                "hint: HostTier(..., shared=NAME)"
+            )
         self.layout = host.layout
         self._mine, self._below = host.part, below
         self._lock = Lock()
-        self._known: dict[str, tuple[Neighbour, list[int]]] = {}
-        """By part, the neighbour and its groups by ours; none for one that holds other rows."""
+        self._known: dict[str, tuple[SharedReader, list[int]]] = {}
+        """By part, its reader and its groups by ours; none for one that holds other rows."""
         self._looked = float("-inf")
         self._counter = Counter()
 
@@ -181,8 +186,11 @@ class Neighbours:
     @property
     def usage(self) -> Usage:
         found = [one.usage for one, _ in self._present()]
-        return Usage(rows=sum(u.rows for u in found), nbytes=sum(u.nbytes for u in found),
-                     capacity=sum(u.capacity for u in found))  # fmt: skip
+        return Usage(
+            rows=sum(u.rows for u in found),
+            nbytes=sum(u.nbytes for u in found),
+            capacity=sum(u.capacity for u in found),
+        )
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         found = np.zeros(len(keys), bool)
@@ -198,9 +206,13 @@ class Neighbours:
             self._filled(one, groups[group], keys, rows, found)
         near = int(found.sum())
         self._counter.add(
-            Counts(hits=near, misses=len(keys) - near, loaded_rows=near,
-                   loaded_bytes=near * self.layout.row_bytes(group))
-        )  # fmt: skip
+            Counts(
+                hits=near,
+                misses=len(keys) - near,
+                loaded_rows=near,
+                loaded_bytes=near * self.layout.row_bytes(group),
+            )
+        )
         if self._below is not None:
             self._filled(self._below, group, keys, rows, found)
         return found
@@ -223,14 +235,14 @@ class Neighbours:
         return 0 if self._below is None else self._below.evict(group, keys)
 
     def close(self) -> None:
-        """Let go of the neighbours; the tier below is its owner's."""
+        """Let go of other processes' tiers; the tier below is its owner's."""
         with self._lock:
             for one, _ in self._known.values():
                 one.close()
             self._known.clear()
 
-    def _present(self) -> list[tuple[Neighbour, list[int]]]:
-        """The neighbours of now, and their groups by ours."""
+    def _present(self) -> list[tuple[SharedReader, list[int]]]:
+        """The tiers of other processes now, and their groups by ours."""
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_SECONDS:
                 self._looked = time.monotonic()
@@ -245,7 +257,7 @@ class Neighbours:
                 del self._known[part]  # closed when the last thread that reads it lets go
         for part in here - set(self._known):
             try:
-                one = Neighbour(part)
+                one = SharedReader(part)
             except (OSError, ValueError, KvstowError):  # not ready yet, or gone again
                 continue
             self._known[part] = one, matching(self.layout, one.layout)
@@ -264,12 +276,12 @@ def matching(ours: Layout, theirs: Layout) -> list[int]:
     return found
 
 
-def neighbours(name: str) -> list[Neighbour]:
+def shared_readers(name: str) -> list[SharedReader]:
     """All parts of a name that can be read now, whatever their layout."""
-    found: list[Neighbour] = []
+    found: list[SharedReader] = []
     for number, _ in parts(name):
         try:
-            found.append(Neighbour(f"{name}.{number}"))
+            found.append(SharedReader(f"{name}.{number}"))
         except (OSError, ValueError, KvstowError):
             continue
     return found

@@ -18,10 +18,10 @@ from threading import Condition, Event, Lock
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.queue import Bools, Ints
+from kvstow.offload.eviction.queue import Bools, Ints
 
 
-class Kind(IntEnum):
+class JobKind(IntEnum):
     """What a job is for; the first goes first."""
 
     LOAD = 0
@@ -32,10 +32,10 @@ class Kind(IntEnum):
     @property
     def inward(self) -> bool:
         """Whether bytes come up, towards the arena."""
-        return self <= Kind.PREFETCH
+        return self <= JobKind.PREFETCH
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """Where a job stands. `FAILED` and `CANCELLED` are final once nothing of it runs."""
 
     QUEUED = "queued"
@@ -45,10 +45,10 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Job:
+class MoverJob:
     """Rows on their way between tiers. Ask from any thread."""
 
-    def __init__(self, kind: Kind, group: int, keys: Sequence[bytes], ids: Ints) -> None:
+    def __init__(self, kind: JobKind, group: int, keys: Sequence[bytes], ids: Ints) -> None:
         self.kind = kind
         self.group = group
         self.keys = tuple(keys)
@@ -63,13 +63,13 @@ class Job:
         self._cancelled = False
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobState:
         with self._lock:
             if not self._over.is_set():
-                return State.RUNNING if self._running else State.QUEUED
+                return JobState.RUNNING if self._running else JobState.QUEUED
             if self.error is not None:
-                return State.FAILED
-            return State.CANCELLED if self._cancelled else State.DONE
+                return JobState.FAILED
+            return JobState.CANCELLED if self._cancelled else JobState.DONE
 
     @property
     def over(self) -> bool:
@@ -88,8 +88,10 @@ class Job:
     def result(self, timeout: float | None = None) -> Bools:
         """Which rows have arrived. Raises the job's StoreError, which names its blocks."""
         if not self.wait(timeout):
-            raise StoreError(f"{self.kind.name.lower()} of {len(self.keys)} rows is not over "
-                             f"after {timeout} s", blocks=self.blocks)  # fmt: skip
+            raise StoreError(
+                f"{self.kind.name.lower()} of {len(self.keys)} rows is not over after {timeout} s",
+                blocks=self.blocks,
+            )
         if self.error is not None:
             raise self.error
         return self.moved
@@ -126,10 +128,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JobPart:
     """A piece of a job under way: the positions of its keys."""
 
-    job: Job
+    job: MoverJob
     positions: slice
     nbytes: int
 
@@ -138,23 +140,23 @@ class Part:
 class _Standing:
     """A job in line, and the parts that are left of it."""
 
-    kind: Kind
+    kind: JobKind
     nbytes: int
     number: int
-    job: Job = field(compare=False)
+    job: MoverJob = field(compare=False)
     row_bytes: int = field(compare=False)
     cuts: list[slice] = field(compare=False)
     """What is left, the last part first."""
 
-    def cut(self) -> Part:
+    def cut(self) -> JobPart:
         positions = self.cuts.pop()
-        return Part(self.job, positions, (positions.stop - positions.start) * self.row_bytes)
+        return JobPart(self.job, positions, (positions.stop - positions.start) * self.row_bytes)
 
 
-class Line:
+class JobQueue:
     """Jobs of one direction, the most urgent first, within bounds."""
 
-    def __init__(self, *, urgent: Kind, others: int, max_parts: int, max_bytes: int) -> None:
+    def __init__(self, *, urgent: JobKind, others: int, max_parts: int, max_bytes: int) -> None:
         self._urgent = urgent
         self._others = others
         """How many parts that are less urgent than `urgent` may be under way at a time."""
@@ -179,7 +181,7 @@ class Line:
         """Parts that stand in line."""
         return self._num_parts
 
-    def put(self, job: Job, row_bytes: int, rows_per_part: int) -> None:
+    def put(self, job: MoverJob, row_bytes: int, rows_per_part: int) -> None:
         """The whole job stands in line, or none of it: raises StoreError when it is full."""
         starts = range(0, len(job.keys), rows_per_part)
         nbytes = len(job.keys) * row_bytes
@@ -206,7 +208,7 @@ class Line:
             self._nbytes += nbytes
             self._ready.notify(len(cuts))
 
-    def take(self) -> Part | None:
+    def take(self) -> JobPart | None:
         """The next part, when there is one that may run; None when the line is closed."""
         with self._lock:
             while not self._closed:
@@ -215,10 +217,10 @@ class Line:
                 self._ready.wait()
             return None
 
-    def _may_run(self, kind: Kind) -> bool:
+    def _may_run(self, kind: JobKind) -> bool:
         return kind <= self._urgent or self._busy < self._others
 
-    def _taken(self) -> Part:
+    def _taken(self) -> JobPart:
         first = self._heap[0]
         part = first.cut()
         if not first.cuts:
@@ -227,7 +229,7 @@ class Line:
         self._busy += first.kind > self._urgent
         return part
 
-    def done(self, part: Part) -> None:
+    def done(self, part: JobPart) -> None:
         """A part that was taken is over."""
         with self._lock:
             self._busy -= part.job.kind > self._urgent
@@ -236,7 +238,7 @@ class Line:
             if not self._nbytes:
                 self._empty.notify_all()
 
-    def close(self) -> list[Part]:
+    def close(self) -> list[JobPart]:
         """Nobody takes or puts any more; what was left."""
         with self._lock:
             self._closed = True

@@ -1,26 +1,111 @@
-"""Room for new rows on disk: free slots, then new data files, then somebody has to go.
+"""Where new rows go on disk: free slots, then new data files, then slots of the coldest rows.
 
 A data file changes hands when everything in it is older than everything that the taker would
 have to give up, or when the taker has none.
+
+The index is the truth about recency and is shared; the policies are this process's opinion. Uses
+go into the index as sequence numbers, some at a time, and from there into the policies of all
+processes, oldest first, when rows have to be evicted. A wrong opinion costs a hit, never a wrong
+row.
 """
 
 import errno
 from collections.abc import Collection, Sequence
 
-from kvstow.offload.ages import Ages
-from kvstow.offload.heal import Place
-from kvstow.offload.index import SLOT_BITS, Write
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
+from kvstow.offload.disk.recovery import OpenStore
+from kvstow.offload.eviction.policies import Policy, PolicyName, policy
+from kvstow.offload.eviction.queue import Bools, Ints
+
+FLUSH = 8192
+"""Uses that a process keeps to itself before it writes them into the index."""
+
+LEARN_ROWS = 1 << 16
+"""Rows that the policies learn of at a time: the oldest first, so the first lesson is enough
+to know whom to give up, and nobody waits for a million."""
+
+
+class Recency:
+    """Policies over the slots of every group; slot number = segment · slots + slot."""
+
+    def __init__(
+        self, index: StoreIndex, name: PolicyName, slots: Sequence[int], max_segments: int
+    ) -> None:
+        self._index = index
+        self._slots = tuple(slots)
+        self._policies: tuple[Policy, ...] = tuple(policy(name, n * max_segments) for n in slots)
+        self._generations = tuple(np.zeros(n * max_segments, np.int64) for n in slots)
+        self._seen = [0] * len(slots)
+        self._used: dict[int, None] = {}
+
+    def number(self, group: int, places: npt.ArrayLike) -> Ints:
+        at = np.asarray(places, np.int64)
+        return (at >> SLOT_BITS) * self._slots[group] + (at & ((1 << SLOT_BITS) - 1))
+
+    def places(self, group: int, numbers: Ints) -> list[int]:
+        segments, slots = np.divmod(numbers, self._slots[group])
+        return (segments << SLOT_BITS | slots).tolist()
+
+    def use(self, places: Ints) -> bool:
+        """These rows were read; whether so many have gathered that a flush is due."""
+        for at in places.tolist():
+            self._used.pop(at, None)
+            self._used[at] = None
+        return len(self._used) >= FLUSH
+
+    def flush(self, write: Transaction) -> None:
+        """Write down what was used here, for all processes."""
+        used, self._used = self._used, {}
+        if used:
+            write.use(used)
+
+    def victims(
+        self, write: Transaction, group: int, marks: Sequence[int], reading: Collection[int]
+    ) -> list[int]:
+        """Places of rows to give up for new ones with these marks, not those being read.
+
+        Fewer than marks where no more are known; ask again until there are none.
+        """
+        self.flush(write)
+        self._learn(group)
+        pinned: Bools = np.zeros(len(self._generations[group]), bool)
+        pinned[self.number(group, np.fromiter(reading, np.int64))] = True
+        return self.places(group, self._policies[group].victims(marks, pinned))
+
+    def forget(self, group: int, places: npt.ArrayLike) -> None:
+        """These rows are gone."""
+        self._policies[group].remove(self.number(group, places))
+
+    def _learn(self, group: int) -> None:
+        """Learn what came, and what was used, since the last time."""
+        places, generations, marks, self._seen[group] = self._index.since(
+            group, self._seen[group], LEARN_ROWS
+        )
+        numbers = self.number(group, places)
+        ours = numbers < len(self._generations[group])  # another process may have more room
+        new = ours.copy()
+        new[ours] = self._generations[group][numbers[ours]] != generations[ours]
+        self._generations[group][numbers[new]] = generations[new]
+        known = self._policies[group]
+        known.remove(numbers[new])
+        known.insert(numbers[new], [marks[i] for i in np.flatnonzero(new).tolist()])
+        known.touch(numbers[ours & ~new])
+        known.size = max(1, len(known))
+
 
 Reading = Sequence[Collection[int]]
 """Per group, places that this process is reading."""
 
 
-class Room:
+class SlotAllocator:
     """Who may write where. All decisions are made inside one transaction of the index."""
 
-    def __init__(self, store: Place, ages: Ages) -> None:
+    def __init__(self, store: OpenStore, recency: Recency) -> None:
         self._store = store
-        self._ages = ages
+        self._recency = recency
         self.evicted = 0
 
     def lease(self, group: int, marks: Sequence[int], reading: Reading) -> tuple[list[int], int]:
@@ -39,7 +124,7 @@ class Room:
                 found += self._take_free(write, group, len(marks) - len(found))
             return sorted(found), write.tick(len(found))
 
-    def _take_free(self, write: Write, group: int, count: int) -> list[int]:
+    def _take_free(self, write: Transaction, group: int, count: int) -> list[int]:
         places = write.free(group, count)
         write.take(group, places, self._store.owner)
         return places
@@ -57,7 +142,7 @@ class Room:
             write.note(f"pruned to {nbytes} bytes", rows)
         return rows
 
-    def _grow(self, write: Write, group: int) -> bool:
+    def _grow(self, write: Transaction, group: int) -> bool:
         """One more data file, if capacity and disk allow it."""
         segments = self._store.segments
         taken = {segment for (segment,) in write.ask("SELECT id FROM segments")}
@@ -76,12 +161,12 @@ class Room:
         return True
 
     def _evicted(
-        self, write: Write, group: int, marks: Sequence[int], reading: Reading
+        self, write: Transaction, group: int, marks: Sequence[int], reading: Reading
     ) -> list[int]:
         """Slots of rows of the group that had to go."""
         found: list[int] = []
         while len(found) < len(marks):
-            victims = self._ages.victims(write, group, marks[len(found) :], reading[group])
+            victims = self._recency.victims(write, group, marks[len(found) :], reading[group])
             if not victims:
                 break
             gone = [at for at in victims if write.drop(group, [at])]
@@ -90,7 +175,7 @@ class Room:
             found += gone
         return found
 
-    def _take_over(self, write: Write, group: int, reading: Reading, *, older: bool) -> bool:
+    def _take_over(self, write: Transaction, group: int, reading: Reading, *, older: bool) -> bool:
         """A data file of another group becomes ours, its rows go; whether there was one.
 
         With `older`, only one in which everything is older than all rows of our own.
@@ -107,7 +192,9 @@ class Room:
         write.add_segment(segment, group, self._store.segments.slots[group])
         return True
 
-    def _coldest(self, write: Write, but: int | None, busy: set[int]) -> list[tuple[int, int]]:
+    def _coldest(
+        self, write: Transaction, but: int | None, busy: set[int]
+    ) -> list[tuple[int, int]]:
         """Data files of other groups, and when something in them was last used."""
         rows = write.ask(
             "SELECT s.id, (SELECT COALESCE(MAX(seq), 0) FROM rows "

@@ -2,7 +2,7 @@
 
 A row is *reserved* while it is filled, then *kept*; one that is *held* is being read. Reserved
 and held rows are never given up. With `shared=NAME` the arena lies in shared memory: its rows are
-there for the process that comes next, and other processes of the machine read them (`neighbours`).
+there for the process that comes next, and other processes of the machine read them (`processes`).
 """
 
 from collections.abc import Generator, Sequence
@@ -18,12 +18,12 @@ import torch
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import bind, on_node
-from kvstow.offload import policies
-from kvstow.offload.image import pooled
-from kvstow.offload.policies import Policy, PolicyName, mark
-from kvstow.offload.queue import Ints
-from kvstow.offload.shared import opened
-from kvstow.offload.slots import Slots
+from kvstow.offload.eviction import policies
+from kvstow.offload.eviction.policies import Policy, PolicyName, mark
+from kvstow.offload.eviction.queue import Ints
+from kvstow.offload.host.shared import opened
+from kvstow.offload.host.slots import Slots
+from kvstow.offload.rows import pooled
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -79,7 +79,7 @@ class HostTier:
         self._lock = RLock()
         self._counter = Counter()
         if self._part is not None:
-            for group, (keys, rows) in enumerate(self._part.board.take_over()):
+            for group, (keys, rows) in enumerate(self._part.index.take_over()):
                 self._slots.occupy(group, rows)
                 self._enter(group, keys, rows)
 
@@ -146,7 +146,7 @@ class HostTier:
                 keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
                 rows, nobodys = rows[good], rows[~good]
             if self._part is not None:
-                self._part.board.publish(group, rows, keys)
+                self._part.index.publish(group, rows, keys)
             self._enter(group, keys, rows)
             self._slots.give_back(group, nobodys)
         nbytes = len(keys) * self.layout.row_bytes(group)
@@ -255,7 +255,7 @@ class HostTier:
 
     def _forget(self, group: int, rows: Ints) -> None:
         if self._part is not None:
-            self._part.board.withdraw(group, rows)
+            self._part.index.withdraw(group, rows)
         ids, keys = self._ids[group], self._keys[group]
         for row in rows.tolist():
             del ids[keys.pop(row)]
@@ -270,5 +270,7 @@ class HostTier:
                 used = int(np.count_nonzero(self._slots.used[group]))
                 known = len(self._policies[group])
                 if not len(ids) == known <= used <= known + pinned:
-                    raise StoreError(f"group {group}: {len(ids)} keys, {known} rows in the policy, "
-                                     f"{used} rows in use, {pinned} pinned")  # fmt: skip
+                    raise StoreError(
+                        f"group {group}: {len(ids)} keys, {known} rows in the policy, "
+                        f"{used} rows in use, {pinned} pinned"
+                    )

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from kvstow.offload.index import FREE, Index, Write
+from kvstow.offload.disk.index import FREE, StoreIndex, Transaction
 
 SILENT_SECONDS = 120.0
 """An owner that cannot be looked up (on another machine, in another container) and has not
@@ -30,16 +30,19 @@ def start_time(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
-def enlist(write: Write) -> int:
+def enlist(write: Transaction) -> int:
     """Enter this process among the owners; its number."""
     write.tell(
         "INSERT INTO owners (pid, started, host, beat) VALUES (?, ?, ?, ?)",
-        os.getpid(), start_time(os.getpid()), this_host(), time.time(),
-    )  # fmt: skip
+        os.getpid(),
+        start_time(os.getpid()),
+        this_host(),
+        time.time(),
+    )
     return write.ask("SELECT last_insert_rowid()")[0][0]
 
 
-def beat(write: Write, owner: int, counts: str) -> None:
+def beat(write: Transaction, owner: int, counts: str) -> None:
     """Say that the owner lives, and what it has done."""
     write.tell("UPDATE owners SET beat = ?, counts = ? WHERE id = ?", time.time(), counts, owner)
 
@@ -51,7 +54,7 @@ def lives(pid: int, started: int, host: str, last_beat: float) -> bool:
     return time.time() - last_beat < SILENT_SECONDS
 
 
-def bury(write: Write) -> tuple[int, int]:
+def bury(write: Transaction) -> tuple[int, int]:
     """Strike out dead owners and free what they were writing; how many, how many slots."""
     owners = write.ask("SELECT id, pid, started, host, beat FROM owners")
     dead = [owner for owner, *facts in owners if not lives(*facts)]
@@ -62,8 +65,11 @@ def bury(write: Write) -> tuple[int, int]:
     return len(dead), slots
 
 
-def living(index: Index) -> list[tuple[int, int, str]]:
+def living(index: StoreIndex) -> list[tuple[int, int, str]]:
     """Owners that live: number, process id, counts as JSON."""
     owners = index.ask("SELECT id, pid, started, host, beat, counts FROM owners ORDER BY id")
-    return [(owner, pid, counts) for owner, pid, started, host, last, counts in owners
-            if lives(pid, started, host, last)]  # fmt: skip
+    return [
+        (owner, pid, counts)
+        for owner, pid, started, host, last, counts in owners
+        if lives(pid, started, host, last)
+    ]

@@ -6,24 +6,24 @@ from threading import Event, Lock
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.host import HostTier
-from kvstow.offload.jobs import Job
-from kvstow.offload.queue import Bools, Ints
-from kvstow.offload.staging import Window
-from kvstow.offload.streams import Fences
+from kvstow.offload.eviction.queue import Bools, Ints
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.jobs import MoverJob
+from kvstow.offload.mover.streams import StreamOrder
+from kvstow.offload.staging import RowStage
 from kvstow.offload.tier import Tier, chosen
 
 
-class Fetcher:
+class Promoter:
     """Brings rows up for one arena. Call from any thread."""
 
-    def __init__(self, arena: Arena, host: HostTier, below: Tier, fences: Fences) -> None:
+    def __init__(self, arena: Arena, host: HostTier, below: Tier, fences: StreamOrder) -> None:
         self._arena, self._host, self._below = arena, host, below
         self._fences = fences
         self._lock = Lock()
         self._fetching: dict[tuple[int, bytes], Event] = {}
         self._window_lock = Lock()
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, RowStage] = {}
 
     def fetch(self, group: int, keys: Sequence[bytes]) -> None:
         """Bring rows of a group of the host tier to the host, as far as there is room.
@@ -32,8 +32,9 @@ class Fetcher:
         """
         wanted = list(dict.fromkeys(keys))
         with self._lock:
-            others = [self._fetching[group, key] for key in wanted
-                      if (group, key) in self._fetching]  # fmt: skip
+            others = [
+                self._fetching[group, key] for key in wanted if (group, key) in self._fetching
+            ]
             mine = [key for key in wanted if (group, key) not in self._fetching]
             arrived = Event()
             self._fetching.update({(group, key): arrived for key in mine})
@@ -57,7 +58,7 @@ class Fetcher:
         finally:
             self._host.keep(reservation, filled)
 
-    def directly(self, job: Job, host_group: int, keys: Sequence[bytes], ids: Ints) -> Bools:
+    def directly(self, job: MoverJob, host_group: int, keys: Sequence[bytes], ids: Ints) -> Bools:
         """Bring rows to blocks of the arena past the host, which had no room for them; which."""
         found = np.zeros(len(keys), bool)
         if not self._below.contains(host_group, keys).any():
@@ -65,7 +66,7 @@ class Fetcher:
         with self._window_lock:
             window = self._windows.get(job.group)
             if window is None:
-                window = Window(self._arena, job.group, self._host.layout)
+                window = RowStage(self._arena, job.group, self._host.layout)
                 self._windows[job.group] = window
             for lo in range(0, len(keys), window.num_rows):
                 part = slice(lo, min(lo + window.num_rows, len(keys)))

@@ -1,7 +1,15 @@
-"""What a shared host arena holds, for other processes and for the one that comes after a crash.
+"""Shared host arenas: parts of one name, each with rows of one layout and one writer at a time.
+
+    /dev/shm/NAME.0.rows  NAME.0.index     rank 0
+    /dev/shm/NAME.1.rows  NAME.1.index     rank 1
+    …
+
+Whoever writes a part holds an exclusive `flock` on its index. The system ends it with the
+process, however that ends, so a part whose writer died is there for the next process of the same
+layout, with all rows that were whole.
 
     NAME.0.rows    the arena
-    NAME.0.board   header · manifest · one record per row · log
+    NAME.0.index   header · manifest · one record per row · log
 
     header, little endian                       record, 64 bytes
       0  magic           8   "kvstowB1"           0  seq        8   even: the row is as stated
@@ -14,22 +22,29 @@
      72  clock           8   stamps given so far
    4096  manifest            of the arena's layout
 
-One process writes a board, many read it without a lock. A record whose seq is odd is being
+One process writes an index, many read it without a lock. A record whose seq is odd is being
 changed, or names no row: the writer makes it odd before the row's bytes may change, and even after
 they have. A reader compares seq and key before it uses the bytes, and seq again after. This leans
 on stores becoming visible in their order, which x86-64 promises.
 """
 
+import fcntl
 import mmap
 import os
+import platform
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import StoreError
-from kvstow.offload.queue import Ints
+from kvstow.memory.allocate import shared_path
+from kvstow.memory.arena import Arena
+from kvstow.offload.eviction.queue import Ints
 from kvstow.offload.tier import MAX_KEY_BYTES
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, encode
@@ -40,29 +55,31 @@ HEADER_BYTES = 4096
 _FIELDS = struct.Struct("<8sQQQQQ")
 _HEAD, _CLOCK = 64, 72
 
-RECORD = np.dtype({
-    "names": ["seq", "stamp", "key_bytes", "key"],
-    "formats": ["<u8", "<u8", "<u8", ("u1", MAX_KEY_BYTES)],
-    "offsets": [0, 8, 16, 24],
-    "itemsize": 64,
-})  # fmt: skip
+RECORD = np.dtype(
+    {
+        "names": ["seq", "stamp", "key_bytes", "key"],
+        "formats": ["<u8", "<u8", "<u8", ("u1", MAX_KEY_BYTES)],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 64,
+    }
+)
 
 Records = npt.NDArray[np.void]
 
 
-class Board:
+class SharedIndex:
     """The records and the log of one shared arena, mapped into this process."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
-        """Map a board; ValueError where the file is none, or not finished."""
+        """Map a shared index; ValueError where the file is none, or not finished."""
         size = os.fstat(fd).st_size
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         if size < HEADER_BYTES:
-            raise ValueError(f"{size} bytes are no board")
+            raise ValueError(f"{size} bytes are no shared index")
         memory = mmap.mmap(fd, size, access=access)
         magic, count, log_size, manifest_bytes, records_at, log_at = _FIELDS.unpack_from(memory)
         if magic != MAGIC or log_at + 4 * log_size > size:
-            raise ValueError(f"a file that begins with {magic!r} is no board")
+            raise ValueError(f"a file that begins with {magic!r} is no shared index")
         self.manifest = memory[HEADER_BYTES : HEADER_BYTES + manifest_bytes]
         self.layout: Layout = decode(self.manifest)
         self._starts = starts(self.layout)
@@ -73,7 +90,7 @@ class Board:
 
     @staticmethod
     def write_new(fd: int, layout: Layout) -> None:
-        """Turn an empty file into a board on which nothing stands."""
+        """Turn an empty file into a shared index without rows."""
         manifest = encode(layout)
         count = starts(layout)[-1]
         log_size = max(1024, 4 * count)
@@ -83,7 +100,7 @@ class Board:
         os.pwrite(fd, manifest, HEADER_BYTES)
         os.pwrite(
             fd, _FIELDS.pack(MAGIC, count, log_size, len(manifest), records_at, log_at), 0
-        )  # last: before it, the file is no board
+        )  # last: before it, the file is no shared index
 
     @property
     def head(self) -> int:
@@ -180,8 +197,9 @@ def key_table(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
 def keys_in(found: Records) -> list[bytes]:
     """The keys of a copy of records."""
     raw, lengths = found["key"].tobytes(), found["key_bytes"].tolist()
-    return [raw[at : at + n] for at, n in zip(range(0, len(raw), MAX_KEY_BYTES), lengths,
-                                              strict=True)]  # fmt: skip
+    return [
+        raw[at : at + n] for at, n in zip(range(0, len(raw), MAX_KEY_BYTES), lengths, strict=True)
+    ]
 
 
 def check_order(machine: str) -> None:
@@ -191,3 +209,137 @@ def check_order(machine: str) -> None:
             f"a shared host tier needs the memory order of x86-64, this is {machine}\n\n"
             "hint: leave it unshared, or share a disk tier in /dev/shm"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """A part that this process writes, until `close`."""
+
+    name: str
+    """Of the part, as in NAME.0"""
+    index: SharedIndex
+    lock: int
+    """The descriptor that holds the lock."""
+
+    def arena(self, *, pinned: bool) -> Arena:
+        return Arena.attach(self.index.layout, f"{self.name}.rows", pinned=pinned)
+
+    def close(self) -> None:
+        """Let another process write the part; what is in it stays."""
+        _unlock(self.lock)
+
+
+def opened(name: str, layout: Layout) -> SharedPart:
+    """A part of `name` for this layout: one that nobody writes any more, or a new one."""
+    check_order(platform.machine())
+    number = 0
+    for number, path in parts(name):
+        part = _taken(path, f"{name}.{number}", layout)
+        if part is not None:
+            return part
+    while (part := _made(f"{name}.{number}", layout)) is None:
+        number += 1
+    return part
+
+
+def parts(name: str) -> Iterator[tuple[int, Path]]:
+    """The numbers and index files of all parts of a name, ascending."""
+    folder = shared_path(f"{name}.0.index").parent
+    pattern = re.compile(re.escape(name) + r"\.(\d+)\.index")
+    found = [
+        (int(match[1]), folder / match[0])
+        for file in os.listdir(folder)
+        if (match := pattern.fullmatch(file))
+    ]
+    return iter(sorted(found))
+
+
+def remove(name: str) -> int:
+    """Remove the parts that nobody writes; how many. Who reads one keeps its memory."""
+    count = 0
+    for number, path in parts(name):
+        lock = _locked(path)
+        if lock is not None:
+            _unlink(f"{name}.{number}")
+            _unlock(lock)
+            count += 1
+    return count
+
+
+def _unlink(part: str) -> None:
+    for end in ("rows", "index"):
+        shared_path(f"{part}.{end}").unlink(missing_ok=True)
+
+
+def _unlock(fd: int) -> None:
+    """Give the lock up, though a mapping may have the file open as well."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _locked(path: Path, *, create: bool = False) -> int | None:
+    """A descriptor that holds the file's lock; None where somebody else does, or no file is."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:  # not removed since it was opened
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _taken(path: Path, part: str, layout: Layout) -> SharedPart | None:
+    """The part that another process of this layout left; None where it is none."""
+    lock = _locked(path)
+    if lock is None:
+        return None
+    index = _shared_index(lock)
+    rows = shared_path(f"{part}.rows")
+    if index is None or index.manifest != encode(layout) or not rows.exists():
+        _unlock(lock)
+        return None
+    return SharedPart(part, index, lock)
+
+
+def _made(part: str, layout: Layout) -> SharedPart | None:
+    """A new part; None where there is one of that number."""
+    path = shared_path(f"{part}.index")
+    lock = _locked(path, create=True)
+    if lock is None:
+        return None
+    if _shared_index(lock) is not None:
+        _unlock(lock)
+        return None
+    try:
+        os.ftruncate(lock, 0)  # what a process left that died while it made one
+        _make_rows(shared_path(f"{part}.rows"), align_up(layout.nbytes, mmap.PAGESIZE))
+        SharedIndex.write_new(lock, layout)
+    except OSError as error:
+        _unlink(part)
+        _unlock(lock)
+        raise StoreError(
+            f"shared host tier {part!r}: {layout.nbytes} bytes: {error.strerror}\n\n"
+            f"hint: {path.parent} must have room for them (docker: --shm-size)"
+        ) from error
+    return SharedPart(part, SharedIndex(lock, writable=True), lock)
+
+
+def _make_rows(path: Path, nbytes: int) -> None:
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _shared_index(fd: int) -> SharedIndex | None:
+    try:
+        return SharedIndex(fd, writable=True)
+    except ValueError:
+        return None

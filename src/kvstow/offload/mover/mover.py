@@ -28,14 +28,14 @@ import numpy.typing as npt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.admission import SecondTouch
-from kvstow.offload.bridge import Bridge, matching_group
-from kvstow.offload.fetch import Fetcher
-from kvstow.offload.host import HostTier
-from kvstow.offload.jobs import Job, Kind, Line, Part
-from kvstow.offload.policies import mark
-from kvstow.offload.queue import Bools, Ints
-from kvstow.offload.streams import Fences, fences
+from kvstow.offload.eviction.admission import SecondTouch
+from kvstow.offload.eviction.policies import mark
+from kvstow.offload.eviction.queue import Bools, Ints
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
+from kvstow.offload.mover.promote import Promoter
+from kvstow.offload.mover.streams import StreamOrder, fences
+from kvstow.offload.rows import RowMapping, matching_group
 from kvstow.offload.tier import Tier, chosen
 from kvstow.route.copies import Copies
 
@@ -73,9 +73,15 @@ class Mover:
     """
 
     def __init__(
-        self, arena: Arena, host: HostTier, below: Tier | None = None, *,
-        pool: Holds | None = None, admission: SecondTouch | None = None, limits: Limits = USUAL,
-    ) -> None:  # fmt: skip
+        self,
+        arena: Arena,
+        host: HostTier,
+        below: Tier | None = None,
+        *,
+        pool: Holds | None = None,
+        admission: SecondTouch | None = None,
+        limits: Limits = USUAL,
+    ) -> None:
         self._arena, self._host, self._below = arena, host, below
         self._pool = pool
         self._admission = admission
@@ -83,25 +89,31 @@ class Mover:
         groups = range(len(arena.layout.groups))
         self._host_group = [matching_group(arena.layout, g, host.layout) for g in groups]
         self._bridges = [
-            Bridge(arena.layout, g, host.layout, h) for g, h in zip(groups, self._host_group,
-                                                                    strict=True)
-        ]  # fmt: skip
+            RowMapping(arena.layout, g, host.layout, h)
+            for g, h in zip(groups, self._host_group, strict=True)
+        ]
         if below is not None:
             for g in range(len(host.layout.groups)):
                 _check_same(host, below, g)
-        self._fences: Fences = fences(arena)
-        self._fetcher = Fetcher(arena, host, below, self._fences) if below is not None else None
+        self._fences: StreamOrder = fences(arena)
+        self._fetcher = Promoter(arena, host, below, self._fences) if below is not None else None
         self._lines = {
-            urgent.inward: Line(
-                urgent=urgent, others=max(1, limits.workers // 2),
-                max_parts=limits.max_parts, max_bytes=limits.max_bytes,
+            urgent.inward: JobQueue(
+                urgent=urgent,
+                others=max(1, limits.workers // 2),
+                max_parts=limits.max_parts,
+                max_bytes=limits.max_bytes,
             )
-            for urgent in (Kind.LOAD, Kind.STORE)
-        }  # fmt: skip
-        self._runs = {Kind.LOAD: self._load, Kind.PREFETCH: self._prefetch,
-                      Kind.STORE: self._store, Kind.DEMOTE: self._demote}  # fmt: skip
+            for urgent in (JobKind.LOAD, JobKind.STORE)
+        }
+        self._runs = {
+            JobKind.LOAD: self._load,
+            JobKind.PREFETCH: self._prefetch,
+            JobKind.STORE: self._store,
+            JobKind.DEMOTE: self._demote,
+        }
         self._lock = Lock()
-        self._finished: list[Job] = []
+        self._finished: list[MoverJob] = []
         self.skipped_demotions = 0
         self._threads = [
             Thread(target=self._work, args=(line,), name=f"kvstow-mover-{name}-{i}", daemon=True)
@@ -113,24 +125,24 @@ class Mover:
 
     # ── commands ──────────────────────────────────────────────────────────────────
 
-    def store(self, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> Job:
+    def store(self, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> MoverJob:
         """Bring blocks to the host tier, after what the current stream has been given.
 
         Nobody may write to the blocks until the job is over.
         """
-        return self._submit(Kind.STORE, group, ids, keys)
+        return self._submit(JobKind.STORE, group, ids, keys)
 
-    def load(self, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> Job:
+    def load(self, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> MoverJob:
         """Bring rows from wherever they are to blocks; `result()` says which arrived."""
-        return self._submit(Kind.LOAD, group, ids, keys)
+        return self._submit(JobKind.LOAD, group, ids, keys)
 
-    def prefetch(self, group: int, keys: Sequence[bytes]) -> Job:
+    def prefetch(self, group: int, keys: Sequence[bytes]) -> MoverJob:
         """Bring rows from below to the host tier, as far as there is room."""
-        job = Job(Kind.PREFETCH, group, keys, np.empty(0, np.int64))
+        job = MoverJob(JobKind.PREFETCH, group, keys, np.empty(0, np.int64))
         self._queue(job)
         return job
 
-    def reap(self) -> tuple[Job, ...]:
+    def reap(self) -> tuple[MoverJob, ...]:
         """Jobs that ended since the last time; the holds on their blocks end here."""
         with self._lock:
             finished, self._finished = self._finished, []
@@ -158,11 +170,13 @@ class Mover:
             thread.join()
         self.reap()
 
-    def _submit(self, kind: Kind, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> Job:
+    def _submit(
+        self, kind: JobKind, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
+    ) -> MoverJob:
         blocks = self._arena.checked(group, ids)
         if len(blocks) != len(keys):
             raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
-        job = Job(kind, group, keys, blocks)
+        job = MoverJob(kind, group, keys, blocks)
         self._fences.record(job)
         if self._pool is not None and len(blocks):
             self._pool.share(group, blocks)
@@ -175,7 +189,7 @@ class Mover:
             raise
         return job
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: MoverJob) -> None:
         row_bytes = self._host.layout.row_bytes(self._host_group[job.group])
         rows_per_part = max(1, self._limits.part_bytes // row_bytes)
         self._lines[job.kind.inward].put(job, row_bytes, rows_per_part)
@@ -184,7 +198,7 @@ class Mover:
 
     # ── workers ───────────────────────────────────────────────────────────────────
 
-    def _work(self, line: Line) -> None:
+    def _work(self, line: JobQueue) -> None:
         while (part := line.take()) is not None:
             ran = part.job.begun()
             error: StoreError | None = None
@@ -195,26 +209,26 @@ class Mover:
                     error = _named(part, cause)
                     log.warning("%s", error)
             self._end(part, ran=ran, error=error)
-            if ran and error is None and part.job.kind is Kind.STORE:
+            if ran and error is None and part.job.kind is JobKind.STORE:
                 self._begin_demotion(part.job, part.positions)
             line.done(part)
 
-    def _end(self, part: Part, *, ran: bool, error: StoreError | None) -> None:
+    def _end(self, part: JobPart, *, ran: bool, error: StoreError | None) -> None:
         if part.job.ended(ran=ran, error=error):
             self._finish(part.job)
 
-    def _finish(self, job: Job) -> None:
-        if job.kind != Kind.DEMOTE:
+    def _finish(self, job: MoverJob) -> None:
+        if job.kind != JobKind.DEMOTE:
             with self._lock:
                 self._finished.append(job)
 
-    def _copied(self, job: Job, source: Arena, destination: Arena, moves: Copies) -> None:
+    def _copied(self, job: MoverJob, source: Arena, destination: Arena, moves: Copies) -> None:
         """Copy after the job's fence; wait until all bytes have arrived."""
         with self._fences.after(job) as stream:
             under_way = copy(source, destination, moves, stream=stream)
         under_way.wait()
 
-    def _store(self, job: Job, positions: slice) -> None:
+    def _store(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]
         keys, ids = job.keys[positions], job.ids[positions]
         reservation = self._host.reserve(group, keys)
@@ -229,7 +243,7 @@ class Mover:
         self._host.keep(reservation)
         job.moved[positions] = self._host.contains(group, keys)
 
-    def _load(self, job: Job, positions: slice) -> None:
+    def _load(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]
         keys, ids = job.keys[positions], job.ids[positions]
         moved = self._from_host(job, keys, ids)
@@ -243,7 +257,7 @@ class Mover:
         job.moved[positions] = moved
 
     def _from_host(
-        self, job: Job, keys: Sequence[bytes], ids: Ints, *, count: bool = True
+        self, job: MoverJob, keys: Sequence[bytes], ids: Ints, *, count: bool = True
     ) -> Bools:
         """Bring rows that the host has to their blocks; which."""
         group = self._host_group[job.group]
@@ -255,7 +269,7 @@ class Mover:
             self._host.count_load(group, len(keys), len(rows))
         return mask.copy()
 
-    def _prefetch(self, job: Job, positions: slice) -> None:
+    def _prefetch(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]
         keys = job.keys[positions]
         if self._fetcher is not None:
@@ -263,7 +277,7 @@ class Mover:
             self._fetcher.fetch(group, chosen(keys, ~here))
         job.moved[positions] = self._host.contains(group, keys)
 
-    def _begin_demotion(self, job: Job, positions: slice) -> None:
+    def _begin_demotion(self, job: MoverJob, positions: slice) -> None:
         """Rows that are worth it go on to the tier below, when nothing else is to do."""
         if self._below is None:
             return
@@ -275,11 +289,11 @@ class Mover:
         if not keys:
             return
         try:
-            self._queue(Job(Kind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
+            self._queue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
         except StoreError:  # the line is full: a cache may forget
             self.skipped_demotions += len(keys)
 
-    def _demote(self, job: Job, positions: slice) -> None:
+    def _demote(self, job: MoverJob, positions: slice) -> None:
         assert self._below is not None
         group = self._host_group[job.group]
         keys = job.keys[positions]
@@ -296,7 +310,7 @@ def _of(wanted: Sequence[bytes], keys: Sequence[bytes], ids: Ints) -> Ints:
     return np.array([block[key] for key in wanted], np.int64)
 
 
-def _named(part: Part, cause: Exception) -> StoreError:
+def _named(part: JobPart, cause: Exception) -> StoreError:
     """The error of a part, naming the blocks that it leaves undone."""
     ids = part.job.ids[part.positions].tolist()
     what = f"blocks {ids[:8]}{' …' if ids[8:] else ''}" if ids else f"{len(part.job.keys)} rows"

@@ -12,31 +12,31 @@ from typing import Protocol
 import torch
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.jobs import Job
+from kvstow.offload.mover.jobs import MoverJob
 
 
-class Fences(Protocol):
+class StreamOrder(Protocol):
     """Remembers, per job, after which work its copies may start."""
 
-    def record(self, job: Job) -> None:
+    def record(self, job: MoverJob) -> None:
         """The job comes after what the current stream has been given by now."""
         ...
 
-    def after(self, job: Job) -> AbstractContextManager["torch.cuda.Stream | None"]:
+    def after(self, job: MoverJob) -> AbstractContextManager["torch.cuda.Stream | None"]:
         """The stream of the job's direction, the thread's current one meanwhile, behind the
         job's fence. Submit inside, wait outside: others of the direction submit after it."""
         ...
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: MoverJob) -> None:
         """Return when what the job comes after is over."""
         ...
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: MoverJob) -> None:
         """The job is over."""
         ...
 
 
-def fences(arena: Arena) -> Fences:
+def fences(arena: Arena) -> StreamOrder:
     """For a CUDA arena, events on streams; on the host, copies happen when they are called."""
     return CudaFences(arena.device) if arena.device.type == "cuda" else NoFences()
 
@@ -44,16 +44,16 @@ def fences(arena: Arena) -> Fences:
 class NoFences:
     """Host memory: what the submitter wrote is there."""
 
-    def record(self, job: Job) -> None:
+    def record(self, job: MoverJob) -> None:
         pass
 
-    def after(self, job: Job) -> AbstractContextManager["torch.cuda.Stream | None"]:
+    def after(self, job: MoverJob) -> AbstractContextManager["torch.cuda.Stream | None"]:
         return nullcontext(None)
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: MoverJob) -> None:
         pass
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: MoverJob) -> None:
         pass
 
 
@@ -66,13 +66,13 @@ class CudaFences:
         self._streams = {inward: torch.cuda.Stream(device) for inward in (True, False)}
         self._turns = {inward: Lock() for inward in (True, False)}
 
-    def record(self, job: Job) -> None:
+    def record(self, job: MoverJob) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._events[id(job)] = event
 
     @contextmanager
-    def after(self, job: Job) -> Generator["torch.cuda.Stream | None"]:
+    def after(self, job: MoverJob) -> Generator["torch.cuda.Stream | None"]:
         stream, event = self._streams[job.kind.inward], self._events.get(id(job))
         with self._turns[job.kind.inward]:
             if event is not None:
@@ -80,10 +80,10 @@ class CudaFences:
             with torch.cuda.stream(stream):
                 yield stream
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: MoverJob) -> None:
         event = self._events.get(id(job))
         if event is not None:
             event.synchronize()
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: MoverJob) -> None:
         self._events.pop(id(job), None)

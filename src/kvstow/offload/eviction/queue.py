@@ -7,7 +7,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Queue:
+class EvictionQueue:
     """Slots in the order they were pushed; pushing one again moves it to the end.
 
     An entry counts only while its ticket is the slot's latest, so moving and removing leave

@@ -1,17 +1,60 @@
-"""A look at a store without touching it: no lock, no healing, nothing written."""
+"""What a store holds: `survey` looks without changing anything, `verify` reads every row."""
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstow.errors import StoreError
-from kvstow.offload.index import SLOT_BITS
-from kvstow.offload.owner import lives
-from kvstow.offload.record import slot_bytes
+from kvstow.offload.disk.files import aligned
+from kvstow.offload.disk.index import SLOT_BITS
+from kvstow.offload.disk.owners import lives
+from kvstow.offload.disk.segments import slot_bytes
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
+from kvstow.plan.view import align_up
+
+BATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a full reading of a store found. Damaged rows are dropped when it is over."""
+
+    rows: int
+    nbytes: int
+    damaged: tuple[tuple[int, bytes], ...]
+    """Group and key of every row whose bytes were not what they should have been."""
+
+
+def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) -> Verified:
+    """Read every row; those that are damaged are dropped, as on any load."""
+    rows = nbytes = 0
+    damaged: list[tuple[int, bytes]] = []
+    for group in range(len(tier.layout.groups)):
+        row_bytes = tier.layout.row_bytes(group)
+        step = align_up(row_bytes, 4096)
+        count = max(1, BATCH_BYTES // step)
+        memory = aligned(count * step)
+        into = [memory[i * step : i * step + row_bytes] for i in range(count)]
+        keys = [
+            key
+            for (key,) in tier.index.ask("SELECT key FROM rows WHERE grp = ? ORDER BY place", group)
+        ]
+        for lo in range(0, len(keys), count):
+            part = keys[lo : lo + count]
+            found = tier.load(group, part, into[: len(part)])
+            damaged += [(group, part[i]) for i in np.flatnonzero(~found).tolist()]
+            rows += len(part)
+            nbytes += len(part) * row_bytes
+            progress(len(part))
+    return Verified(rows, nbytes, tuple(damaged))
+
 
 EVENTS = 20
 
@@ -35,11 +78,17 @@ def survey(path: Path) -> dict[str, Any]:
         "data_bytes": sum(files.values()),
         "rows": ask("SELECT COUNT(*) FROM rows")[0][0],
         "groups": [_group(ask, layout, g) for g in range(len(layout.groups))],
-        "owners": [_owner(*row) for row in ask(
-            "SELECT pid, started, host, beat, counts FROM owners ORDER BY id")],
-        "events": [{"time": when, "what": what, "rows": rows} for when, what, rows in ask(
-            "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS)],
-    }  # fmt: skip
+        "owners": [
+            _owner(*row)
+            for row in ask("SELECT pid, started, host, beat, counts FROM owners ORDER BY id")
+        ],
+        "events": [
+            {"time": when, "what": what, "rows": rows}
+            for when, what, rows in ask(
+                "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS
+            )
+        ],
+    }
 
 
 def layout_in(path: Path) -> Layout:
@@ -89,11 +138,12 @@ def _group(ask: _Asker, layout: Layout, group: int) -> dict[str, Any]:
         "free_slots": owners.get(0, 0),
         "leased_slots": owners.get(1, 0),
         "retired_slots": owners.get(-1, 0),
-        "segments_used": len(ask(
-            f"SELECT DISTINCT place >> {SLOT_BITS} FROM rows WHERE grp = ?", group)),
+        "segments_used": len(
+            ask(f"SELECT DISTINCT place >> {SLOT_BITS} FROM rows WHERE grp = ?", group)
+        ),
         "oldest_use": oldest,
         "newest_use": newest,
-    }  # fmt: skip
+    }
 
 
 def _owner(pid: int, started: int, host: str, beat: float, counts: str) -> dict[str, Any]:

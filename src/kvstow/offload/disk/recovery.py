@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstow.errors import StoreError
-from kvstow.offload import owner
-from kvstow.offload.files import BLOCK, Files
-from kvstow.offload.image import image
-from kvstow.offload.index import FREE, Entry, Index, IndexBroken, Write, place
-from kvstow.offload.record import Record, slot_bytes
-from kvstow.offload.segments import Segments, decode_header
+from kvstow.offload.disk import owners
+from kvstow.offload.disk.files import BLOCK, Files
+from kvstow.offload.disk.index import FREE, IndexBroken, RowEntry, StoreIndex, Transaction, place
+from kvstow.offload.disk.segments import Segments, SlotRecord, decode_header, slot_bytes
+from kvstow.offload.rows import row_layout
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, encode, fingerprint
 from kvstow.plan.view import align_up
@@ -30,7 +29,7 @@ REBUILDER = -2
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedRows:
     """Rows that the store no longer has, and why."""
 
     what: str
@@ -54,13 +53,18 @@ def segment_bytes(layout: Layout, capacity: int) -> int:
     return align_up(size, BLOCK)
 
 
-class Place:
+class OpenStore:
     """The directory of a store, held open: its lock, layout, index and data files."""
 
     def __init__(
-        self, path: Path, layout: Layout | None, *, capacity: int | None, files: Files,
+        self,
+        path: Path,
+        layout: Layout | None,
+        *,
+        capacity: int | None,
+        files: Files,
         threads: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if layout is None and not (path / "layout.json").exists():
             raise StoreError(f"{path}: no store there (layout.json is missing)")
         path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ class Place:
             path, self.layout, size, fingerprint(self.layout), files=files, threads=threads
         )
         try:
-            self.owner, self.dropped = _healed(self.index, self.segments, broken=broken)
+            self.owner, self.dropped = _recovered(self.index, self.segments, broken=broken)
         except BaseException:
             self.close()
             raise
@@ -94,11 +98,11 @@ class Place:
         self.index.close()
         os.close(self._lock)
 
-    def _sound_index(self) -> tuple[Index, bool]:
+    def _sound_index(self) -> tuple[StoreIndex, bool]:
         """The index; and whether it took the place of a broken one."""
         file = self.path / "index.db"
         try:
-            index = Index(file)
+            index = StoreIndex(file)
             if not self._crashed(index) or index.sound():
                 return index, False
             index.close()
@@ -108,10 +112,10 @@ class Place:
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 os.replace(f"{file}{suffix}", f"{file}.broken{suffix}")
-        return Index(file), True
+        return StoreIndex(file), True
 
-    def _crashed(self, index: Index) -> bool:
-        return len(owner.living(index)) < index.ask("SELECT COUNT(*) FROM owners")[0][0]
+    def _crashed(self, index: StoreIndex) -> bool:
+        return len(owners.living(index)) < index.ask("SELECT COUNT(*) FROM owners")[0][0]
 
     def _alone(self) -> None:
         """Refuses unless no other process has the store open."""
@@ -147,9 +151,9 @@ def _stored_layout(path: Path, wanted: Layout | None) -> Layout:
     file = path / "layout.json"
     if not file.exists():
         assert wanted is not None
-        _check_headers(path, fingerprint(image(wanted)))
+        _check_headers(path, fingerprint(row_layout(wanted)))
         with tempfile.NamedTemporaryFile(dir=path, prefix="layout-", suffix=".tmp") as new:
-            new.write(encode(image(wanted)))
+            new.write(encode(row_layout(wanted)))
             new.flush()
             os.fsync(new.fileno())
             with suppress(FileExistsError):  # another process was faster
@@ -179,14 +183,16 @@ def _found_size(path: Path) -> int | None:
 # ── putting right ─────────────────────────────────────────────────────────────────────
 
 
-def _healed(index: Index, segments: Segments, *, broken: bool) -> tuple[int, tuple[Dropped, ...]]:
+def _recovered(
+    index: StoreIndex, segments: Segments, *, broken: bool
+) -> tuple[int, tuple[DroppedRows, ...]]:
     """Put right what a crash left; this process's owner number, and what was dropped."""
     with index.write() as write:
-        dropped: list[Dropped] = []
+        dropped: list[DroppedRows] = []
         files = segments.numbers()
         if files and not write.ask("SELECT id FROM segments LIMIT 1"):
             dropped += _rebuilt(write, segments, files, broken=broken)
-        owner.bury(write)
+        owners.bury(write)
         for segment, group, slots in write.ask("SELECT id, grp, slots FROM segments"):
             dropped += _checked_file(write, segments, segment, group, slots)
         known = {segment for (segment,) in write.ask("SELECT id FROM segments")}
@@ -195,19 +201,19 @@ def _healed(index: Index, segments: Segments, *, broken: bool) -> tuple[int, tup
         _account(write)
         for drop in dropped:
             write.note(drop.what, drop.rows)
-        return owner.enlist(write), tuple(dropped)
+        return owners.enlist(write), tuple(dropped)
 
 
 def _checked_file(
-    write: Write, segments: Segments, segment: int, group: int, slots: int
-) -> list[Dropped]:
+    write: Transaction, segments: Segments, segment: int, group: int, slots: int
+) -> list[DroppedRows]:
     """Forget what a data file that is missing or cut short can no longer hold."""
     nbytes = segments.nbytes(segment)
     name = segments.file(segment).name
     if nbytes is not None and nbytes >= segments.segment_bytes:
         return []
     if nbytes is None:
-        return [Dropped(f"{name} is missing", write.remove_segment(segment))]
+        return [DroppedRows(f"{name} is missing", write.remove_segment(segment))]
     whole = max(0, (nbytes - BLOCK) // segments.slot_bytes[group])
     lost = [place(segment, slot) for slot in range(whole, slots)]
     rows = write.drop(group, lost)
@@ -218,10 +224,10 @@ def _checked_file(
         rows += write.remove_segment(segment)
         segments.remove(segment)
         what += f" and cannot be made longer ({error.strerror})"
-    return [Dropped(what, rows)]
+    return [DroppedRows(what, rows)]
 
 
-def _account(write: Write) -> None:
+def _account(write: Transaction) -> None:
     """Every slot is a row or is listed: those that are neither become free."""
     listed = write.ask("SELECT (SELECT COUNT(*) FROM rows) + (SELECT COUNT(*) FROM slots)")
     if listed == write.ask("SELECT COALESCE(SUM(slots), 0) FROM segments"):
@@ -231,8 +237,9 @@ def _account(write: Write) -> None:
         taken = write.ask(
             "SELECT place FROM rows WHERE place >= ?1 AND place < ?2 "
             "UNION SELECT place FROM slots WHERE place >= ?1 AND place < ?2",
-            first, first + slots,
-        )  # fmt: skip
+            first,
+            first + slots,
+        )
         free = set(range(first, first + slots)) - {at for (at,) in taken}
         write.lease(group, sorted(free), FREE)
 
@@ -240,14 +247,16 @@ def _account(write: Write) -> None:
 # ── without an index ──────────────────────────────────────────────────────────────────
 
 
-def _rebuilt(write: Write, segments: Segments, files: set[int], *, broken: bool) -> list[Dropped]:
+def _rebuilt(
+    write: Transaction, segments: Segments, files: set[int], *, broken: bool
+) -> list[DroppedRows]:
     """Enter what the data files say of themselves. Checksums are verified on load, as ever."""
-    newest: dict[tuple[int, bytes], tuple[int, Record]] = {}
-    dropped = [Dropped("the index was broken, and made again", 0)] if broken else []
+    newest: dict[tuple[int, bytes], tuple[int, SlotRecord]] = {}
+    dropped = [DroppedRows("the index was broken, and made again", 0)] if broken else []
     for segment in sorted(files):
         header = segments.header(segment)
         if header is None or not segments.owns(header):
-            dropped.append(Dropped(f"{segments.file(segment).name} has no valid header", 0))
+            dropped.append(DroppedRows(f"{segments.file(segment).name} has no valid header", 0))
             continue
         write.add_segment(segment, header.group, header.slots)
         for slot, record in enumerate(segments.records(segment, header.group)):
@@ -260,12 +269,18 @@ def _rebuilt(write: Write, segments: Segments, files: set[int], *, broken: bool)
     return dropped
 
 
-def _enter(write: Write, newest: dict[tuple[int, bytes], tuple[int, Record]]) -> None:
+def _enter(write: Transaction, newest: dict[tuple[int, bytes], tuple[int, SlotRecord]]) -> None:
     found = sorted(newest.values(), key=lambda item: item[1].generation)
     if found:
         write.tick(found[-1][1].generation)
     for at, record in found:
         write.lease(record.group, [at], REBUILDER)
-        entry = Entry(at, record.key, record.generation, record.checksum, record.link.block,
-                      record.link.parent)  # fmt: skip
+        entry = RowEntry(
+            at,
+            record.key,
+            record.generation,
+            record.checksum,
+            record.link.block,
+            record.link.parent,
+        )
         write.enter(record.group, [entry], REBUILDER)

@@ -60,7 +60,7 @@ def place(segment: int, slot: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class RowPlaces:
     """Rows that were found: `position[i]` among the keys asked for."""
 
     position: Ints
@@ -75,7 +75,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RowEntry:
     """A row to be entered."""
 
     place: int
@@ -105,16 +105,19 @@ class IndexBroken(StoreError):
     """The index file is not a database any more; the data files may still be good."""
 
 
-class Index:
-    """One process's view of the index. Methods of `Write` change it, inside `write()`."""
+class StoreIndex:
+    """One process's view of the index. Methods of `Transaction` change it, inside `write()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = RLock()
         self._sql = sqlite3.connect(
-            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False,
+            path,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
             cached_statements=256,
-        )  # fmt: skip
+        )
         try:
             with _translated(path):
                 self._prepare()
@@ -135,12 +138,12 @@ class Index:
             self._sql.close()
 
     @contextmanager
-    def write(self) -> "Generator[Write]":
+    def write(self) -> "Generator[Transaction]":
         """One transaction; all of it happens or none. Other processes wait meanwhile."""
         with self._lock, _translated(self.path):
             self._sql.execute("BEGIN IMMEDIATE")
             try:
-                yield Write(self._sql)
+                yield Transaction(self._sql)
                 self._sql.execute("COMMIT")
             except BaseException:
                 if self._sql.in_transaction:
@@ -171,7 +174,7 @@ class Index:
             mask[[start + i for (i,) in found]] = True
         return mask
 
-    def find(self, group: int, keys: Sequence[bytes]) -> Found:
+    def find(self, group: int, keys: Sequence[bytes]) -> RowPlaces:
         """The rows of these keys, in the order of their places."""
         columns = "v.column1, r.place, r.generation, r.checksum"
         found: list[tuple[int, int, int, int]] = []
@@ -180,7 +183,7 @@ class Index:
             found += [(start + i, *rest) for i, *rest in answer]
         found.sort(key=lambda row: row[1])
         table = np.array(found, np.int64).reshape(-1, 4)
-        return Found(*(np.ascontiguousarray(column) for column in table.T))
+        return RowPlaces(*(np.ascontiguousarray(column) for column in table.T))
 
     def num_rows(self) -> int:
         return self.ask("SELECT COUNT(*) FROM rows")[0][0]
@@ -194,8 +197,11 @@ class Index:
         how far that is."""
         rows = self.ask(
             "SELECT place, generation, substr(key, 1, 8), seq FROM rows "
-            "WHERE grp = ? AND seq > ? ORDER BY seq LIMIT ?", group, seq, most,
-        )  # fmt: skip
+            "WHERE grp = ? AND seq > ? ORDER BY seq LIMIT ?",
+            group,
+            seq,
+            most,
+        )
         if not rows:
             return np.empty(0, np.int64), np.empty(0, np.int64), [], seq
         places, generations, heads, seqs = zip(*rows, strict=True)
@@ -205,7 +211,7 @@ class Index:
         return np.array(places, np.int64), np.array(generations, np.int64), marks, seqs[-1]
 
 
-class Write:
+class Transaction:
     """The commands of one transaction."""
 
     def __init__(self, sql: sqlite3.Connection) -> None:
@@ -245,15 +251,21 @@ class Write:
         """The first free places of a group, ascending."""
         rows = self.ask(
             "SELECT place FROM slots WHERE grp = ? AND owner = 0 ORDER BY place LIMIT ?",
-            group, count,
-        )  # fmt: skip
+            group,
+            count,
+        )
         return [row[0] for row in rows]
 
     def take(self, group: int, places: Sequence[int], owner: int) -> None:
         """These places, free until now and ascending, are being written by `owner`."""
         for first, last in _stretches(places):
-            self.tell("UPDATE slots SET owner = ? WHERE grp = ? AND place BETWEEN ? AND ?",
-                      owner, group, first, last)  # fmt: skip
+            self.tell(
+                "UPDATE slots SET owner = ? WHERE grp = ? AND place BETWEEN ? AND ?",
+                owner,
+                group,
+                first,
+                last,
+            )
 
     def lease(self, group: int, places: Iterable[int], owner: int) -> None:
         """These places, free until now or freed by `drop`, are being written by `owner`."""
@@ -269,7 +281,7 @@ class Write:
             ((place, owner) for place in places),
         )
 
-    def enter(self, group: int, entries: Sequence[Entry], owner: int) -> list[bool]:
+    def enter(self, group: int, entries: Sequence[RowEntry], owner: int) -> list[bool]:
         """Turn leases into rows; which of them are rows now.
 
         A lease that was taken away stays lost. The slot of a row that somebody else has
@@ -282,9 +294,12 @@ class Write:
         self._sql.executemany("DELETE FROM slots WHERE place = ?", ((at,) for at in ours))
         done = self._sql.executemany(
             "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            ((e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, seq + i)
-             for i, e in enumerate(entries) if e.place in ours),
-        ).rowcount  # fmt: skip
+            (
+                (e.place, group, e.key, e.generation, e.checksum, e.block, e.parent, seq + i)
+                for i, e in enumerate(entries)
+                if e.place in ours
+            ),
+        ).rowcount
         if done < len(ours):
             rows = {at for at in ours if self.ask("SELECT 1 FROM rows WHERE place = ?", at)}
             self.lease(group, ours - rows, FREE)
@@ -292,8 +307,12 @@ class Write:
 
     def _leased(self, places: Sequence[int], owner: int) -> set[int]:
         """Those places that `owner` is writing."""
-        found = self.ask("SELECT place FROM slots WHERE place BETWEEN ? AND ? AND owner = ?",
-                         min(places), max(places), owner)  # fmt: skip
+        found = self.ask(
+            "SELECT place FROM slots WHERE place BETWEEN ? AND ? AND owner = ?",
+            min(places),
+            max(places),
+            owner,
+        )
         return {at for (at,) in found}.intersection(places)
 
     def drop(self, group: int, places: Iterable[int], *, to: int = FREE) -> int:
@@ -315,8 +334,11 @@ class Write:
         self.tell(
             "WITH RECURSIVE places(place) AS (SELECT ? UNION ALL SELECT place + 1 FROM places "
             "WHERE place < ?) INSERT OR REPLACE INTO slots SELECT place, ?, ? FROM places",
-            first, first + slots - 1, group, FREE,
-        )  # fmt: skip
+            first,
+            first + slots - 1,
+            group,
+            FREE,
+        )
 
     def remove_segment(self, segment: int) -> int:
         """Forget a data file and everything in it; how many rows that were."""

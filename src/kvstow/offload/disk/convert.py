@@ -15,9 +15,9 @@ import numpy as np
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.disk import DiskTier
-from kvstow.offload.image import stacked
-from kvstow.offload.record import Link
+from kvstow.offload.disk.segments import ChainLink
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.rows import stacked
 from kvstow.offload.staging import STAGE_BYTES, views
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State
@@ -26,11 +26,11 @@ from kvstow.route.sources import Source, sources
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class NewRow:
     """A row to be made: the keys of the rows it is made of, in order, and its own place."""
 
     keys: tuple[bytes, ...]
-    link: Link
+    link: ChainLink
 
     @property
     def key(self) -> bytes:
@@ -76,8 +76,8 @@ class _Stage:
         self._sources: tuple[Source, ...] = sources(shapes, self._target.layout)
         self._stages = {s.index: Arena(shapes[s.index]) for s in self._sources}
 
-    def batches(self, runs: Iterator[Run]) -> Iterator[list[Run]]:
-        batch: list[Run] = []
+    def batches(self, runs: Iterator[NewRow]) -> Iterator[list[NewRow]]:
+        batch: list[NewRow] = []
         for run in runs:
             batch.append(run)
             if len(batch) == self.num_rows:
@@ -86,7 +86,7 @@ class _Stage:
         if batch:
             yield batch
 
-    def moved(self, runs: Sequence[Run], new: DiskTier) -> int:
+    def moved(self, runs: Sequence[NewRow], new: DiskTier) -> int:
         """Read, route and write a batch; how many rows the new store has of it."""
         keys = [key for run in runs for key in run.keys]
         whole = np.ones(len(runs), bool)
@@ -139,7 +139,7 @@ def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
     return after // before
 
 
-def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[Run]:
+def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[NewRow]:
     """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block."""
     rows = tier.index.ask("SELECT key, block, parent FROM rows WHERE grp = ? ORDER BY seq", group)
     recurrent = isinstance(tier.layout.groups[group].group.retention, State)
@@ -152,7 +152,7 @@ def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[Run]:
             chain.insert(0, known[chain[0]][1])
         if all(link in known for link in chain):
             parent = _ancestor(known, key, ratio)
-            yield Run(tuple(chain), Link((block + 1) // ratio - 1, parent))
+            yield NewRow(tuple(chain), ChainLink((block + 1) // ratio - 1, parent))
 
 
 def _ancestor(known: dict[bytes, tuple[int, bytes]], key: bytes, steps: int) -> bytes:

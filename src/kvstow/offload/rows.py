@@ -1,0 +1,229 @@
+"""A row outside an arena: its layout, and how its bytes map to a block's.
+
+Where a block is one run of bytes, its row is that run: arena row, host row and disk row are equal.
+Where it is not, the row is the packed row of the same layers, and a route joins the two.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.errors import RouteError, StoreError
+from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.pack import Site, row_shape
+from kvstow.plan.retention import Encoder, State
+from kvstow.plan.slab import slab_geometry
+from kvstow.plan.view import align_up
+from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
+from kvstow.route.route import Route, route
+
+ROW_ALIGN = 256
+
+_PACKED: dict[Order, Order] = {"LBHNC": "BLHNC", "LHBNC": "BLHNC", "LBNHC": "BLNHC"}
+
+
+def row_layout(layout: Layout) -> Layout:
+    """The layout of the images: one row per group and slab, the same for any arena size.
+
+    Its fingerprint is a store's identity.
+    """
+    groups = tuple(
+        replace(rows, rows_per_slab=1, placements=_placed(layout, g))
+        for g, rows in enumerate(layout.groups)
+    )
+    step = lcm(*(_step(rows) for rows in groups))
+    stride = align_up(max(_extent(rows) for rows in groups), step)
+    return replace(
+        layout,
+        order=_PACKED.get(layout.order, layout.order),
+        groups=tuple(_strided(rows, stride) for rows in groups),
+        num_slabs=1 + NULL_SLABS,
+        nbytes=(1 + NULL_SLABS) * stride,
+    )
+
+
+def stacked(layout: Layout, group: int, num_rows: int) -> Layout:
+    """Images of one group side by side, for `num_rows` rows with ids from 1 on.
+
+    It holds a part of the layers, as a pipeline stage does, and is called one.
+    """
+    whole = row_layout(layout)
+    rows = replace(whole.groups[group], rows_per_slab=1)
+    stride = align_up(_extent(rows), lcm(whole.base_align, _step(rows)))
+    count = num_rows + NULL_SLABS
+    return replace(
+        whole, groups=(_strided(rows, stride),), num_slabs=count, nbytes=count * stride, pp=(0, 2)
+    )
+
+
+def only(layout: Layout, group: int) -> Layout:
+    """One group of a layout, where it lies; called a pipeline stage, like `stacked`."""
+    return replace(layout, groups=(layout.groups[group],), pp=(0, 2))
+
+
+def pooled(layout: Layout, budget: int) -> Layout:
+    """Images of all groups in slabs that pass between them: what a host tier looks like."""
+    whole = row_layout(layout)
+    groups = range(len(whole.groups))
+    geometry = slab_geometry(
+        [whole.row_bytes(g) for g in groups],
+        [_step(rows) for rows in whole.groups],
+        pool_bytes=budget,
+    )
+    count = budget // geometry.slab_bytes
+    if count < 1 + NULL_SLABS:
+        raise StoreError(
+            f"{budget} bytes hold {count} slabs of {geometry.slab_bytes}; {1 + NULL_SLABS} are "
+            f"the least\n\nhint: give at least {(1 + NULL_SLABS) * geometry.slab_bytes} bytes"
+        )
+    rows = tuple(
+        replace(_strided(placed, geometry.slab_bytes // n), rows_per_slab=n)
+        for placed, n in zip(whole.groups, geometry.rows_per_slab, strict=True)
+    )
+    return replace(whole, groups=rows, num_slabs=count, nbytes=count * geometry.slab_bytes)
+
+
+def same_rows(a: Layout, a_group: int, b: Layout, b_group: int) -> bool:
+    """Whether blocks of the two groups are single runs of the same bytes."""
+    one, other = a.groups[a_group], b.groups[b_group]
+    return (
+        len(a.footprints[a_group].strips) == len(b.footprints[b_group].strips) == 1
+        and one.group.layers == other.group.layers
+        and _relative(one) == _relative(other)
+    )
+
+
+def _relative(rows: PlacedGroup) -> tuple[tuple[int, int, int], ...]:
+    start = min(place.offset for place in rows.placements)
+    return tuple((p.offset - start, p.head_stride, p.token_stride) for p in rows.placements)
+
+
+def _placed(layout: Layout, group: int) -> tuple[Placement, ...]:
+    rows = layout.groups[group]
+    if len(layout.footprints[group].strips) == 1:
+        return tuple(Placement(offset, 0, head, token) for offset, head, token in _relative(rows))
+    order = _PACKED.get(layout.order, layout.order)
+    return row_shape(rows.group, Site(order=order)).places
+
+
+def _step(rows: PlacedGroup) -> int:
+    """What block strides must be multiples of."""
+    return lcm(ROW_ALIGN, *(lcm(layer.align, layer.unit) for layer in rows.group.layers))
+
+
+def _extent(rows: PlacedGroup) -> int:
+    """Bytes from the start of block 0's first page to the end of its last."""
+    return max(
+        place.offset
+        + max(
+            layer.page_bytes,
+            (layer.heads.size - 1) * place.head_stride
+            + (layer.states - 1) * place.token_stride
+            + layer.cell_bytes,
+        )
+        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+    )
+
+
+def _strided(rows: PlacedGroup, stride: int) -> PlacedGroup:
+    return replace(
+        rows, placements=tuple(replace(place, block_stride=stride) for place in rows.placements)
+    )
+
+
+Ints = npt.NDArray[np.int64]
+
+
+class RowMapping:
+    """Rows of group `group` of one layout, and of the group of the same layers of another."""
+
+    def __init__(self, here: Layout, group: int, there: Layout, there_group: int) -> None:
+        self.same = same_rows(here, group, there, there_group)
+        self._here, self._group = here, group
+        self._there, self._there_group = there, there_group
+        self._routes: tuple[Route, Route] | None = None
+        if not self.same:
+            one, other = only(here, group), only(there, there_group)
+            self._routes = route(one, other), route(other, one)
+
+    def out(self, ids: Ints, there_ids: Ints) -> Copies:
+        """The copies that bring blocks `ids` to the rows `there_ids`."""
+        if self._routes is None:
+            return self._direct(ids, there_ids)
+        return self._routed(self._routes[0], ids, there_ids)
+
+    def back(self, there_ids: Ints, ids: Ints) -> Copies:
+        """The copies that bring rows `there_ids` to the blocks `ids`."""
+        if self._routes is None:
+            copies = self._direct(ids, there_ids)
+            return Copies(copies.destination, copies.source, copies.nbytes)
+        return self._routed(self._routes[1], there_ids, ids)
+
+    def _direct(self, ids: Ints, there_ids: Ints) -> Copies:
+        nbytes = np.full(len(ids), self._here.row_bytes(self._group))
+        here = starts(self._here, self._group, ids)
+        return Copies(here, starts(self._there, self._there_group, there_ids), nbytes)
+
+    def _routed(self, way: Route, source: Ints, destination: Ints) -> Copies:
+        """Rows as if they were one request's blocks, one after the other; a summary or an
+        encoding is a request of its own."""
+        group = self._here.groups[self._group].group
+        step = 1 if isinstance(group.retention, State | Encoder) else max(1, len(source))
+        parts: list[Copies] = []
+        for lo in range(0, len(source), step):
+            part: tuple[Mapping[int, Blocks], ...] = tuple(
+                {0: Blocks.first(side[lo : lo + step])} for side in (source, destination)
+            )
+            tokens = len(source[lo : lo + step]) * group.block_tokens
+            parts.append(way.copies(part[0], part[1], tokens))
+        columns = [(copies.source, copies.destination, copies.nbytes) for copies in parts]
+        return Copies(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def starts(layout: Layout, group: int, ids: Ints) -> Ints:
+    """Where rows begin, in a group whose blocks are single runs."""
+    strip = layout.footprints[group].strips[0]
+    return strip.offset + ids * strip.stride
+
+
+def matching_group(ours: Layout, group: int, theirs: Layout) -> int:
+    """The group of `theirs` that has the same layers and tokens per block as ours.
+
+    Refuses groups that differ, with what differs.
+    """
+    mine = ours.groups[group].group
+    names = [layer.name for layer in mine.layers]
+    for g, rows in enumerate(theirs.groups):
+        if [layer.name for layer in rows.group.layers] != names:
+            continue
+        if rows.group.block_tokens != mine.block_tokens:
+            raise StoreError(
+                f"group {mine.name!r} has {mine.block_tokens} tokens per block, the store "
+                f"{rows.group.block_tokens}\n\nhint: load whole requests (load_request), or "
+                "convert the store (kvstow store convert)"
+            )
+        if rows.group.layers != mine.layers:
+            raise StoreError(
+                f"group {mine.name!r} holds another part of its layers than the store does\n\n"
+                "hint: load whole requests from the stores of all ranks (load_request)"
+            )
+        return g
+    raise StoreError(
+        f"no group of the store has the {len(names)} layers of group {mine.name!r}\n\n"
+        "hint: load whole requests (load_request), or convert the store (kvstow store convert)"
+    )
+
+
+def check_joinable(ours: Layout, theirs: Layout) -> None:
+    """Refuses layouts that no route can join, with every difference."""
+    try:
+        route(theirs, ours)
+    except RouteError as error:
+        raise StoreError(
+            f"the store holds rows of another model or element type:\n{error}\n\n"
+            "hint: give this layout a directory of its own"
+        ) from error
