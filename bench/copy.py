@@ -26,9 +26,9 @@ from bench.machine import arguments, interleaved, write
 
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import copy
-from kvstow.memory.moves import Spans, row_moves
+from kvstow.memory.copy import block_copies, copy
 from kvstow.plan.layout import Layout
+from kvstow.route.copies import Copies
 
 DEVICE = torch.device("cuda:0")
 METHODS = ("plain", "batch", "kernel")
@@ -54,17 +54,18 @@ def big(source: Arena, destination: Arena, nbytes: int) -> Action:
     return act, nbytes
 
 
-def moved(source: Arena, destination: Arena, moves: Spans, method: str) -> Action:
+def moved(source: Arena, destination: Arena, moves: Copies, method: str) -> Action:
     def act() -> None:
         copy(source, destination, moves, method=method).wait()
 
-    return act, int(moves.nbytes.sum())
+    return act, moves.total
 
 
-def looped(source: Arena, destination: Arena, moves: Spans) -> Action:
+def looped(source: Arena, destination: Arena, moves: Copies) -> Action:
     """What engines do: one torch copy per piece."""
     stream = torch.cuda.Stream(DEVICE)
-    pieces = list(zip(*(column.tolist() for column in moves), strict=True))
+    columns = moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist()
+    pieces = list(zip(*columns, strict=True))
 
     def act() -> None:
         with torch.cuda.stream(stream):
@@ -74,7 +75,7 @@ def looped(source: Arena, destination: Arena, moves: Spans) -> Action:
                 )
         stream.synchronize()
 
-    return act, int(moves.nbytes.sum())
+    return act, moves.total
 
 
 def rates(actions: dict[str, Action], repeats: int) -> dict[str, float]:
@@ -89,10 +90,6 @@ def filled(layout: Layout, *, on_device: bool) -> Arena:
     return arena
 
 
-def some(moves: Spans, count: int) -> Spans:
-    return Spans(*(column[:count] for column in moves))
-
-
 def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, object]:
     """Both directions, scattered and contiguous, packed and per layer."""
     count = total // cache.row_bytes
@@ -105,19 +102,19 @@ def rows_and_segments(cache: Cache, total: int, repeats: int) -> dict[str, objec
     for layout in (cache.layout("BLHNC", blocks), cache.per_layer(blocks)):
         packed = layout.order == "BLHNC"
         device, host = filled(layout, on_device=True), filled(layout, on_device=False)
-        moves = row_moves(layout, 0, ids, others)
+        moves = block_copies(layout, 0, ids, others)
         for name, a, b in (("d2h", device, host), ("h2d", host, device)):
             if packed:
                 actions = {"big": big(a, b, count * cache.row_bytes)}
                 actions |= {f"rows {m}": moved(a, b, moves, m) for m in (*METHODS, "auto")}
-                together = row_moves(layout, 0, straight, straight)
+                together = block_copies(layout, 0, straight, straight)
                 actions["contiguous auto"] = moved(a, b, together, "auto")
                 measured[name] |= rates(actions, repeats)
             else:
                 actions = {f"segments {m}": moved(a, b, moves, m)
                            for m in ("batch", "auto")}  # fmt: skip
                 measured[name] |= rates(actions, min(repeats, 5))
-                few = some(moves, LOOP_ROWS * cache.num_tensors)
+                few = moves.part(0, LOOP_ROWS * cache.num_tensors)
                 loops = {"segments plain": moved(a, b, few, "plain"),
                          "segments torch loop": looped(a, b, few)}  # fmt: skip
                 measured[name] |= rates(loops, 3)
@@ -140,7 +137,7 @@ def many_rows(cache: Cache, total: int, repeats: int) -> dict[str, object]:
     layout = cache.layout("BLHNC", count + count // 8 + 1)
     device, host = filled(layout, on_device=True), filled(layout, on_device=False)
     ids, others = (rng.permutation(layout.num_blocks(0) - 1)[:count] + 1 for _ in range(2))
-    moves = row_moves(layout, 0, ids, others)
+    moves = block_copies(layout, 0, ids, others)
     found: dict[str, object] = {"row_bytes": cache.row_bytes, "rows": count}
     for name, a, b in (("d2h", device, host), ("h2d", host, device)):
         actions = {"big": big(a, b, count * cache.row_bytes), "rows": moved(a, b, moves, "auto")}
@@ -153,11 +150,11 @@ def many_rows(cache: Cache, total: int, repeats: int) -> dict[str, object]:
 
 
 def both_ways(
-    layout: Layout, device: Arena, host: Arena, moves: Spans, repeats: int
+    layout: Layout, device: Arena, host: Arena, moves: Copies, repeats: int
 ) -> dict[str, object]:
     """Device to host and host to device at once, against one after the other."""
     other_device, other_host = filled(layout, on_device=True), filled(layout, on_device=False)
-    nbytes = int(moves.nbytes.sum())
+    nbytes = moves.total
 
     def together() -> None:
         one, two = copy(device, other_host, moves), copy(host, other_device, moves)
@@ -203,7 +200,7 @@ def inside(cache: Cache, total: int, repeats: int) -> dict[str, object]:
     layout = cache.layout("BLHNC", 2 * count + 1)
     source, destination = filled(layout, on_device=True), filled(layout, on_device=True)
     ids, others = (rng.permutation(2 * count)[:count] + 1 for _ in range(2))
-    moves = row_moves(layout, 0, ids, others)
+    moves = block_copies(layout, 0, ids, others)
     nbytes = count * cache.row_bytes
     big_one = lambda: destination.bytes[:nbytes].copy_(source.bytes[:nbytes])  # noqa: E731
     gpu = {"big": device_seconds(big_one, repeats)}
@@ -232,7 +229,7 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
         slots = layout.nbytes // length
         count = min(slots // 2, 16384)
         places = [rng.permutation(slots)[:count].astype(np.int64) * length for _ in range(2)]
-        moves = Spans(*places, np.full(count, length))
+        moves = Copies(*places, np.full(count, length))
         for name, source, destination in (("d2h", device, host), ("h2d", host, device)):
             actions = {m: moved(source, destination, moves, m) for m in ("batch", "kernel")}
             found[f"{name} {length}"] = {

@@ -17,11 +17,11 @@ from bench.caches import CACHES, Cache
 from bench.machine import arguments, interleaved, write
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import copy
-from kvstow.memory.moves import Spans, row_moves
+from kvstow.memory.copy import block_copies, copy
+from kvstow.route.copies import Copies
 
 
-def each(source: Arena, destination: Arena, moves: Spans):
+def each(source: Arena, destination: Arena, moves: Copies):
     """What the C library makes of the same rows."""
     addresses = ((moves.destination + destination.address).tolist(),
                  (moves.source + source.address).tolist(), moves.nbytes.tolist())  # fmt: skip
@@ -47,11 +47,11 @@ def measured(cache: Cache, total: int, repeats: int) -> dict[str, object]:
         source.bytes.fill_(1)
         destination.bytes.fill_(2)
         arenas += [source, destination]
-        moves = row_moves(layout, 0, ids, others)
+        moves = block_copies(layout, 0, ids, others)
         actions[f"{kind}, scattered"] = lambda s=source, d=destination, m=moves: copy(s, d, m)
         if kind == "rows":
             actions["rows, scattered, one memmove each"] = each(source, destination, moves)
-            whole = row_moves(layout, 0, straight, straight)
+            whole = block_copies(layout, 0, straight, straight)
             actions["rows, contiguous"] = lambda s=source, d=destination, m=whole: copy(s, d, m)
             actions["one big memcpy"] = lambda s=source, d=destination: ctypes.memmove(
                 d.address, s.address, nbytes)  # fmt: skip

@@ -10,15 +10,15 @@ from kvstow.errors import ArenaError, BlockError, CopyError
 from kvstow.memory import cuda
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import choose_method, copy
+from kvstow.memory.copy import block_copies, choose_method, copy
 from kvstow.memory.digest import digest, prepared
-from kvstow.memory.moves import Spans, row_moves
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
 from kvstow.route.route import route
 from kvstow.testing.attention import check_attention
 from kvstow.testing.patterns import pattern
@@ -61,9 +61,10 @@ def filled(layout: Layout, device: str, seed: int, *, pinned: bool = False) -> A
     return arena
 
 
-def expected(layout: Layout, moves: Spans) -> np.ndarray:
+def expected(layout: Layout, moves: Copies) -> np.ndarray:
     after = pattern(layout.nbytes, 2)
-    for source, place, size in zip(*moves, strict=True):
+    columns = moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist()
+    for source, place, size in zip(*columns, strict=True):
         after[place : place + size] = pattern(layout.nbytes, 1)[source : source + size]
     return after
 
@@ -180,7 +181,7 @@ def test_every_method_moves_scattered_rows_byte_for_byte_in_every_direction():
     for order in ("BLHNC", "LBNHC", "LHBNC"):
         layout = hybrid(order)
         rng = np.random.default_rng(0)
-        moves = row_moves(layout, 0, rng.permutation(12)[:6], rng.permutation(12)[:6])
+        moves = block_copies(layout, 0, rng.permutation(12)[:6], rng.permutation(12)[:6])
         for source, destination, methods in places(layout):
             for method in (*methods, "auto"):
                 destination.bytes.copy_(torch.from_numpy(pattern(layout.nbytes, 2)))
@@ -199,7 +200,7 @@ def test_moves_of_any_alignment_and_length_are_byte_exact():
         cuts = np.sort(rng.permutation(layout.nbytes // step)[:40]) * step
         size, place = (cuts[1::2] - cuts[::2]), cuts[::2]
         source = rng.integers(0, (layout.nbytes - size) // step + 1) * step
-        moves = Spans(source, place, size)
+        moves = Copies(source, place, size)
         for a, b, methods in places(layout):
             for method in methods:
                 b.bytes.copy_(torch.from_numpy(pattern(layout.nbytes, 2)))
@@ -211,7 +212,7 @@ def test_moves_of_any_alignment_and_length_are_byte_exact():
 
 def test_a_copy_starts_after_the_work_that_the_current_stream_had_been_given():
     layout = packed(grouped([layer("l", heads=8, dim=128, tokens=16)]), num_slabs=256)
-    moves = row_moves(layout, 0, np.arange(1, 200), np.arange(1, 200)[::-1])
+    moves = block_copies(layout, 0, np.arange(1, 200), np.arange(1, 200)[::-1])
     slow = torch.randn(4096, 4096, device=DEVICE)
     for method in METHODS:
         with Arena(layout, device=DEVICE) as a, Arena(layout, pinned=True) as b:
@@ -226,7 +227,7 @@ def test_a_copy_starts_after_the_work_that_the_current_stream_had_been_given():
 
 def test_a_copy_does_not_block_the_host_and_can_be_polled_and_joined():
     layout = packed(grouped([layer("l", heads=8, dim=128, tokens=16)]), num_slabs=4096)
-    moves = row_moves(layout, 0, np.arange(1, 4000), np.arange(1, 4000))
+    moves = block_copies(layout, 0, np.arange(1, 4000), np.arange(1, 4000))
     with Arena(layout, device=DEVICE) as a, Arena(layout, device=DEVICE) as b:
         copy(a, b, moves).wait()  # the kernel is compiled here, while nothing waits
         a.bytes.fill_(3)
@@ -244,12 +245,12 @@ def test_a_copy_does_not_block_the_host_and_can_be_polled_and_joined():
 
 def test_a_given_stream_is_used_and_the_default_stream_takes_no_batch():
     layout = hybrid()
-    moves = row_moves(layout, 0, [1], [2])
+    moves = block_copies(layout, 0, [1], [2])
     a, b = filled(layout, DEVICE, 1), filled(layout, "cpu", 2, pinned=True)
     mine = torch.cuda.Stream(DEVICE)
     done = copy(a, b, moves, method="batch", stream=mine)
-    assert done.running is not None
-    assert done.running.stream == mine
+    assert done.work is not None
+    assert done.work.stream == mine
     done.wait()
     default = torch.cuda.default_stream(DEVICE)
     refuses(CopyError, "default stream",
@@ -259,13 +260,13 @@ def test_a_given_stream_is_used_and_the_default_stream_takes_no_batch():
 def test_moves_that_do_not_fit_are_refused_before_anything_is_copied():
     layout = hybrid()
     a, b = filled(layout, DEVICE, 1), filled(layout, "cpu", 2, pinned=True)
-    bad = Spans(np.array([0, layout.nbytes - 1]), np.array([0, 64]), np.array([8, 2]))
+    bad = Copies(np.array([0, layout.nbytes - 1]), np.array([0, 64]), np.array([8, 2]))
     for method in METHODS:
         refuses(CopyError, "source bytes", lambda m=method: copy(a, b, bad, method=m))
     torch.cuda.synchronize()
     assert np.array_equal(b.bytes.numpy(), pattern(layout.nbytes, 2))
     refuses(CopyError, "does not copy",
-            lambda: copy(a, b, row_moves(layout, 0, [1], [2]), method="memmove"))  # fmt: skip
+            lambda: copy(a, b, block_copies(layout, 0, [1], [2]), method="memmove"))  # fmt: skip
 
 
 FAULT = """
@@ -274,7 +275,7 @@ from kvstow.errors import CopyError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import CopyHandle
-from kvstow.memory.moves import Spans
+from kvstow.route.copies import Copies
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
@@ -284,12 +285,12 @@ spec = LayerSpec(name="l", retention=Full(), block_tokens=4, states=4,
                  fields=(Field("k", DType.BFLOAT16, (Extent.whole("c", 8),)),))
 layout = packed(grouped([spec]), num_slabs=4)
 a, b = Arena(layout, device="cuda:0"), Arena(layout, device="cuda:0")
-bad = Spans(np.array([1 << 44]), np.array([0]), np.array([64]))
+bad = Copies(np.array([1 << 44]), np.array([0]), np.array([64]))
 running = cuda.start(a, b, bad, "kernel", None)
 try:
     CopyHandle(a, b, 1, 64, "kernel", running).wait()
 except CopyError as error:
-    assert "1 moves, 64 bytes" in str(error), error
+    assert "1 copies, 64 bytes" in str(error), error
     print("reported")
 import os
 os._exit(0)
@@ -318,7 +319,7 @@ def test_both_directions_at_once_are_byte_exact():
     a = filled(layout, DEVICE, 1)
     b = filled(layout, "cpu", 2, pinned=True)
     out, back = Arena(layout, pinned=True), Arena(layout, device=DEVICE)
-    moves = row_moves(layout, 0, np.arange(1, 500), np.arange(1, 500)[::-1])
+    moves = block_copies(layout, 0, np.arange(1, 500), np.arange(1, 500)[::-1])
     for method in METHODS:
         first, second = copy(a, out, moves, method=method), copy(b, back, moves, method=method)
         first.wait()

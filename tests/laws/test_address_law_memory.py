@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import copy
-from kvstow.memory.moves import row_moves
+from kvstow.memory.copy import block_copies, copy
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.pack import Alignment, Site, packed
@@ -151,5 +150,5 @@ def test_rows_copied_between_arenas_of_one_layout_are_whole_and_alone(layout, da
         for here, there in zip(ids, others, strict=True):
             for x, y in zip(layout.runs(group, here), layout.runs(group, there), strict=True):
                 expected[y.offset : y.end] = a.bytes[x.offset : x.end]
-        copy(a, b, row_moves(layout, group, ids, others)).wait()
+        copy(a, b, block_copies(layout, group, ids, others)).wait()
         assert torch.equal(b.bytes, expected)

@@ -11,7 +11,6 @@ from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.memory.digest import digest
-from kvstow.memory.moves import Spans
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.pack import packed
@@ -19,6 +18,7 @@ from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Run
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
 from kvstow.route.route import route
 from planning import attention, recurrent
 
@@ -274,10 +274,10 @@ def test_nothing_between_two_allocations_is_ever_read_or_written():
         first, second = arena.regions
         between = first.end
         if second.offset > first.end:
-            moves = Spans(np.array([between]), np.array([0]), np.array([1]))
+            moves = Copies(np.array([between]), np.array([0]), np.array([1]))
             with pytest.raises(CopyError, match="source bytes"):
                 copy(arena, other, moves)
-        across = Spans(np.array([first.end - 1]), np.array([0]), np.array([2]))
+        across = Copies(np.array([first.end - 1]), np.array([0]), np.array([2]))
         with pytest.raises(CopyError, match="source bytes"):
             copy(arena, other, across)
 

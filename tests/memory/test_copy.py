@@ -1,4 +1,4 @@
-"""Copies inside one machine: byte-exact, nothing else touched, refused before anything moves."""
+"""Copies inside one machine: byte-exact, nothing else touched, refused before anything copies."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.errors import BlockError, CopyError
+from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import choose_method, copy
-from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, shortened, word_bytes
-from kvstow.memory.moves import Spans, merged, row_moves
+from kvstow.memory.copy import block_copies, choose_method, copy
+from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, word_bytes
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.retention import Window
 from kvstow.route.copies import Copies
 from kvstow.testing.patterns import fill, pattern
 from planning import attention
@@ -25,59 +25,64 @@ def flat(num_slabs: int = 8, order: str = "BLHNC") -> Layout:
     return packed(grouped(layers), num_slabs=num_slabs, site=site)
 
 
-def spans(*moves: tuple[int, int, int]) -> Spans:
-    return Spans(*np.array(moves, np.int64).reshape(-1, 3).T)
+def copies_of(*triples: tuple[int, int, int]) -> Copies:
+    return Copies(*np.array(triples, np.int64).reshape(-1, 3).T)
+
+
+def triples(copies: Copies) -> list[tuple[int, int, int]]:
+    columns = copies.source.tolist(), copies.destination.tolist(), copies.nbytes.tolist()
+    return list(zip(*columns, strict=True))
 
 
 @st.composite
-def scattered(draw: st.DrawFn, nbytes: int, *, step: int = 1) -> Spans:
+def scattered(draw: st.DrawFn, nbytes: int, *, step: int = 1) -> Copies:
     """Copies whose destinations are apart; sources may repeat."""
     cuts = draw(st.lists(st.integers(0, nbytes // step), max_size=12, unique=True))
     ends = [cut * step for cut in sorted(cuts)]
     places = [(lo, hi - lo) for lo, hi in zip(ends[::2], ends[1::2], strict=False)]
-    moves = [
+    copies = [
         (draw(st.integers(0, (nbytes - size) // step)) * step, place, size)
         for place, size in draw(st.permutations(places))
     ]
-    return spans(*moves)
+    return copies_of(*copies)
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────
 
 
 @given(st.data())
-def test_every_move_arrives_and_nothing_else_changes(data):
+def test_every_copy_arrives_and_nothing_else_changes(data):
     layout = flat()
-    moves = data.draw(scattered(layout.nbytes))
+    copies = data.draw(scattered(layout.nbytes))
     with Arena(layout) as a, Arena(layout) as b:
         fill(a, 1)
         fill(b, 2)
         expected = pattern(layout.nbytes, 2)
-        for source, place, size in zip(*moves, strict=True):
+        for source, place, size in triples(copies):
             expected[place : place + size] = pattern(layout.nbytes, 1)[source : source + size]
-        done = copy(a, b, moves)
+        done = copy(a, b, copies)
         done.wait()
         assert done.poll()
-        assert done.nbytes == int(moves.nbytes.sum())
+        assert done.nbytes == int(copies.nbytes.sum())
         assert np.array_equal(b.bytes.numpy(), expected)
         assert np.array_equal(a.bytes.numpy(), pattern(layout.nbytes, 1))
 
 
-def test_moves_of_a_route_are_taken_as_they_are():
+def test_copies_of_a_route_are_taken_as_they_are():
     layout = flat()
     with Arena(layout) as a, Arena(layout) as b:
         fill(a, 1)
-        moves = Copies(np.array([0, 64]), np.array([128, 0]), np.array([64, 64]))
-        copy(a, b, moves).wait()
+        copies = Copies(np.array([0, 64]), np.array([128, 0]), np.array([64, 64]))
+        copy(a, b, copies).wait()
         assert torch.equal(b.bytes[128:192], a.bytes[:64])
         assert torch.equal(b.bytes[:64], a.bytes[64:128])
 
 
 def test_a_copy_of_nothing_is_over_at_once():
     with Arena(flat()) as a, Arena(flat()) as b:
-        done = copy(a, b, spans())
+        done = copy(a, b, copies_of())
         assert done.poll()
-        assert (done.num_moves, done.nbytes) == (0, 0)
+        assert (done.num_copies, done.nbytes) == (0, 0)
 
 
 def test_rows_move_inside_one_arena():
@@ -85,47 +90,102 @@ def test_rows_move_inside_one_arena():
     with Arena(layout) as arena:
         fill(arena, 3)
         kept = arena.bytes.clone()
-        copy(arena, arena, row_moves(layout, 0, [1, 2], [5, 7])).wait()
+        copy(arena, arena, block_copies(layout, 0, [1, 2], [5, 7])).wait()
         stride = layout.row_stride(0)
         assert torch.equal(arena.bytes[5 * stride :][:stride], kept[stride : 2 * stride])
         assert torch.equal(arena.bytes[7 * stride :][:stride], kept[2 * stride : 3 * stride])
 
 
+# ── whole blocks ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_go_into_an_arena_with_more_blocks_of_the_same_rows(order):
+    few, many = flat(num_slabs=4, order=order), flat(num_slabs=9, order=order)
+    with Arena(few) as a, Arena(many) as b:
+        fill(a, 1)
+        b.bytes.fill_(0xA5)
+        copy(a, b, blocks=[3, 1], into=[8, 5]).wait()
+        for name in few.layers:
+            here, there = a.tensor(name).view(torch.int16), b.tensor(name).view(torch.int16)
+            assert torch.equal(here[[3, 1]], there[[8, 5]])
+            assert (there[[0, 1, 2, 3, 4, 6, 7]] == -23131).all()  # 0xA5A5
+
+
+@pytest.mark.parametrize("group", ["window4", 1])
+def test_blocks_of_one_of_several_groups_are_copied_by_its_name_or_number(group):
+    layers = [attention("a", dim=8), attention("b", dim=8, retention=Window(4))]
+    layout = packed(grouped(layers), num_slabs=6)
+    with Arena(layout) as a, Arena(layout) as b:
+        fill(a, 1)
+        copy(a, b, blocks=[2], into=[4], group=group).wait()
+        assert torch.equal(a.tensor("b")[2].view(torch.int16), b.tensor("b")[4].view(torch.int16))
+        with pytest.raises(
+            BlockError, match=r"2 groups.*'full', 'window4'.*\n\nhint: group='full'"
+        ):
+            copy(a, b, blocks=[2], into=[4])
+        with pytest.raises(
+            BlockError, match=r"no group 2: the layout has 2, \['full', 'window4'\]"
+        ):
+            copy(a, b, blocks=[2], into=[4], group=2)
+        with pytest.raises(SpecError, match="no group 'sink'"):
+            copy(a, b, blocks=[2], into=[4], group="sink")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        flat(order="BLNHC"),
+        packed(grouped([attention("l.0", heads=2, dim=8, tokens=4)]), num_slabs=8),
+        packed(grouped([attention(f"l.{i}", heads=2, dim=8, tokens=2) for i in range(2)]),
+               num_slabs=8),
+    ],
+    ids=["order", "layers", "tokens"],
+)  # fmt: skip
+def test_blocks_are_not_copied_between_rows_that_differ(other):
+    with Arena(flat()) as a, Arena(other) as b:
+        fill(a, 1)
+        for source, destination in ((a, b), (b, a)):
+            with pytest.raises(
+                CopyError, match=r"rows of the two arenas differ.*\n\nhint: .*route"
+            ):
+                copy(source, destination, blocks=[1], into=[2])
+        assert not b.bytes.any()
+
+
+def test_a_copy_is_told_what_to_copy_in_one_way():
+    with Arena(flat()) as a, Arena(flat()) as b:
+        for wrong in ({}, {"blocks": [1]}, {"into": [1]}):
+            with pytest.raises(CopyError, match="either `copies`, or `blocks` and `into`"):
+                copy(a, b, **wrong)
+        with pytest.raises(CopyError, match="and not both"):
+            copy(a, b, copies_of((0, 0, 1)), blocks=[1], into=[1])
+        with pytest.raises(
+            BlockError, match=r"a list of whole numbers, not float64 of shape \(1,\)"
+        ):
+            copy(a, b, blocks=[1.5], into=[1])
+        copy(a, b, blocks=[], into=[]).wait()
+
+
 # ── as few as possible ────────────────────────────────────────────────────────────────
 
 
-def test_neighbours_on_both_sides_are_one_move():
+def test_neighbours_on_both_sides_are_one_copy():
     layout = flat()
     row = layout.row_bytes(0)
     assert layout.row_stride(0) == row
-    found = row_moves(layout, 0, [5, 1, 2, 3], [7, 4, 5, 2])
-    assert [tuple(map(int, m)) for m in zip(*found, strict=True)] == [
+    found = block_copies(layout, 0, [5, 1, 2, 3], [7, 4, 5, 2])
+    assert triples(found) == [
         (row, 4 * row, 2 * row),
         (3 * row, 2 * row, row),
         (5 * row, 7 * row, row),
     ]
 
 
-@given(st.data())
-def test_merged_moves_carry_the_same_bytes(data):
-    moves = data.draw(scattered(256))
-    there = np.full(256, -1)
-    for source, place, size in zip(*moves, strict=True):
-        there[place : place + size] = np.arange(source, source + size)
-    again = np.full(256, -1)
-    along = data.draw(st.integers(0, 1))
-    fewer = merged(moves, along=along)
-    assert (np.diff(fewer[along]) >= 0).all()
-    for source, place, size in zip(*fewer, strict=True):
-        again[place : place + size] = np.arange(source, source + size)
-    assert np.array_equal(there, again)
-    assert len(fewer.source) <= len(moves.source)
-
-
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_packed_block_is_one_move_and_a_layer_compact_one_is_several(order):
+def test_a_packed_block_is_one_copy_and_a_layer_compact_one_is_several(order):
     layout = flat(order=order)
-    found = row_moves(layout, 0, [5], [2])
+    found = block_copies(layout, 0, [5], [2])
     pieces = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 4}
     assert len(found.source) == pieces.get(order, 1)
 
@@ -134,7 +194,7 @@ def test_a_packed_block_is_one_move_and_a_layer_compact_one_is_several(order):
 
 
 @pytest.mark.parametrize(
-    ("moves", "message"),
+    ("copies", "message"),
     [
         ([(0, 0, 64), (1 << 40, 64, 1)], "source bytes"),
         ([(0, 0, 64), (-1, 64, 1)], "source bytes"),
@@ -146,54 +206,54 @@ def test_a_packed_block_is_one_move_and_a_layer_compact_one_is_several(order):
         ([(0, 0, 64), (64, 64, -1)], "has -1 bytes"),
     ],
 )
-def test_moves_that_do_not_fit_are_refused_and_no_byte_is_copied(moves, message):
+def test_copies_that_do_not_fit_are_refused_and_no_byte_is_copied(copies, message):
     with Arena(flat()) as a, Arena(flat()) as b:
         fill(a, 1)
         with pytest.raises(CopyError, match=message):
-            copy(a, b, spans(*moves))
+            copy(a, b, copies_of(*copies))
         assert not b.bytes.any()
 
 
 def test_the_last_byte_is_inside_and_the_next_one_is_not():
     layout = flat()
     with Arena(layout) as a, Arena(layout) as b:
-        copy(a, b, spans((layout.nbytes - 1, layout.nbytes - 1, 1))).wait()
+        copy(a, b, copies_of((layout.nbytes - 1, layout.nbytes - 1, 1))).wait()
         with pytest.raises(CopyError, match="source bytes"):
-            copy(a, b, spans((layout.nbytes - 1, layout.nbytes - 2, 2)))
+            copy(a, b, copies_of((layout.nbytes - 1, layout.nbytes - 2, 2)))
 
 
 def test_a_copy_that_would_read_what_it_writes_is_refused():
     layout = flat()
     with Arena(layout) as arena:
-        with pytest.raises(CopyError, match="which the same copy reads"):
-            copy(arena, arena, row_moves(layout, 0, [1, 2], [2, 3]))
-        with pytest.raises(CopyError, match="which the same copy reads"):
-            copy(arena, arena, spans((0, 4, 8)))
+        with pytest.raises(CopyError, match="of the same copy reads"):
+            copy(arena, arena, block_copies(layout, 0, [1, 2], [2, 3]))
+        with pytest.raises(CopyError, match="of the same copy reads"):
+            copy(arena, arena, copies_of((0, 4, 8)))
 
 
 @given(st.data())
 def test_reading_what_is_written_is_found_by_counting_bytes(data):
     layout = flat(num_slabs=2)
-    moves = data.draw(scattered(layout.nbytes))
+    copies = data.draw(scattered(layout.nbytes))
     read = np.zeros(layout.nbytes, np.bool_)
     written = np.zeros(layout.nbytes, np.bool_)
-    for source, place, size in zip(*moves, strict=True):
+    for source, place, size in triples(copies):
         read[source : source + size] = True
         written[place : place + size] = True
     with Arena(layout) as arena:
         if (read & written).any():
             with pytest.raises(CopyError):
-                copy(arena, arena, moves)
+                copy(arena, arena, copies)
         else:
-            copy(arena, arena, moves).wait()
+            copy(arena, arena, copies).wait()
 
 
 def test_arrays_of_different_lengths_or_kinds_are_refused():
     with Arena(flat()) as a, Arena(flat()) as b:
         for bad in (
-            Spans(np.arange(2), np.arange(3), np.arange(2)),
-            Spans(np.array([0.5]), np.array([0]), np.array([1])),
-            Spans(
+            Copies(np.arange(2), np.arange(3), np.arange(2)),
+            Copies(np.array([0.5]), np.array([0]), np.array([1])),
+            Copies(
                 np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), np.ones((1, 1), np.int64)
             ),
         ):
@@ -204,28 +264,28 @@ def test_arrays_of_different_lengths_or_kinds_are_refused():
 def test_blocks_outside_the_layout_are_refused():
     layout = flat()
     with pytest.raises(BlockError, match="are not in"):
-        row_moves(layout, 0, [8], [1])
+        block_copies(layout, 0, [8], [1])
     with pytest.raises(BlockError, match="are not in"):
-        row_moves(layout, 0, [1], [-1])
+        block_copies(layout, 0, [1], [-1])
     with pytest.raises(BlockError, match="2 source blocks, 1 destination"):
-        row_moves(layout, 0, [1, 2], [1])
+        block_copies(layout, 0, [1, 2], [1])
 
 
 def test_a_method_that_needs_a_device_is_refused_between_host_arenas():
     layout = flat()
     with Arena(layout) as a, Arena(layout) as b:
-        moves = row_moves(layout, 0, [1], [2])
+        copies = block_copies(layout, 0, [1], [2])
         assert choose_method(a, b, 4096) == "memmove"
         for method in ("batch", "kernel", "plain"):
             with pytest.raises(CopyError, match="does not copy from cpu to cpu"):
-                copy(a, b, moves, method=method)
+                copy(a, b, copies, method=method)
 
 
 # ── the gather kernel, in Triton's interpreter where there is no device ───────────────
 
 
 @pytest.mark.parametrize("step", [1, 2, 4, 8, 16])
-def test_the_gather_kernel_moves_the_same_bytes_at_every_word_length(step):
+def test_the_gather_kernel_copies_the_same_bytes_at_every_word_length(step):
     rng = np.random.default_rng(step)
     source, destination = (
         torch.zeros(4096 + 64, dtype=torch.uint8),
@@ -238,47 +298,33 @@ def test_the_gather_kernel_moves_the_same_bytes_at_every_word_length(step):
     expected = destination.clone()
     places = np.sort(rng.permutation(4096 // step)[:8]) * step
     sizes = np.minimum(np.diff(np.append(places, 4096)), 40 * step)
-    moves = Spans(rng.integers(0, (4096 - sizes.max()) // step, 8) * step, places, sizes)
-    assert word_bytes(source.data_ptr(), destination.data_ptr(), moves) >= step
-    for start, place, size in zip(*moves, strict=True):
+    copies = Copies(rng.integers(0, (4096 - sizes.max()) // step, 8) * step, places, sizes)
+    assert word_bytes(source.data_ptr(), destination.data_ptr(), copies) >= step
+    for start, place, size in triples(copies):
         expected[place : place + size] = source[start : start + size]
-    gather(source, destination, moves)
+    gather(source, destination, copies)
     assert torch.equal(destination, expected)
 
 
-def test_the_gather_kernel_shares_long_moves_and_cuts_uneven_ones():
+def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
     source, destination = torch.zeros(1 << 19, dtype=torch.uint8), torch.zeros(1 << 19).byte()
     source.copy_(torch.from_numpy(pattern(1 << 19, 1)))
     lengths = [300_000, 64, 64, 64, 64, 70_000]
-    moves = spans(*((100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
+    copies = copies_of(*((100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
                     for i, length in enumerate(lengths)))  # fmt: skip
     expected = destination.clone()
-    for start, place, size in zip(*moves, strict=True):
+    for start, place, size in triples(copies):
         expected[place : place + size] = source[start : start + size]
-    gather(source, destination, moves)
+    gather(source, destination, copies)
     assert torch.equal(destination, expected)
 
 
-@given(st.data())
-def test_moves_that_are_cut_cover_the_same_bytes_and_are_no_longer_than_asked(data):
-    moves = data.draw(scattered(512))
-    size = data.draw(st.sampled_from([1, 16, 64, 1024]))
-    pieces = shortened(moves, size)
-    assert (pieces.nbytes <= size).all()
-    assert (pieces.nbytes > 0).all()
-    assert sorted(byte_pairs(pieces)) == sorted(byte_pairs(moves))
-
-
 @given(st.integers(0, 5000))
-def test_batches_are_all_of_the_moves_in_order_and_the_first_is_small(count):
+def test_batches_are_all_of_the_copies_in_order_and_the_first_is_small(count):
     parts = list(rounds(count))
     assert [i for low, high in parts for i in range(low, high)] == list(range(count))
     assert all(low < high for low, high in parts)
     assert all(high - low <= OPENING * GROWTH**i for i, (low, high) in enumerate(parts))
-
-
-def byte_pairs(moves: Spans) -> list[tuple[int, int]]:
-    return [(s + i, d + i) for s, d, n in zip(*moves, strict=True) for i in range(n)]
 
 
 @pytest.mark.parametrize(
@@ -287,4 +333,4 @@ def byte_pairs(moves: Spans) -> list[tuple[int, int]]:
      ((0, 3, 16), 1)],
 )  # fmt: skip
 def test_a_word_divides_every_start_and_every_length(numbers, word):
-    assert word_bytes(0, 4096, spans(numbers)) == word
+    assert word_bytes(0, 4096, copies_of(numbers)) == word

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import copy
+from kvstow.memory.copy import block_copies, copy
 from kvstow.memory.digest import digest
-from kvstow.memory.moves import row_moves
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.testing.layouts import layouts
@@ -23,7 +22,7 @@ def test_every_drawn_layout_holds_blocks_that_survive_a_copy(layout, data):
     with Arena(layout) as a, Arena(layout) as b:
         fill(a, 1)
         fill(b, 2)
-        copy(a, b, row_moves(layout, group, ids, others)).wait()
+        copy(a, b, block_copies(layout, group, ids, others)).wait()
         here, there = Blocks.first(ids), Blocks.first(others)
         assert block_contents(a, group, here) == block_contents(b, group, there)
         rows = layout.groups[group].group

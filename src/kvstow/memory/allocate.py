@@ -99,7 +99,7 @@ def open_shared(name: str, flags: int = os.O_RDWR) -> int:
     except FileNotFoundError:
         raise ArenaError(f"there is no shared memory {name!r}") from None
     except OSError as error:
-        kind = _kind(path)
+        kind = "a link" if path.is_symlink() else "no ordinary file"
         raise ArenaError(f"shared memory {name!r} is {kind}: {error.strerror}") from error
     try:
         check_ours(file, f"shared memory {name!r}")
@@ -133,10 +133,6 @@ def shared_path(name: str) -> Path:
             f"hint: up to 200 letters, digits, dots, dashes and underscores"
         )
     return SHARED_MEMORY / name
-
-
-def _kind(path: Path) -> str:
-    return "a link" if path.is_symlink() else "no ordinary file"
 
 
 def _remove(path: Path, number: int, maker: int) -> None:

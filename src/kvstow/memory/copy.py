@@ -1,12 +1,12 @@
-"""Copies between arenas of one machine: one submission for all moves, and a handle on it.
+"""Copies between arenas of one machine: one submission for all of them, and a handle on it.
 
     host   → host    memmove, finished when `copy` returns
     host  ⇄  device  CUDA's batched memcpy; many short pieces: a kernel that reads or writes
                      pinned memory itself
-    device → device  a gather kernel
+    device → device  the same kernel
 
 On CUDA a copy runs on a stream of its own that starts after what the current stream had been
-given by then. Nothing is copied before all moves have been found to lie inside both arenas.
+given by then. Nothing is copied before all of it has been found to lie inside both arenas.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,16 @@ from ctypes import memmove
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvstow.errors import CopyError
+from kvstow.errors import BlockError, CopyError
 from kvstow.memory import cuda
-from kvstow.memory.arena import Arena
-from kvstow.memory.moves import Spans, check_apart, check_inside, check_unread, merged, spans
-from kvstow.route.copies import Copies
+from kvstow.memory.arena import Arena, checked_ids
+from kvstow.plan.layout import Layout, page_runs
+from kvstow.plan.view import Ints, Run
+from kvstow.route.copies import Copies, merged
 
 Method = Literal["memmove", "batch", "kernel", "plain"]
 
@@ -31,31 +34,32 @@ class CopyHandle:
 
     source: Arena
     destination: Arena
-    num_moves: int
+    num_copies: int
     nbytes: int
     method: Method
-    running: cuda.StreamWork | None
+    work: cuda.StreamWork | None
+    """None where the copy was over when it was returned."""
 
     def poll(self) -> bool:
         """Whether all bytes have arrived. Raises CopyError once it is known that they won't."""
-        return self.running is None or self._watched(self.running.over)
+        return self.work is None or self._asked(self.work.over)
 
     def wait(self) -> None:
         """Return when all bytes have arrived; CopyError if they don't."""
-        if self.running is not None:
-            self._watched(self.running.wait)
+        if self.work is not None:
+            self._asked(self.work.wait)
 
     def join(self) -> None:
         """Let the current stream's further work start after this copy; the host goes on."""
-        if self.running is not None:
-            self.running.join()
+        if self.work is not None:
+            self.work.join()
 
-    def _watched(self, question: Callable[[], bool]) -> bool:
+    def _asked(self, question: Callable[[], bool]) -> bool:
         try:
             return question()
         except RuntimeError as error:  # what torch raises for any CUDA error
             raise CopyError(
-                f"{self.num_moves} moves, {self.nbytes} bytes, {self.source.device} → "
+                f"{self.num_copies} copies, {self.nbytes} bytes, {self.source.device} → "
                 f"{self.destination.device} ({self.method}): {error}"
             ) from error
 
@@ -63,33 +67,207 @@ class CopyHandle:
 def copy(
     source: Arena,
     destination: Arena,
-    moves: Copies | Spans,
+    copies: Copies | None = None,
     *,
+    blocks: npt.ArrayLike | None = None,
+    into: npt.ArrayLike | None = None,
+    group: int | str | None = None,
     method: Method | Literal["auto"] = "auto",
     stream: torch.cuda.Stream | None = None,
 ) -> CopyHandle:
-    """Start moving bytes from one arena to another.
+    """Start to copy bytes from one arena to another.
 
-    Copies may come in any order; destinations must not overlap each other, nor sources when
-    both arenas lie in the same memory.
+    Whole `blocks` of a group go `into` as many blocks of an arena with the same rows; `group`
+    may be left out where there is one. Between any other two layouts a route says which bytes go
+    where: `copies` are offsets from the arenas' starts, in any order. Destinations must not
+    overlap each other, nor sources when both arenas lie in the same memory.
+
+    >>> from kvstow.plan.group import grouped
+    >>> from kvstow.plan.models import model_layers
+    >>> from kvstow.plan.pack import packed
+    >>> groups = grouped(model_layers("Llama-3.2-1B").layers)
+    >>> here, there = Arena(packed(groups, num_slabs=8)), Arena(packed(groups, num_slabs=16))
+    >>> here.tensor("model.layers.0.self_attn")[2] = 1.5
+    >>> done = copy(here, there, blocks=[1, 2, 3], into=[9, 10, 4])
+    >>> done.wait()
+    >>> done.num_copies, done.nbytes                    # neighbours on both sides are one copy
+    (2, 1572864)
+    >>> bool((there.tensor("model.layers.0.self_attn")[10] == 1.5).all())
+    True
     """
-    checked = _checked(source, destination, spans(moves))
-    num_moves, nbytes = len(checked.nbytes), int(checked.nbytes.sum())
-    mean = nbytes // max(1, num_moves)
+    if (copies is None) == (blocks is None) or (blocks is None) != (into is None):
+        raise CopyError("a copy needs either `copies`, or `blocks` and `into`, and not both")
+    if copies is None:
+        assert blocks is not None
+        assert into is not None
+        number = source.group(_only_group(source.layout) if group is None else group)
+        copies = block_copies(source.layout, number, blocks, into, destination.layout)
+    checked = _checked(source, destination, _whole_numbers(copies))
+    num_copies, nbytes = len(checked), checked.total
+    mean = nbytes // max(1, num_copies)
     chosen = choose_method(source, destination, mean) if method == "auto" else method
-    running = _started(source, destination, checked, chosen, stream)
-    return CopyHandle(source, destination, num_moves, nbytes, chosen, running)
+    work = _started(source, destination, checked, chosen, stream)
+    return CopyHandle(source, destination, num_copies, nbytes, chosen, work)
 
+
+# ── whole blocks ──────────────────────────────────────────────────────────────────────────
+
+
+def block_copies(
+    layout: Layout,
+    group: int,
+    blocks: npt.ArrayLike,
+    into: npt.ArrayLike,
+    destination: Layout | None = None,
+) -> Copies:
+    """Copies of whole blocks between two arenas with the same rows, in the fewest runs.
+
+    `destination` is the other arena's layout where it has another number of blocks.
+    """
+    other = layout if destination is None else destination
+    if other is not layout:
+        _check_same_rows(layout, other, group)
+    sources, places = checked_ids(layout, group, blocks), checked_ids(other, group, into)
+    if sources.shape != places.shape:
+        raise BlockError(f"{sources.size} source blocks, {places.size} destination blocks")
+    here, there = layout.footprints[group].strips, other.footprints[group].strips
+    copies = Copies(
+        np.concatenate([strip.offset + sources * strip.stride for strip in here]),
+        np.concatenate([strip.offset + places * strip.stride for strip in there]),
+        np.repeat([strip.nbytes for strip in here], len(sources)),
+    )
+    return merged(copies, by="source")
+
+
+def _only_group(layout: Layout) -> int:
+    names = [placed.group.name for placed in layout.groups]
+    if len(names) > 1:
+        raise BlockError(
+            f"the layout has {len(names)} groups, and each has blocks of its own: {names}\n\n"
+            f"hint: group={names[0]!r}"
+        )
+    return 0
+
+
+def _check_same_rows(layout: Layout, other: Layout, group: int) -> None:
+    """CopyError unless rows of a group have the same pages at the same places in both layouts."""
+    rows = [_row(each, group) if group < len(each.groups) else None for each in (layout, other)]
+    if rows[0] != rows[1]:
+        name = layout.groups[group].group.name
+        raise CopyError(
+            f"group {name!r}: rows of the two arenas differ ({layout.order}, {other.order})\n\n"
+            f"hint: copy(a, b, route(a.layout, b.layout).copies(here, there, num_tokens))"
+        )
+
+
+def _row(layout: Layout, group: int) -> tuple[object, ...]:
+    """What a block's bytes mean, wherever the block lies: its pages and where they are in it."""
+    placed, strips = layout.groups[group], layout.footprints[group].strips
+    inside = [
+        (at, run.offset - strip.offset, run.nbytes)
+        for layer, place in zip(placed.group.layers, placed.placements, strict=True)
+        for run in page_runs(layer, place)
+        for at, strip in enumerate(strips)
+        if strip.offset <= run.offset < strip.offset + strip.nbytes
+    ]
+    return layout.order, placed.group, [strip.nbytes for strip in strips], inside
+
+
+# ── checks, before anything is copied ─────────────────────────────────────────────────────
+
+
+def _whole_numbers(copies: Copies) -> Copies:
+    """The copies as int64 arrays of one length, empty ones left out."""
+    columns = (copies.source, copies.destination, copies.nbytes)
+    arrays = [np.array(column, ndmin=1, copy=None) for column in columns]
+    for array in arrays:
+        if array.ndim != 1 or array.shape != arrays[0].shape or array.dtype.kind not in "iu":
+            raise CopyError(
+                f"copies need three arrays of whole numbers of one length, not "
+                f"{[(a.shape, str(a.dtype)) for a in arrays]}"
+            )
+    checked = Copies(*(array.astype(np.int64, copy=False) for array in arrays))
+    least = int(checked.nbytes.min(initial=1))
+    if least < 0:
+        raise CopyError(f"copy {int(np.argmax(checked.nbytes < 0))} has {least} bytes")
+    return checked if least else checked.take(np.flatnonzero(checked.nbytes))
+
+
+def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
+    """The copies, joined; between device and host, in the order of the host's side, which the
+    bus likes best."""
+    _check_inside(copies.source, copies.nbytes, source.regions, "source")
+    _check_inside(copies.destination, copies.nbytes, destination.regions, "destination")
+    to_host = (source.device.type, destination.device.type) == ("cuda", "cpu")
+    copies = merged(copies, by="destination" if to_host else "source")
+    _check_apart(copies.destination, copies.nbytes)
+    if source.device == destination.device and _meet(source, destination):
+        _check_unread(copies.moved(source.address, destination.address))
+    return copies
+
+
+def _meet(source: Arena, destination: Arena) -> bool:
+    """Whether the two lie in memory that overlaps, from end to end."""
+    return (
+        source.address < destination.address + destination.nbytes
+        and destination.address < source.address + source.nbytes
+    )
+
+
+def _check_inside(offsets: Ints, nbytes: Ints, regions: tuple[Run, ...], what: str) -> None:
+    """CopyError unless each range is inside one region."""
+    ordered = sorted(regions)
+    starts = np.array([run.offset for run in ordered], np.int64)
+    ends = np.array([run.end for run in ordered], np.int64)
+    at = np.searchsorted(starts, offsets, side="right") - 1 if len(ordered) > 1 else 0
+    bad = (offsets < starts[at]) | (nbytes > ends[at] - offsets)
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CopyError(
+            f"copy {i}: {what} bytes [{offsets[i]}, {offsets[i] + nbytes[i]}) are not inside the "
+            f"arena's {[(run.offset, run.end) for run in ordered][:4]}"
+        )
+
+
+def _check_apart(offsets: Ints, nbytes: Ints) -> None:
+    """CopyError if destinations share bytes."""
+    if (offsets[1:] < offsets[:-1]).any():
+        order = np.argsort(offsets)
+        offsets, nbytes = offsets[order], nbytes[order]
+    bad = offsets[1:] - offsets[:-1] < nbytes[:-1]
+    if bad.any():
+        i = int(np.argmax(bad))
+        first, second = (f"[{offsets[k]}, {offsets[k] + nbytes[k]})" for k in (i, i + 1))
+        raise CopyError(f"destination bytes {first} and {second} overlap")
+
+
+def _check_unread(copies: Copies) -> None:
+    """CopyError if some destination shares bytes with some source; both are addresses here."""
+    nbytes, destinations = copies.nbytes, copies.destination
+    order = np.argsort(copies.source, kind="stable")
+    starts = copies.source[order]
+    reach = np.maximum.accumulate((copies.source + nbytes)[order])
+    before = np.searchsorted(starts, destinations + nbytes, side="left") - 1
+    bad = (before >= 0) & (reach[before] > destinations)
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise CopyError(
+            f"copy {i} writes {nbytes[i]} bytes at address {destinations[i]}, which another part "
+            f"of the same copy reads\n\nhint: copy in two steps, through rows that are free"
+        )
+
+
+# ── which way ─────────────────────────────────────────────────────────────────────────────
 
 SHORT_BYTES = 128 << 10
-"""Mean length of a move from which CUDA's batched memcpy beats a kernel on pinned memory: on one
-H200, moves of 16 KiB 14 to 16 GB/s against 20 to 25, of 128 KiB 48 against 48, of 1 MiB 54
-against 49."""
+"""Mean length from which CUDA's batched memcpy beats a kernel on pinned memory. On one H200:
+pieces of 16 KiB 14 to 16 GB/s against 20 to 25, of 128 KiB 48 against 48, of 1 MiB 54 against
+49."""
 
 
 def choose_method(source: Arena, destination: Arena, mean_bytes: int) -> Method:
-    """The fastest way for moves of that mean length, by what was measured on one H200
-    (bench/results)."""
+    """The fastest way for copies of that mean length, by what was measured on one H200
+    (bench/results/copy_gpu.json)."""
     kinds = (source.device.type, destination.device.type)
     if kinds == ("cpu", "cpu"):
         return "memmove"
@@ -101,33 +279,10 @@ def choose_method(source: Arena, destination: Arena, mean_bytes: int) -> Method:
     return "batch" if mean_bytes >= SHORT_BYTES and cuda.has_batch() else "kernel"
 
 
-def _checked(source: Arena, destination: Arena, moves: Spans) -> Spans:
-    """The moves, joined; between device and host, in the order of the host's side, which the
-    bus likes best."""
-    check_inside(moves.source, moves.nbytes, source.regions, "source")
-    check_inside(moves.destination, moves.nbytes, destination.regions, "destination")
-    to_host = (source.device.type, destination.device.type) == ("cuda", "cpu")
-    moves = merged(moves, along=int(to_host))
-    check_apart(moves.destination, moves.nbytes, "destination")
-    if source.device == destination.device and _meet(source, destination):
-        check_unread(
-            moves.source + source.address, moves.destination + destination.address, moves.nbytes
-        )
-    return moves
-
-
-def _meet(source: Arena, destination: Arena) -> bool:
-    """Whether the two lie in memory that overlaps, from end to end."""
-    return (
-        source.address < destination.address + destination.nbytes
-        and destination.address < source.address + source.nbytes
-    )
-
-
 def _started(
     source: Arena,
     destination: Arena,
-    moves: Spans,
+    copies: Copies,
     method: Method,
     stream: torch.cuda.Stream | None,
 ) -> cuda.StreamWork | None:
@@ -135,12 +290,12 @@ def _started(
     if on_host != (method == "memmove"):
         raise CopyError(f"{method!r} does not copy from {source.device} to {destination.device}")
     if method == "memmove":
-        _move_on_host(source.address, destination.address, moves)
+        _copy_on_host(copies.moved(source.address, destination.address))
         return None
-    return cuda.start(source, destination, moves, method, stream)
+    return cuda.start(source, destination, copies, method, stream)
 
 
-def _move_on_host(source: int, destination: int, moves: Spans) -> None:
-    starts, places = (moves.source + source).tolist(), (moves.destination + destination).tolist()
-    for start, place, nbytes in zip(starts, places, moves.nbytes.tolist(), strict=True):
+def _copy_on_host(copies: Copies) -> None:
+    columns = copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist()
+    for place, start, nbytes in zip(*columns, strict=True):
         memmove(place, start, nbytes)

@@ -13,8 +13,8 @@ import torch
 
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
-from kvstow.memory.moves import Spans, cut
 from kvstow.plan.view import align_up
+from kvstow.route.copies import Copies, cut
 
 CudaMethod = Literal["batch", "kernel", "plain"]
 
@@ -45,17 +45,17 @@ class StreamWork:
 def start(
     source: Arena,
     destination: Arena,
-    moves: Spans,
+    copies: Copies,
     method: CudaMethod,
     stream: torch.cuda.Stream | None,
 ) -> StreamWork:
-    """Submit the moves to a stream that goes on after the current streams' present work."""
+    """Submit the copies to a stream that goes on after the current streams' present work."""
     devices = [arena.device for arena in (source, destination) if arena.device.type == "cuda"]
     with torch.cuda.device(devices[0]):
         side = torch.cuda.Stream() if stream is None else stream
         for device in devices:
             side.wait_stream(torch.cuda.current_stream(device))
-        kept = _submitted(source, destination, moves, method, side)
+        kept = _submitted(source, destination, copies, method, side)
         event = torch.cuda.Event()
         event.record(side)
     for arena in (source, destination):
@@ -65,30 +65,30 @@ def start(
 
 
 def _submitted(
-    source: Arena, destination: Arena, moves: Spans, method: CudaMethod, stream: torch.cuda.Stream
+    source: Arena, destination: Arena, copies: Copies, method: CudaMethod, stream: torch.cuda.Stream
 ) -> tuple[torch.Tensor, ...]:
-    if not len(moves.source):
+    if not len(copies):
         return ()
     match method:
         case "plain":
-            one_by_one(source.address, destination.address, moves, stream.cuda_stream)
+            one_by_one(source.address, destination.address, copies, stream.cuda_stream)
             return ()
         case "batch":
-            batch(source.address, destination.address, moves, stream.cuda_stream)
+            batch(source.address, destination.address, copies, stream.cuda_stream)
             return ()
         case "kernel":
             with torch.cuda.stream(stream):
-                return gather(source.bytes, destination.bytes, moves)
+                return gather(source.bytes, destination.bytes, copies)
 
 
 # ── the runtime's own copies ──────────────────────────────────────────────────────────────
 
 
-def one_by_one(source: int, destination: int, moves: Spans, stream: int) -> None:
-    """One asynchronous memcpy per move."""
+def one_by_one(source: int, destination: int, copies: Copies, stream: int) -> None:
+    """One asynchronous memcpy per copy."""
     memcpy = runtime().cudaMemcpyAsync
-    starts, places = (moves.source + source).tolist(), (moves.destination + destination).tolist()
-    for start, place, nbytes in zip(starts, places, moves.nbytes.tolist(), strict=True):
+    starts, places = (copies.source + source).tolist(), (copies.destination + destination).tolist()
+    for start, place, nbytes in zip(starts, places, copies.nbytes.tolist(), strict=True):
         _succeed("cudaMemcpyAsync", memcpy(place, start, nbytes, _ANY_DIRECTION, stream))
 
 
@@ -104,36 +104,36 @@ class _Attributes(ctypes.Structure):
 
 
 OPENING = 4
-"""Moves of the first batch. Handing over a move costs the host about a microsecond, and the
+"""Copies of the first batch. Handing over a copy costs the host about a microsecond, and the
 device starts on a batch when it has all of it: so it is given few to begin with."""
 
 GROWTH = 4
-"""How many times as many each batch has as the one before: the device takes longer over a move
+"""How many times as many each batch has as the one before: the device takes longer over a copy
 of the one than the host over as many of the next."""
 
 
-def batch(source: int, destination: int, moves: Spans, stream: int) -> None:
+def batch(source: int, destination: int, copies: Copies, stream: int) -> None:
     """Batched memcpy, one batch after the other. The legacy default stream does not take it."""
     if not has_batch():
         raise CopyError("this CUDA runtime has no batched memcpy\n\nhint: it came with 12.8")
     if stream == 0:
         raise CopyError("batched memcpy does not run on the legacy default stream")
-    columns = (moves.destination + destination, moves.source + source, moves.nbytes)
+    columns = (copies.destination + destination, copies.source + source, copies.nbytes)
     arrays = [np.ascontiguousarray(column, np.int64) for column in columns]
     addresses = [array.ctypes.data for array in arrays]
     attributes, first = _Attributes(_AFTER_STREAM), ctypes.c_size_t(0)
     rest = [ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)]
-    if _version("cudaRuntimeGetVersion") < 13000:  # it named the move that failed
+    if _version("cudaRuntimeGetVersion") < 13000:  # it named the copy that failed
         rest.append(ctypes.byref(ctypes.c_size_t(0)))
     call = runtime().cudaMemcpyBatchAsync
-    for low, high in rounds(len(moves.nbytes)):
+    for low, high in rounds(len(copies)):
         lists = [ctypes.c_void_p(address + 8 * low) for address in addresses]
         status = call(*lists, ctypes.c_size_t(high - low), *rest, ctypes.c_void_p(stream))
         _succeed("cudaMemcpyBatchAsync", status)
 
 
 def rounds(count: int) -> Iterator[tuple[int, int]]:
-    """So many moves in order, in batches that grow."""
+    """So many copies in order, in batches that grow."""
     low, size = 0, OPENING
     while low < count:
         yield low, min(low + size, count)
@@ -174,39 +174,33 @@ def _succeed(what: str, status: int) -> None:
 # ── kernels ───────────────────────────────────────────────────────────────────────────────
 
 UNEVEN = 4
-"""Moves of more than so many times the mean are cut, so that no program has most of the work."""
+"""Copies of more than so many times the mean are cut, so that no program has most of the work."""
 
 
 def gather(
-    source: torch.Tensor, destination: torch.Tensor, moves: Spans
+    source: torch.Tensor, destination: torch.Tensor, copies: Copies
 ) -> tuple[torch.Tensor, ...]:
-    """Copy by a kernel that reads and writes wherever the moves say, pinned memory included.
+    """Copy by a kernel that reads and writes wherever the copies say, pinned memory included.
 
     The tensors that the kernel needs until it has run.
     """
-    from kvstow.memory.kernels.copy import TILE_BYTES, copy_moves
+    from kvstow.memory.kernels.copy import TILE_BYTES, copy_runs
 
-    word = word_bytes(source.data_ptr(), destination.data_ptr(), moves)
-    mean = int(moves.nbytes.mean())
+    word = word_bytes(source.data_ptr(), destination.data_ptr(), copies)
+    mean = int(copies.nbytes.mean())
     limit = align_up(UNEVEN * mean, TILE_BYTES)
-    even = moves if int(moves.nbytes.max()) <= limit else shortened(moves, limit)
-    table = torch.as_tensor(np.stack(even) // word)
+    even = cut(copies, limit)
+    table = torch.as_tensor(np.stack([even.source, even.destination, even.nbytes]) // word)
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    copy_moves(source, destination, table, word, programs=-(-mean // TILE_BYTES))
+    copy_runs(source, destination, table, word, programs=-(-mean // TILE_BYTES))
     return (table,)
 
 
-def word_bytes(source: int, destination: int, moves: Spans) -> int:
+def word_bytes(source: int, destination: int, copies: Copies) -> int:
     """The longest word, of at most 16 bytes, at whose multiples everything starts and ends."""
     bits = source | destination | 16
-    for array in moves:
+    for array in (copies.source, copies.destination, copies.nbytes):
         bits |= int(np.bitwise_or.reduce(array))
     return bits & -bits
-
-
-def shortened(moves: Spans, limit: int) -> Spans:
-    """The same moves in pieces of at most `limit` bytes."""
-    which, start, nbytes = cut(moves.nbytes, limit)
-    return Spans(moves.source[which] + start, moves.destination[which] + start, nbytes)

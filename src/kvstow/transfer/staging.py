@@ -19,13 +19,13 @@ import numpy as np
 from kvstow.errors import CopyError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import CopyHandle, copy
-from kvstow.memory.moves import Spans as Moves
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import separate
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
 from kvstow.route.route import Route
 from kvstow.transfer.transport.base import Ints
 
@@ -93,11 +93,11 @@ class Stage:
 
     def gather(self, rows: Arena, piece: Piece, slot: int) -> CopyHandle:
         """Start to copy a piece's rows into a slot."""
-        return copy(rows, self.arena, Moves(piece.source, slot + piece.at, piece.nbytes))
+        return copy(rows, self.arena, Copies(piece.source, slot + piece.at, piece.nbytes))
 
     def scatter(self, rows: Arena, piece: Piece, slot: int) -> CopyHandle:
         """Start to copy a slot to a piece's rows."""
-        return copy(self.arena, rows, Moves(slot + piece.at, piece.destination, piece.nbytes))
+        return copy(self.arena, rows, Copies(slot + piece.at, piece.destination, piece.nbytes))
 
 
 @lru_cache(maxsize=8)

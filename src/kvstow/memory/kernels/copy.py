@@ -14,15 +14,15 @@ TILE_BYTES = 64 << 10
 
 
 @triton.jit
-def _copy_moves(
-    source, destination, table, num_moves, programs,
+def _copy_runs(
+    source, destination, table, num_runs, programs,
     TILE: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Each move is shared by `programs`, tile by tile."""
-    move = tl.program_id(0) // programs
-    start = tl.load(table + move)
-    place = tl.load(table + num_moves + move)
-    count = tl.load(table + 2 * num_moves + move)
+    """Each run is shared by `programs`, tile by tile."""
+    run = tl.program_id(0) // programs
+    start = tl.load(table + run)
+    place = tl.load(table + num_runs + run)
+    count = tl.load(table + 2 * num_runs + run)
     if PAIRS:  # words of 8 bytes that come in twos: 16 bytes per access
         start = tl.multiple_of(start * 2, 2)
         place = tl.multiple_of(place * 2, 2)
@@ -35,7 +35,7 @@ def _copy_moves(
             tl.store(destination + place + at, words, mask=at < end)
 
 
-def copy_moves(
+def copy_runs(
     source: torch.Tensor,
     destination: torch.Tensor,
     table: torch.Tensor,
@@ -48,11 +48,11 @@ def copy_moves(
 ) -> None:
     """Copy between two byte tensors, by a table that counts in words of `word` bytes.
 
-    `table` has three rows: where each move starts, where it goes, how long it is. As many
+    `table` has three rows: where each run starts, where it goes, how long it is. As many
     programs as `programs` share each of them.
     """
     unit = min(word, 8)
-    _copy_moves[(table.shape[1] * programs,)](
+    _copy_runs[(table.shape[1] * programs,)](
         _words(source, unit),
         _words(destination, unit),
         table,

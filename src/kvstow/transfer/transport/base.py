@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import TransferError
-from kvstow.memory.moves import cut
+from kvstow.route.copies import Copies, cut
 
 Ints = npt.NDArray[np.int64]
 
@@ -89,8 +89,8 @@ def _cut(spans: Spans, most: int) -> Spans:
     """The same copies, each of at most `most` bytes."""
     if not np.logical_or.reduce(spans.nbytes > most):
         return spans
-    which, start, nbytes = cut(spans.nbytes, most)
-    return Spans(spans.local[which] + start, spans.remote[which] + start, nbytes)
+    pieces = cut(Copies(spans.local, spans.remote, spans.nbytes), most)
+    return Spans(pieces.source, pieces.destination, pieces.nbytes)
 
 
 class Post(Protocol):
