@@ -1,11 +1,14 @@
 """The table of results in README.md, made from bench/results: `python scripts/results.py`.
 
-bench/headlines.json says which figure of which file is a line of the table. Files that are not
-there have no lines; a figure that its file does not have is an error. With --check, nothing is
-written, and the exit code is 1 if the table is not the one in README.md.
+bench/headlines.json has the lines of the table: what was measured, kvstow's figure, what it is
+compared with, and the limit of the machine. In a cell, `{one host>rows:.1f}` is the number at that
+place of the line's file. Files that are not there have no lines; a figure that its file does not
+have is an error. With --check, nothing is written, and the exit code is 1 if the table is not the
+one in README.md.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: made by scripts/results.py -->", "<!-- /results -->"
+COLUMNS = ("what", "kvstow", "baseline", "limit")
 NOTHING = "Nothing measured yet is committed: `bench/` holds the scripts.\n"
 
 
@@ -42,21 +46,26 @@ def machine_words(document: dict[str, Any]) -> str:
     return f"{main}, {machine.get('date', 'undated')}"
 
 
+def cell(template: str, document: dict[str, Any], where: str) -> str:
+    """A cell of the table with its figures filled in."""
+
+    def figure(match: re.Match[str]) -> str:
+        return format(found(document, match[1].split(">"), where), match[2])
+
+    return re.sub(r"\{([^:}]+):([^}]*)\}", figure, template)
+
+
 def table(headlines: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> str:
     """The lines whose files are there, as a Markdown table."""
-    rows = [
-        (
-            line["what"].replace("  ", "&emsp;"),
-            line["figure"].format(found(results[line["file"]], line["path"], line["file"])),
-            machine_words(results[line["file"]]),
-        )
-        for line in headlines
-        if line["file"] in results
-    ]
-    if not rows:
+    text = ""
+    for line in headlines:
+        if line["file"] in results:
+            document = results[line["file"]]
+            cells = [cell(line.get(name, ""), document, line["file"]) for name in COLUMNS]
+            text += f"| {' | '.join([*cells, machine_words(document)])} |\n"
+    if not text:
         return NOTHING
-    text = "".join(f"| {what} | {figure} | {machine} |\n" for what, figure, machine in rows)
-    return f"| measured | figure | machine, date |\n|---|---:|---|\n{text}"
+    return f"| measured | kvstow | compared with | limit | machine, date |\n|---|---|---|---|---|\n{text}"
 
 
 def leaves(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 results = run_path(str(ROOT / "scripts" / "results.py"))
 
 
-def line(path, figure="{:.1f} ×", file="a.json", what="x"):
-    return {"what": what, "figure": figure, "file": file, "path": path}
+def line(kvstow, file="a.json", what="x"):
+    return {"what": what, "file": file, "kvstow": kvstow}
 
 
 def test_the_table_in_the_readme_is_made_from_bench_results():
@@ -23,17 +23,17 @@ def test_the_table_in_the_readme_is_made_from_bench_results():
 
 def test_a_line_has_figure_machine_and_date():
     document = {"machine": {"gpu": "H200", "date": "2026-11-15"}, "r": {"x": 2.54}}
-    made = results["table"]([line(["r", "x"])], {"a.json": document})
-    assert made.splitlines()[-1] == "| x | 2.5 × | H200, 2026-11-15 |"
+    made = results["table"]([line("{r>x:.1f} ×")], {"a.json": document})
+    assert made.splitlines()[-1] == "| x | 2.5 × |  |  | H200, 2026-11-15 |"
 
 
 def test_files_that_are_not_there_have_no_lines():
-    assert results["table"]([line(["r"])], {}) == results["NOTHING"]
+    assert results["table"]([line("{r:.1f}")], {}) == results["NOTHING"]
 
 
 def test_a_figure_that_its_file_does_not_have_is_an_error():
     with pytest.raises(SystemExit, match=r"a\.json: no 'y' .*there is \['x'\]"):
-        results["table"]([line(["r", "y"])], {"a.json": {"r": {"x": 1}}})
+        results["table"]([line("{r>y:.1f}")], {"a.json": {"r": {"x": 1}}})
 
 
 def test_a_page_without_marks_is_refused():
@@ -52,5 +52,9 @@ def test_every_number_of_a_document_is_found():
 
 def test_headlines_name_things_that_exist():
     for each in json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8")):
-        assert set(each) == {"what", "figure", "file", "path"}
-        assert each["figure"].format(1.0)
+        assert (
+            {"what", "file", "kvstow"}
+            <= set(each)
+            <= {"what", "file", "kvstow", "baseline", "limit"}
+        )
+        assert (ROOT / "bench" / "results" / each["file"]).is_file()
