@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: made by scripts/results.py -->", "<!-- /results -->"
 COLUMNS = ("what", "kvstow", "baseline", "limit")
+HEADING = "| measured | kvstow | compared with | limit | machine, date |\n|---|---|---|---|---|"
 NOTHING = "Nothing measured yet is committed: `bench/` holds the scripts.\n"
 
 
@@ -65,7 +66,7 @@ def table(headlines: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -
             text += f"| {' | '.join([*cells, machine_words(document)])} |\n"
     if not text:
         return NOTHING
-    return f"| measured | kvstow | compared with | limit | machine, date |\n|---|---|---|---|---|\n{text}"
+    return f"{HEADING}\n{text}"
 
 
 def leaves(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
