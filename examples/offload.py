@@ -12,8 +12,10 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.memory.arena import Arena
+from kvstow.offload.keys import block_keys
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.models import load_model, model_layers
 from kvstow.plan.pack import Site, packed
 
@@ -23,7 +25,8 @@ TOKENS = list(range(1000, 1160))
 def main(place: str) -> None:
     groups = grouped(model_layers(load_model("qwen3-0.6b")).layers)
     layout = packed(groups, budget=64 << 20, site=Site(model="qwen3-0.6b"))
-    keys = [hash_.tobytes() for hash_ in Prompt.of(TOKENS).hashes(16)]
+    identity = Identity.unverified("random numbers, for an example", model="qwen3-0.6b")
+    keys = block_keys(identity, Prompt.of(TOKENS), 16)
 
     arena, ledger = Arena(layout), Ledger(Pool(layout))
     ids = ledger.blocks(ledger.admit(len(TOKENS)).request)[0].ids

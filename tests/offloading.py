@@ -6,12 +6,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 Bytes = npt.NDArray[np.uint8]
+
+IDENTITY = Identity(model="tested", weights="01" * 16, config=(("rope_theta", "10000"),))
 
 
 def layer(

@@ -15,7 +15,7 @@ from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.processes import shared_readers
 from kvstow.offload.host.shared import remove
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.keys import block_keys, hit, links, wanted
+from kvstow.offload.keys import block_keys, links, wanted
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.request import load_request
 from kvstow.offload.store import Store
@@ -24,7 +24,7 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks
-from offloading import hybrid, layer
+from offloading import IDENTITY, hybrid, layer
 
 MIB = 1 << 20
 TOKENS = 24
@@ -85,7 +85,7 @@ def saved(path, layout):
     arena = Arena(layout)
     with Store.open(path, layout, capacity=4 * MIB) as store:
         for g, rows in enumerate(layout.groups):
-            keys = block_keys(PROMPT, rows.group.block_tokens)
+            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
             ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
             fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
             assert store.save(arena, g, ids, keys, links(keys)).all()
@@ -96,7 +96,7 @@ def loaded(tiers, layout, num_tokens=TOKENS):
     """The prompt's blocks in a fresh arena of a layout, checked value by value."""
     arena = Arena(layout)
     arena.bytes.fill_(0xAB)
-    keyed = wanted(tiers[0].layout, PROMPT, num_tokens)
+    keyed = wanted(IDENTITY, PROMPT, tiers[0].layout, num_tokens)
     blocks, start = {}, 1
     for g, rows in enumerate(layout.groups):
         group = rows.group
@@ -152,7 +152,7 @@ def shelved(name, layout):
     host = HostTier(layout, capacity=MIB, shared=name)
     with closing(host), closing(Mover(arena, host)) as mover:
         for g, rows in enumerate(layout.groups):
-            keys = block_keys(PROMPT, rows.group.block_tokens)
+            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
             ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
             fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
             assert mover.store(g, ids, keys).result(20).all()
@@ -184,7 +184,7 @@ def test_one_ranks_store_alone_is_refused_for_the_whole(tmp_path):
 
 def test_a_request_with_a_missing_row_is_a_miss_and_writes_nothing(tmp_path):
     tier = saved(tmp_path, layout_of())
-    keyed = wanted(tier.layout, PROMPT, TOKENS)
+    keyed = wanted(IDENTITY, PROMPT, tier.layout, TOKENS)
     tier.evict(0, keyed[0].keys[2:3])
     layout = layout_of(order="BLNHC")
     arena = Arena(layout)
@@ -213,7 +213,7 @@ def test_a_converted_store_serves_arenas_of_the_new_layout_directly(tmp_path, ta
     arena = Arena(layout)
     with Store(new, layout) as store:
         for g, rows in enumerate(layout.groups):
-            keys = block_keys(PROMPT, rows.group.block_tokens)
+            keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
             ids = np.arange(len(keys)) + rows.rows_per_slab
             assert store.load(arena, g, keys, ids).all()
             check(arena, g, ids, tokens_of(rows.group, range(len(keys))))
@@ -223,10 +223,10 @@ def test_a_converted_store_serves_arenas_of_the_new_layout_directly(tmp_path, ta
 def test_two_ranks_stores_are_converted_into_one(tmp_path):
     halves = [saved(tmp_path / str(r), layout_of(tp=(r, 2))) for r in range(2)]
     new = DiskTier(tmp_path / "new", layout_of(), capacity=4 * MIB)
-    halves[1].evict(0, block_keys(PROMPT, 4)[1:2])
+    halves[1].evict(0, block_keys(IDENTITY, PROMPT, 4)[1:2])
     done = convert(halves, new)
     assert done.incomplete == 1
-    assert not new.contains(0, block_keys(PROMPT, 4)[1:2]).any()
+    assert not new.contains(0, block_keys(IDENTITY, PROMPT, 4)[1:2]).any()
     loaded([new], layout_of(tp=(0, 2)), num_tokens=4)
     for tier in (*halves, new):
         tier.close()
@@ -238,7 +238,7 @@ def test_conversion_keeps_chains_so_that_it_can_be_repeated(tmp_path):
     end = DiskTier(tmp_path / "24", layout_of(block_tokens=24), capacity=4 * MIB)
     convert([old], mid)
     convert([mid], end)
-    assert end.contains(0, block_keys(PROMPT, 24)).all()
+    assert end.contains(0, block_keys(IDENTITY, PROMPT, 24)).all()
     for tier in (old, mid, end):
         tier.close()
 
@@ -254,60 +254,6 @@ def test_smaller_blocks_cannot_be_converted_to(tmp_path):
     loaded([old], layout_of(block_tokens=2))  # what the hint says
     old.close()
     new.close()
-
-
-# ── keys and hits ─────────────────────────────────────────────────────────────────────
-
-
-def test_keys_name_the_prefix_whatever_the_block_size():
-    small, large = block_keys(PROMPT, 4), block_keys(PROMPT, 12)
-    assert large == small[2::3]
-    assert len(set(small)) == len(small) == TOKENS // 4
-
-
-def test_keys_depend_on_salt_tokens_and_other_inputs():
-    tokens = list(range(8))
-    variants = [
-        Prompt.of(tokens),
-        Prompt.of(tokens, salt=b"a"),
-        Prompt.of([*tokens[:7], 9]),
-        Prompt.of(tokens, extra=((0, b"image"),)),
-        Prompt.of(tokens, extra=((5, b"image"),)),
-        Prompt.of(tokens, extra=((5, b"other"),)),
-    ]
-    assert len({block_keys(prompt, 8)[0] for prompt in variants}) == len(variants)
-    firsts = [block_keys(prompt, 4)[0] for prompt in variants]
-    assert firsts[0] == firsts[2] == firsts[4] == firsts[5]  # they differ from token 5 on
-
-
-def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(tmp_path):
-    tier = saved(tmp_path, layout_of())
-    assert hit([tier], PROMPT).num_tokens == 20  # the last token is always computed
-    longer = PROMPT.extended([1, 2, 3])
-    assert hit([tier], longer).num_tokens == 24
-    keys = block_keys(PROMPT, 4)
-    names = [rows.group.name for rows in tier.layout.groups]
-    tier.evict(names.index("window8"), keys[:3])  # before the last window: not needed
-    assert hit([tier], longer).num_tokens == 24
-    tier.evict(names.index("state"), keys[5:])  # no checkpoint at 24
-    assert hit([tier], longer).num_tokens == 20
-    tier.evict(names.index("full"), keys[1:2])
-    assert hit([tier], longer).num_tokens == 0  # 4 would need the first block of the window
-    tier.close()
-
-
-def test_a_hit_may_be_pieced_together_from_several_tiers(tmp_path):
-    tier = saved(tmp_path, layout_of())
-    host = HostTier(tier.layout, capacity=MIB)
-    keys = block_keys(PROMPT, 4)
-    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in keys]
-    tier.load(0, keys, rows)
-    host.store(0, keys[2:4], rows[2:4])
-    tier.evict(0, keys[2:4])
-    longer = PROMPT.extended([1])
-    assert hit([tier], longer).num_tokens < 24
-    assert hit([host, tier], longer).num_tokens == 24
-    tier.close()
 
 
 def test_the_layout_in_a_store_is_what_the_fingerprint_says(tmp_path):

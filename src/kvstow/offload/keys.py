@@ -1,34 +1,100 @@
-"""Names for rows: a cryptographic hash of everything up to the end of a block.
+"""Block keys: the one name of a row, wherever it is kept.
 
-    key at t  =  BLAKE2b-128( len(salt) as 8 bytes, salt, then token by token 4 bytes each;
-                              before a token at which another input begins: ff ff ff ff,
+    key at t  =  BLAKE2b-256( identity, salt, then token by token 4 bytes each;
+                              before a token at which other content begins: ff ff ff ff,
                               len(digest) as 8 bytes, digest )          all little endian
 
-The key depends on the tokens before it, not on the block size: blocks of 64 tokens have the keys
-of every fourth block of 16. The pool's own hashes are 64 bits wide and confirmed token by token;
+    identity  =  Identity.digest, 32 bytes: model, weights, configuration, cache dtype, page
+                 interior, tokenizer, adapter and salt of the computation
+    salt      =  len(Prompt.salt) as 8 bytes, Prompt.salt
+
+A key names everything that a row's bytes depend on: which computation, and all of its input up to
+the end of the block. It does not depend on the block size: blocks of 64 tokens have the keys of
+every fourth block of 16. The pool's own hashes are 64 bits wide and confirmed token by token;
 a store has no tokens to compare, so its keys are wide enough not to need them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import lcm
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.blocks.prefix import blocks_seen, served
 from kvstow.blocks.prompt import Prompt
+from kvstow.errors import StoreError
 from kvstow.offload.disk.segments import ChainLink
 from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
+from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Encoder
+from kvstow.plan.view import Ints
 
-KEY_BYTES = 16
-_INPUT = b"\xff\xff\xff\xff"
+KEY_BYTES = 32
+_PERSON = b"kvstow block 2"
+_EXTRA = b"\xff\xff\xff\xff"
 
-Ints = npt.NDArray[np.int64]
+
+def block_keys(identity: Identity, prompt: Prompt, block_tokens: int) -> list[bytes]:
+    """The key of every whole block of the prompt, 32 bytes each.
+
+    `identity` is that of the computation. A request with an adapter or a tenant's salt of its
+    own takes `identity.for_request(adapter=…, salt=…)`. Images, embeddings and other content
+    that the token ids do not tell come in `Prompt.of(tokens, extra=…)`.
+    """
+    return keys_at(identity, prompt, range(block_tokens, len(prompt) + 1, block_tokens))
+
+
+def keys_at(identity: Identity, prompt: Prompt, ends: Iterable[int]) -> list[bytes]:
+    """The keys of what the first `end` tokens have made, for ascending ends.
+
+    For recurrent states, which may be kept at any length. `block_keys` for blocks.
+    """
+    state = blake2b(identity.digest + _sized(prompt.salt), digest_size=KEY_BYTES, person=_PERSON)
+    extra = sorted(prompt.extra)
+    tokens = prompt.tokens.astype("<i4").tobytes()
+    at, keys = 0, list[bytes]()
+    for end in ends:
+        if not at <= end <= len(prompt):
+            raise StoreError(f"no key after {end} of {len(prompt)} tokens, behind {at}")
+        while extra and extra[0][0] < end:
+            position, digest = extra.pop(0)
+            state.update(tokens[4 * at : 4 * position])
+            state.update(_EXTRA + _sized(digest))
+            at = position
+        state.update(tokens[4 * at : 4 * end])
+        at = end
+        keys.append(state.copy().digest())
+    return keys
+
+
+def links(keys: Sequence[bytes]) -> list[ChainLink]:
+    """Where the blocks with these keys, a request's from the first on, stand."""
+    return [ChainLink(i, keys[i - 1] if i else b"") for i in range(len(keys))]
+
+
+def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
+    """The identity given, else the layout's; StoreError where there is neither, or they differ."""
+    if identity is None:
+        identity = layout.identity
+    if identity is None:
+        raise StoreError(
+            f"{what}: which computation makes these rows is not known, and rows of another one "
+            f"would be taken for them\n\n{HINT}"
+        )
+    differences = () if layout.identity is None else layout.identity.differences(identity)
+    if differences:
+        raise StoreError(f"{what}: two identities were given:\n" + "\n".join(differences))
+    return identity
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+# ── what is stored of a prompt ────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,45 +105,15 @@ class Keyed:
     index: Ints
 
 
-def block_keys(prompt: Prompt, block_tokens: int) -> list[bytes]:
-    """The key of every whole block of the prompt."""
-    state = blake2b(_sized(prompt.salt), digest_size=KEY_BYTES)
-    inputs = sorted(prompt.extra)
-    tokens = prompt.tokens.astype("<i4").tobytes()
-    keys: list[bytes] = []
-    for end in range(block_tokens, len(prompt) + 1, block_tokens):
-        at = end - block_tokens
-        while inputs and inputs[0][0] < end:
-            position, digest = inputs.pop(0)
-            state.update(tokens[4 * at : 4 * position])
-            state.update(_INPUT + _sized(digest))
-            at = position
-        state.update(tokens[4 * at : 4 * end])
-        keys.append(state.copy().digest())
-    return keys
-
-
-def links(keys: Sequence[bytes]) -> list[ChainLink]:
-    """Where the blocks with these keys, a request's from the first on, stand."""
-    return [ChainLink(i, keys[i - 1] if i else b"") for i in range(len(keys))]
-
-
-def _sized(data: bytes) -> bytes:
-    return len(data).to_bytes(8, "little") + data
-
-
-# ── hits ──────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPrefix:
-    """The first `num_tokens` tokens of a prompt can be had: these blocks, by group."""
+    """The first `num_tokens` tokens of a prompt can be loaded: these blocks, by group."""
 
     num_tokens: int
     blocks: Mapping[int, Keyed]
 
 
-def hit(tiers: Sequence[Tier], prompt: Prompt) -> StoredPrefix:
+def stored_prefix(identity: Identity, prompt: Prompt, tiers: Sequence[Tier]) -> StoredPrefix:
     """The longest beginning of the prompt that every group can serve from the tiers.
 
     Full groups need all blocks before it, window groups their last window, recurrent groups
@@ -88,25 +124,25 @@ def hit(tiers: Sequence[Tier], prompt: Prompt) -> StoredPrefix:
     groups = _tokenwise(layout)
     unit = lcm(*(group.block_tokens for _, group in groups))
     lengths: Ints = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)
-    keys = {g: block_keys(prompt, group.block_tokens) for g, group in groups}
     for g, group in groups:
-        near = keys[g][: int(lengths[-1]) // group.block_tokens]
+        near = block_keys(identity, prompt, group.block_tokens)
+        near = near[: int(lengths[-1]) // group.block_tokens]
         present = np.zeros(len(near), bool)
         for tier in tiers:
             present |= tier.contains(g, near)
         lengths = lengths[served(group, present, lengths)]
     num_tokens = int(lengths[-1])
-    return StoredPrefix(num_tokens, wanted(layout, prompt, num_tokens))
+    return StoredPrefix(num_tokens, wanted(identity, prompt, layout, num_tokens))
 
 
-def wanted(layout: Layout, prompt: Prompt, num_tokens: int) -> dict[int, Keyed]:
+def wanted(identity: Identity, prompt: Prompt, layout: Layout, num_tokens: int) -> dict[int, Keyed]:
     """The blocks of each group that the token at `num_tokens` sees, with their keys."""
-    found: dict[int, Keyed] = {}
+    blocks: dict[int, Keyed] = {}
     for g, group in _tokenwise(layout):
-        keys = block_keys(prompt, group.block_tokens)
+        keys = block_keys(identity, prompt, group.block_tokens)
         index = blocks_seen(group, num_tokens)
-        found[g] = Keyed(tuple(keys[int(i)] for i in index), index)
-    return found
+        blocks[g] = Keyed(tuple(keys[int(i)] for i in index), index)
+    return blocks
 
 
 def _tokenwise(layout: Layout) -> list[tuple[int, Group]]:

@@ -9,14 +9,13 @@ from dataclasses import replace
 from math import lcm
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.errors import RouteError, StoreError
 from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.pack import Site, row_shape
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.slab import slab_geometry
-from kvstow.plan.view import align_up
+from kvstow.plan.view import Ints, align_up
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.route import Route, route
@@ -133,9 +132,6 @@ def _strided(rows: PlacedGroup, stride: int) -> PlacedGroup:
     return replace(
         rows, placements=tuple(replace(place, block_stride=stride) for place in rows.placements)
     )
-
-
-Ints = npt.NDArray[np.int64]
 
 
 class RowMapping:

@@ -11,9 +11,10 @@ import torch
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
-from kvstow.offload.rows import Ints, RowMapping, matching_group, stacked, starts
+from kvstow.offload.rows import RowMapping, matching_group, stacked, starts
 from kvstow.offload.tier import Bytes
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
 
 STAGE_BYTES = 64 << 20
 

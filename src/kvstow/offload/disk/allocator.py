@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
 from kvstow.offload.disk.recovery import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
-from kvstow.offload.eviction.queue import Bools, Ints
+from kvstow.offload.tier import Bools
+from kvstow.plan.view import Ints
 
 FLUSH = 8192
 """Uses that a process keeps to itself before it writes them into the index."""

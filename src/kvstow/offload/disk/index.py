@@ -22,9 +22,10 @@ from threading import RLock
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.errors import StoreError
+from kvstow.offload.tier import Bools
+from kvstow.plan.view import Ints
 
 FORMAT = 1
 SLOT_BITS = 24
@@ -33,8 +34,6 @@ RETIRED = -1
 BATCH = 1024
 BUSY_SECONDS = 30.0
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.offload.eviction.queue import Bools
+from kvstow.offload.tier import Bools
 
 
 class SecondTouch:

@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from kvstow.offload.eviction.queue import Bools, EvictionQueue, Ints
+from kvstow.offload.eviction.queue import EvictionQueue
+from kvstow.offload.tier import Bools
+from kvstow.plan.view import Ints
 
 PolicyName = Literal["lru", "arc", "s3fifo"]
 

@@ -1,10 +1,9 @@
 """Slots in an order that changes: what eviction policies are made of."""
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from kvstow.offload.tier import Bools
+from kvstow.plan.view import Ints
 
 
 class EvictionQueue:

@@ -17,7 +17,6 @@ import numpy as np
 
 from kvstow.errors import KvstowError, StoreError
 from kvstow.memory.allocate import shared_path
-from kvstow.offload.eviction.queue import Ints
 from kvstow.offload.host.shared import SharedIndex, key_table, parts
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.rows import same_rows
@@ -33,6 +32,7 @@ from kvstow.offload.tier import (
     chosen,
 )
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
 
 LOOK_SECONDS = 1.0
 """How often somebody looks for tiers of other processes."""

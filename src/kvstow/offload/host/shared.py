@@ -44,11 +44,10 @@ import numpy.typing as npt
 from kvstow.errors import StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
-from kvstow.offload.eviction.queue import Ints
 from kvstow.offload.tier import MAX_KEY_BYTES
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, encode
-from kvstow.plan.view import align_up
+from kvstow.plan.view import Ints, align_up
 
 MAGIC = b"kvstowB1"
 HEADER_BYTES = 4096

@@ -6,8 +6,8 @@ that have free rows, and slabs of nobody lie on a stack, lowest on top.
 
 import numpy as np
 
-from kvstow.offload.eviction.policies import Ints
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.view import Ints
 
 NOBODY = -1
 

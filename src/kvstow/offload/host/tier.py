@@ -20,7 +20,6 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.numa import bind, on_node
 from kvstow.offload.eviction import policies
 from kvstow.offload.eviction.policies import Policy, PolicyName, mark
-from kvstow.offload.eviction.queue import Ints
 from kvstow.offload.host.shared import opened
 from kvstow.offload.host.slots import Slots
 from kvstow.offload.rows import pooled
@@ -34,6 +33,7 @@ from kvstow.offload.tier import (
     checked_rows,
 )
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,8 @@ from threading import Condition, Event, Lock
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.eviction.queue import Bools, Ints
+from kvstow.offload.tier import Bools
+from kvstow.plan.view import Ints
 
 
 class JobKind(IntEnum):

@@ -30,13 +30,13 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import mark
-from kvstow.offload.eviction.queue import Bools, Ints
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
 from kvstow.offload.mover.streams import StreamOrder, fences
 from kvstow.offload.rows import RowMapping, matching_group
-from kvstow.offload.tier import Tier, chosen
+from kvstow.offload.tier import Bools, Tier, chosen
+from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies
 
 log = logging.getLogger("kvstow.offload")

@@ -6,12 +6,12 @@ from threading import Event, Lock
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.offload.eviction.queue import Bools, Ints
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.streams import StreamOrder
 from kvstow.offload.staging import RowStage
-from kvstow.offload.tier import Tier, chosen
+from kvstow.offload.tier import Bools, Tier, chosen
+from kvstow.plan.view import Ints
 
 
 class Promoter:
