@@ -5,7 +5,8 @@ python examples/plan_a_model.py [MODEL] [GIB]
 
 import sys
 
-from kvstow.plan.group import grouped, rows_needed_by_all
+from kvstow.plan.capacity import max_requests, request_bytes
+from kvstow.plan.group import grouped
 from kvstow.plan.models import load_model, model_layers
 from kvstow.plan.pack import packed
 
@@ -20,10 +21,8 @@ def main(model: str = "gpt-oss-20b", gib: str = "20") -> None:
             f"  {rows.group.name:<12} {layout.row_bytes(g):>9,} bytes a block in "
             f"{len(layout.runs(g, 1))} piece, not {apart}; {rows.rows_per_slab} rows a slab"
         )
-    groups = [rows.group for rows in layout.groups]
-    needed = rows_needed_by_all(groups, 8192)
-    nbytes = sum(rows * layout.row_stride(g) for g, rows in enumerate(needed))
-    print(f"  a request of 8,192 tokens holds {nbytes:,} bytes; {layout.nbytes // nbytes} fit")
+    held, fit = request_bytes(layout, 8192), max_requests(layout, 8192)
+    print(f"  a request of 8,192 tokens holds {held:,} bytes; {fit} fit at once")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError, OutOfBlocks
-from kvstow.plan.group import bounded_rows, rows_needed
 from kvstow.plan.retention import Chunk, Sink, Window
 from kvstow.plan.spec import LayerSpec
 
@@ -28,7 +27,7 @@ def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) 
         ledger = ledger_of(*layers)
         request = ledger.admit(num_tokens).request
         for g, part in ledger.blocks(request).items():
-            assert len(part) == rows_needed(ledger.groups[g], num_tokens, in_flight=num_tokens)
+            assert len(part) == ledger.groups[g].rows_needed(num_tokens, in_flight=num_tokens)
         assert ledger.num_tokens(request) == num_tokens
 
 
@@ -37,20 +36,20 @@ def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) 
 def test_a_window_of_a_million_tokens_holds_a_bounded_number_of_rows(retention, step: int) -> None:
     ledger = ledger_of(layer("a", retention, tokens=16), num_slabs=400)
     group = ledger.groups[0]
-    bound = bounded_rows(group, in_flight=step)
+    bound = group.rows_bound(in_flight=step)
     request = ledger.admit(min(step, 1)).request
     at = 1
     if step == 1:
         ledger.grow(request, 2000)
         at = 2000
-        bound = bounded_rows(group, in_flight=2000)
+        bound = group.rows_bound(in_flight=2000)
     steps = range(at + step, 1_000_000 if step > 1 else 4000, step)
     for count, end in enumerate(steps):
         ledger.grow(request, end)
         held = len(ledger.blocks(request)[0])
         assert held <= bound
         if step == 1 and count > 0:
-            bound = bounded_rows(group, in_flight=1)
+            bound = group.rows_bound(in_flight=1)
     assert ledger.pool.num_held(0) == held
     assert ledger._tables[0]._ids.shape[1] < 2 * (2048 // 16 + 20)
 

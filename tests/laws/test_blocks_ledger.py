@@ -19,7 +19,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import OutOfBlocks
-from kvstow.plan.group import Group, bounded_rows
+from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 
@@ -232,7 +232,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for run in self.running:
             kept = self.ledger.checkpoints(run.request)
             for g, part in self.ledger.blocks(run.request).items():
-                bound = bounded_rows(self.ledger.groups[g], in_flight=run.step)
+                bound = self.ledger.groups[g].rows_bound(in_flight=run.step)
                 rows = len(part) + (len(kept[g]) if g in kept else 0)
                 assert bound is None or rows <= bound, self.ledger.groups[g].name
 

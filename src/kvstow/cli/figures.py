@@ -10,9 +10,10 @@ from kvstow.plan.capacity import (
     max_tokens,
     request_bytes,
 )
-from kvstow.plan.group import Group, title
+from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.manifest import fingerprint
+from kvstow.plan.retention import short_name
 
 LENGTHS = (1024, 8192, 32768, 131072)
 """Tokens per request for which sizes and concurrency are given."""
@@ -108,7 +109,7 @@ def tensor_bytes(group: Group) -> int:
 def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
     return {
         "name": rows.group.name,
-        "retention": title(rows.group.retention),
+        "retention": short_name(rows.group.retention),
         "layers": [layer.name for layer in rows.group.layers],
         "block_tokens": rows.group.block_tokens,
         "row_bytes": layout.row_bytes(g),

@@ -134,12 +134,11 @@ def _document(
 
 def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -> dict[str, Any]:
     """One destination group, from all its sources."""
-    from kvstow.plan.group import rows_needed
     from kvstow.route.price import price
 
     its = layout.groups[group].group
     cost = price(c for way in routes for c in way.crossings if c.groups[1] == group)
-    blocks = rows_needed(its, tokens)
+    blocks = its.rows_needed(tokens)
     return {
         "name": its.name,
         "block_tokens": its.block_tokens,

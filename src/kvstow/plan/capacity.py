@@ -8,7 +8,6 @@ their rows, rounded up to slabs group by group, do.
 from collections.abc import Callable
 from fractions import Fraction
 
-from kvstow.plan.group import bounded_rows, rows_needed_by_all
 from kvstow.plan.layout import NULL_SLABS, Layout
 
 PREFILL_TOKENS = 2048
@@ -17,8 +16,7 @@ PREFILL_TOKENS = 2048
 
 def request_rows(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> tuple[int, ...]:
     """Rows per group of a request of `num_tokens`, at its fullest moment."""
-    groups = [rows.group for rows in layout.groups]
-    return rows_needed_by_all(groups, num_tokens, in_flight=in_flight)
+    return tuple(rows.group.rows_needed(num_tokens, in_flight=in_flight) for rows in layout.groups)
 
 
 def request_bytes(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> int:
@@ -30,7 +28,7 @@ def request_bytes(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> int
 def fixed_bytes(layout: Layout, *, in_flight: int = 1) -> int:
     """The part that does not grow: the most that windows, states and encoder rows take."""
     return sum(
-        (bounded_rows(rows.group, in_flight=in_flight) or 0) * layout.row_stride(g)
+        (rows.group.rows_bound(in_flight=in_flight) or 0) * layout.row_stride(g)
         for g, rows in enumerate(layout.groups)
     )
 
@@ -41,7 +39,7 @@ def bytes_per_token(layout: Layout) -> Fraction:
         (
             Fraction(layout.row_stride(g), rows.group.block_tokens)
             for g, rows in enumerate(layout.groups)
-            if bounded_rows(rows.group, in_flight=1) is None
+            if rows.group.rows_bound(in_flight=1) is None
         ),
         Fraction(0),
     )

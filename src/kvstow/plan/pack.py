@@ -16,7 +16,7 @@ from itertools import islice
 from math import lcm
 
 from kvstow.errors import PlanError
-from kvstow.plan.group import Group, rows_needed, scaled, split
+from kvstow.plan.group import Group, scaled, split
 from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.retention import Full, State
 from kvstow.plan.slab import MAX_SLAB_BYTES, slab_geometry
@@ -239,7 +239,7 @@ def separate(
     """Nothing shared. Budgets are cut so that all groups run out together at
     `context_tokens` per request."""
     room = ArenaSize(budget, num_slabs)
-    needs = [rows_needed(group, context_tokens) for group in groups]
+    needs = [group.rows_needed(context_tokens) for group in groups]
     shares = [max(1, round(need / min(needs))) for need in needs]
     if site.order.startswith("L"):
         return _stacks(groups, shares, room, site)

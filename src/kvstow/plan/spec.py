@@ -19,9 +19,10 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import cast
 
 from kvstow.errors import SpecError
-from kvstow.plan.retention import Retention, State
+from kvstow.plan.retention import MAX_TOKENS, Retention, State, check_retention
 from kvstow.plan.view import align_up
 
 
@@ -56,10 +57,18 @@ class DType(StrEnum):
 
 
 _BITS = {
-    DType.FLOAT64: 64, DType.FLOAT32: 32, DType.FLOAT16: 16, DType.BFLOAT16: 16,
-    DType.FLOAT8_E4M3: 8, DType.FLOAT8_E5M2: 8, DType.FLOAT4_E2M1: 4,
-    DType.INT32: 32, DType.INT8: 8, DType.UINT8: 8, DType.INT4: 4,
-}  # fmt: skip
+    DType.FLOAT64: 64,
+    DType.FLOAT32: 32,
+    DType.FLOAT16: 16,
+    DType.BFLOAT16: 16,
+    DType.FLOAT8_E4M3: 8,
+    DType.FLOAT8_E5M2: 8,
+    DType.FLOAT4_E2M1: 4,
+    DType.INT32: 32,
+    DType.INT8: 8,
+    DType.UINT8: 8,
+    DType.INT4: 4,
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,11 @@ class Field:
     axes: tuple[Extent, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, DType):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(
+                f"field {self.name!r}: dtype is {self.dtype!r}, not a DType"
+                '\n\nhint: DType.parse("bf16") reads the usual spellings'
+            )
         if not self.axes:
             raise SpecError(f"field {self.name!r} has no axes")
         if self.axes[-1].size % self.dtype.per_unit:
@@ -140,13 +154,20 @@ class LayerSpec:
     align: int = 1
 
     def __post_init__(self) -> None:
+        self._check_types()
         names = [field.name for field in self.fields]
         if not names or len(set(names)) < len(names):
             raise SpecError(f"layer {self.name!r}: field names {names} must be some, and unique")
-        for what, value in (("block_tokens", self.block_tokens), ("states", self.states),
-                            ("align", self.align)):  # fmt: skip
-            if type(value) is not int or value < 1:
-                raise SpecError(f"layer {self.name!r}: {what} is {value!r}, not a whole number > 0")
+        for what, value in (
+            ("block_tokens", self.block_tokens),
+            ("states", self.states),
+            ("align", self.align),
+        ):
+            if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+                raise SpecError(
+                    f"layer {self.name!r}: {what} is {value!r}, not a whole number from 1 to "
+                    f"{MAX_TOKENS}"
+                )
         if isinstance(self.retention, State):
             if self.states != 1:
                 raise SpecError(f"layer {self.name!r}: a summary is one state, not {self.states}")
@@ -156,13 +177,33 @@ class LayerSpec:
                 f"{self.states} equal states"
             )
 
+    def _check_types(self) -> None:
+        """Untyped callers pass `retention="full"` or `heads=2`; both would fail much later."""
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"layer {self.name!r}: a name is a string, not {type(self.name)}")
+        where = f"layer {self.name!r}"
+        check_retention(where, self.retention)
+        if not isinstance(self.heads, Extent):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(
+                f"{where}: heads is {self.heads!r}, not an Extent"
+                '\n\nhint: Extent.whole("head", 2) for all of two heads'
+            )
+        fields: object = self.fields
+        if not isinstance(fields, tuple) or not all(
+            isinstance(field, Field) for field in cast(tuple[object, ...], fields)
+        ):
+            raise SpecError(
+                f"{where}: fields is {fields!r}, not a tuple of Fields"
+                "\n\nhint: LayerSpec.attention(...) makes k and v"
+            )
+
     def field(self, name: str) -> Field:
         """The field of that name."""
         for field in self.fields:
             if field.name == name:
                 return field
-        raise SpecError(f"layer {self.name!r} has no field {name!r}; it has "
-                        f"{[field.name for field in self.fields]}")  # fmt: skip
+        names = [field.name for field in self.fields]
+        raise SpecError(f"layer {self.name!r} has no field {name!r}; it has {names}")
 
     @property
     def tokens_per_state(self) -> int:

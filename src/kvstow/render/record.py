@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstow.plan.layout import Layout, PlacedGroup
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import in_words
 from kvstow.plan.spec import LayerSpec
 
 
@@ -53,24 +53,6 @@ def layout_record(layout: Layout, index: Index) -> dict[str, Any]:
     }
 
 
-def keeps(retention: Retention) -> str:
-    """For how long a token is kept, in words."""
-    match retention:
-        case Full():
-            return "every token, as long as the request lives"
-        case Window(tokens):
-            return f"the last {tokens:,} tokens"
-        case Chunk(tokens):
-            return f"the current chunk of {tokens:,} tokens"
-        case Sink(sink_tokens, tokens):
-            return f"the first {sink_tokens:,} tokens and the last {tokens:,}"
-        case State(checkpoints):
-            kept = f", and {checkpoints:,} checkpoints" if checkpoints else ""
-            return f"one running summary of the whole sequence{kept}"
-        case Encoder(tokens):
-            return f"the encoder's {tokens:,} positions"
-
-
 def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str, Any]:
     strips = layout.footprints[g].strips
     strides: dict[tuple[int, int, int], int] = {}
@@ -80,7 +62,7 @@ def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str,
     ]
     return {
         "name": rows.group.name,
-        "keeps": keeps(rows.group.retention),
+        "keeps": in_words(rows.group.retention),
         "block_tokens": rows.group.block_tokens,
         "rows_per_slab": rows.rows_per_slab,
         "row_bytes": layout.row_bytes(g),
@@ -97,7 +79,7 @@ def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str,
 def _kind(layer: LayerSpec) -> dict[str, Any]:
     offsets = layer.field_offsets
     return {
-        "keeps": keeps(layer.retention),
+        "keeps": in_words(layer.retention),
         "block_tokens": layer.block_tokens,
         "states": layer.states,
         "heads": layer.heads.size,

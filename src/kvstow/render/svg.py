@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 
 from kvstow.plan.layout import Layout, page_runs
+from kvstow.plan.retention import in_words
 from kvstow.plan.view import Run
-from kvstow.render.record import keeps
 from kvstow.render.text import are_rows, short_name
 
 WIDTH = 960
@@ -116,7 +116,7 @@ def _group_lane(layout: Layout, g: int) -> Lane:
     has_slabs = _has_slabs(layout)
     number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
     return Lane(
-        name=f"{group.name}: keeps {keeps(group.retention)}",
+        name=f"{group.name}: keeps {in_words(group.retention)}",
         detail=f"{_counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
         "tokens",
         nbytes=layout.slab_bytes if has_slabs else layout.nbytes,

@@ -17,7 +17,7 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.runs import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
-from kvstow.plan.group import Group, rows_needed_by_all
+from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed, union
 from kvstow.plan.retention import Encoder, State
@@ -206,10 +206,11 @@ class Replay:
             ) from error
 
     def _needs(self, num_tokens: int) -> dict[int, int]:
-        rows = rows_needed_by_all(
-            self.ledger.groups, num_tokens, in_flight=self.pace.chunk_tokens
-        )  # fmt: skip
-        return dict(enumerate(rows))
+        step = self.pace.chunk_tokens
+        return {
+            g: group.rows_needed(num_tokens, in_flight=step)
+            for g, group in enumerate(self.ledger.groups)
+        }
 
     # ── time ──────────────────────────────────────────────────────────────────────
 

@@ -18,7 +18,6 @@ from kvstow.adapters.transformers.attention import BatchTable, gathered, one_str
 from kvstow.adapters.transformers.inspect import trial
 from kvstow.adapters.transformers.sequences import prompts_of
 from kvstow.errors import BlockError, ModelError, OutOfBlocks
-from kvstow.plan.group import bounded_rows
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType
 from kvstow.testing.tiny_models import tiny_model
@@ -197,7 +196,7 @@ def test_a_window_holds_a_bounded_number_of_rows_for_any_length():
     model = tiny_model("mistral")
     with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
         group = memory.ledger.groups[0]
-        bound = bounded_rows(group, in_flight=1)
+        bound = group.rows_bound(in_flight=1)
         with Cache(memory) as cache:
             for token in range(80):
                 forward(model, torch.tensor([[token]]), cache)

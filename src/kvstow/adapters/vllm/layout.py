@@ -19,9 +19,9 @@ import torch
 
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
-from kvstow.plan.group import Group, title
+from kvstow.plan.group import Group
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.retention import Chunk, Full, Retention, Window, short_name
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 MAX_BASE_ALIGN = 64
@@ -99,7 +99,7 @@ def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
     order = declared_order(declaration.order)
     return tuple(
         Group(
-            name=f"{title(pages[0].retention)}.{g}",
+            name=f"{short_name(pages[0].retention)}.{g}",
             layers=tuple(_spec(page, order) for page in pages),
         )
         for g, pages in enumerate(declaration.groups)
