@@ -306,3 +306,23 @@ def test_an_adopted_arena_keeps_the_engines_memory_alive():
     junk = [torch.zeros(4, 2, 2, 4, dtype=torch.bfloat16) for _ in range(64)]
     assert (arena.tensor("l") == 3.0).all()
     assert junk
+
+
+# ── what the caller says ──────────────────────────────────────────────────────────────
+
+
+def test_what_is_said_of_tensors_is_checked_before_anything_is_made_of_it():
+    groups = grouped([attention("a"), attention("b", retention=Window(4))])
+    tensors = {name: torch.zeros(6, 2, 2, 4, dtype=torch.bfloat16) for name in "ab"}
+
+    def adopt(**said):
+        return adopted_layout(groups, tensors, **({"axes": AXES, "order": "LBHNC"} | said))
+
+    with pytest.raises(MemoryLayoutError, match="no axes are named for layer 'b', only for"):
+        adopt(axes={"a": AXES})
+    with pytest.raises(MemoryLayoutError, match="2 groups, rows_per_slab has 3 numbers"):
+        adopt(rows_per_slab=(1, 1, 1))
+    with pytest.raises(MemoryLayoutError, match="'HND' is no order"):
+        adopt(order="HND")
+    with pytest.raises(MemoryLayoutError, match="rows_per_slab 0"):
+        adopt(rows_per_slab=(1, 0))

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.errors import BlockError
+from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import counted_states, digest, shares
-from kvstow.memory.keys import without
+from kvstow.memory.digest_keys import without
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
@@ -426,6 +426,38 @@ def test_a_list_that_lacks_a_block_is_refused():
             digest(arena, held, 6)
         with pytest.raises(BlockError, match="are not in"):
             digest(arena, {0: Blocks.first([99])}, 2)
+
+
+def test_blocks_are_listed_by_group_number_by_name_or_as_the_ids_of_the_only_group():
+    one = packed(grouped([attention("l", tokens=2)]), num_slabs=8)
+    with Arena(one) as arena:
+        arena.bytes.random_(0, 256)
+        wanted = digest(arena, {0: Blocks.first([4, 5])}, 3)
+        for listed in ([4, 5], np.array([4, 5]), Blocks.first([4, 5]), {"full": [4, 5]}):
+            assert digest(arena, listed, 3) == wanted
+    layers = [attention("l", tokens=2), attention("w", tokens=2, retention=Window(3))]
+    with Arena(packed(grouped(layers), num_slabs=8)) as arena:
+        with pytest.raises(BlockError, match=r"2 groups.*'full', 'window3'"):
+            digest(arena, [4, 5], 3)
+        with pytest.raises(SpecError, match="no group 'sink'"):
+            digest(arena, {"sink": [4, 5]}, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers": ["l", "m"]}, r"no layers \['m'\]"),
+        ({"every": 0}, "every 0, phase 0"),
+        ({"every": 2, "phase": 2}, "every 2, phase 2"),
+        ({"phase": 1}, "every 1, phase 1"),
+        ({"start_token": -1}, r"tokens \[-1, 3\)"),
+        ({"num_tokens": -2}, r"tokens \[0, -2\)"),
+    ],
+)
+def test_what_would_count_nothing_by_mistake_is_refused(wrong, message):
+    layout = packed(grouped([attention("l", tokens=2)]), num_slabs=8)
+    with Arena(layout) as arena, pytest.raises(SpecError, match=message):
+        digest(arena, **({"blocks": [4, 5], "num_tokens": 3} | wrong))
 
 
 def test_a_window_group_may_list_only_what_it_still_holds():

@@ -1,9 +1,14 @@
 """What the library ships for tests is itself as it says."""
 
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvstow.testing
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, copy
 from kvstow.memory.digest import digest
@@ -36,3 +41,29 @@ def test_a_pattern_is_the_same_for_the_same_seed_and_has_no_short_period():
     assert np.array_equal(one, again)
     assert not np.array_equal(one, other)
     assert not any(np.array_equal(one[shift:], one[:-shift]) for shift in range(1, 256))
+
+
+LIGHT = """
+import sys
+absent = ("torch", "hypothesis", "transformers", "numpy")
+sys.modules.update(dict.fromkeys(absent))  # importing None is a ModuleNotFoundError
+import kvstow.testing
+assert "check_attention" in kvstow.testing.__all__
+"""
+
+
+def test_the_package_imports_without_what_its_modules_need():
+    run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", kvstow.testing.__all__)
+def test_every_name_that_the_package_lists_is_there(name):
+    found = getattr(kvstow.testing, name)
+    assert found.__name__ == name
+    assert found.__module__.startswith("kvstow.testing.")
+
+
+def test_a_name_that_the_package_does_not_list_is_missing():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvstow.testing.nothing

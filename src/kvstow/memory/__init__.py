@@ -1,5 +1,13 @@
-"""Everything that touches bytes on one machine.
+"""Bytes on one machine. Needs torch.
 
-Read in this order: `backing`, `arena`, `adopt`, `moves`, `copy`, `keys`,
-`digest`, `kernels`.
+arena        one allocation shaped by a layout, and views into it
+allocate     where its bytes come from: host, pinned, shared, a device
+adopt        memory that an engine has allocated, checked against a layout
+dtypes       element types, ours and torch's
+copy         whole blocks, or the copies of a route, between two arenas
+cuda         how such a copy runs where a CUDA device is involved
+digest       one number for what blocks hold, whatever the layout
+digest_keys  the factors that it multiplies bytes by
+numa         host memory near a device
+kernels      Triton kernels: copies, digests, attention
 """

@@ -19,7 +19,7 @@ import torch
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.dtypes import TORCH_TYPES, page_type
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement, page_runs
+from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement, page_runs
 from kvstow.plan.sharing import Strip
 from kvstow.plan.spec import Field, LayerSpec
 from kvstow.plan.view import Axis, Run
@@ -58,24 +58,28 @@ class EngineTensor:
         return Axis(name, self.tensor.shape[dim], stride)
 
 
-def claims(tensors: Tensors, axes: AxisNames) -> tuple[EngineTensor, ...]:
+def engine_tensors(tensors: Tensors, axes: AxisNames) -> tuple[EngineTensor, ...]:
     """The tensors with the names of their axes, checked for number and repetition."""
-    found: list[EngineTensor] = []
+    engine: list[EngineTensor] = []
     for key, tensor in tensors.items():
-        names = tuple(axes[key] if isinstance(axes, Mapping) else axes)
         layer, field = (key, None) if isinstance(key, str) else key
+        if isinstance(axes, Mapping) and key not in axes:
+            raise MemoryLayoutError(
+                f"no axes are named for layer {layer!r}, only for {list(axes)[:8]}"
+            )
+        names = tuple(axes[key] if isinstance(axes, Mapping) else axes)
         if len(names) != tensor.ndim or len(set(names)) < len(names) or "block" not in names:
             raise MemoryLayoutError(
                 f"layer {layer!r}: a tensor of {tensor.ndim} axes {tuple(tensor.shape)} is said "
                 f"to have {len(names)}: {names}\n\nhint: name each once, `block` among them"
             )
-        found.append(EngineTensor(layer, field, tensor, names))
-    if not found:
+        engine.append(EngineTensor(layer, field, tensor, names))
+    if not engine:
         raise MemoryLayoutError("no tensors to adopt")
-    places = {claim.tensor.device for claim in found}
+    places = {given.tensor.device for given in engine}
     if len(places) > 1:
         raise MemoryLayoutError(f"tensors on several devices: {sorted(map(str, places))}")
-    return tuple(found)
+    return tuple(engine)
 
 
 # ── a layout out of addresses ─────────────────────────────────────────────────────────────
@@ -98,13 +102,14 @@ def adopted_layout(
     Groups share block ids slab by slab: `rows_per_slab` of each, one where nothing is said.
     `padding` says whether bytes between the pages of a row may be written over.
     """
-    found = claims(tensors, axes)
-    specs = {layer.name: layer for group in groups for layer in group.layers}
-    _check_covered(found, specs)
-    base = min(claim.tensor.data_ptr() - _field_offset(claim, specs) for claim in found)
-    places = {claim.layer: _placement(claim, specs[claim.layer], order, base) for claim in found}
     counts = tuple(rows_per_slab) or (1,) * len(groups)
-    num_slabs = _num_slabs(groups, found, counts)
+    _check(_impossible(groups, counts, order))
+    engine = engine_tensors(tensors, axes)
+    specs = {layer.name: layer for group in groups for layer in group.layers}
+    _check_covered(engine, specs)
+    base = min(given.tensor.data_ptr() - _field_offset(given, specs) for given in engine)
+    places = {given.layer: _placement(given, specs[given.layer], order, base) for given in engine}
+    num_slabs = _num_slabs(groups, engine, counts)
     rows = tuple(
         PlacedGroup(
             group=group,
@@ -124,13 +129,24 @@ def adopted_layout(
         tp=tp,
         pp=pp,
     )
-    _refuse([*_order_contradictions(layout), *(_gaps(layout) if padding == "none" else [])])
+    _check([*_order_contradictions(layout), *(_gaps(layout) if padding == "none" else [])])
     adopted(layout, tensors, axes=axes)
     return layout
 
 
-def _check_covered(found: Sequence[EngineTensor], specs: Mapping[str, LayerSpec]) -> None:
-    named = {claim.layer for claim in found}
+def _impossible(groups: Sequence[Group], counts: Sequence[int], order: str) -> list[str]:
+    """What no engine's memory can be."""
+    wrong: list[str] = []
+    if order not in ORDERS:
+        wrong.append(f"{order!r} is no order\n\nhint: one of {ORDERS}")
+    if len(counts) != len(groups):
+        wrong.append(f"{len(groups)} groups, rows_per_slab has {len(counts)} numbers")
+    wrong += [f"rows_per_slab {count} is not positive" for count in counts if count < 1]
+    return wrong
+
+
+def _check_covered(engine: Sequence[EngineTensor], specs: Mapping[str, LayerSpec]) -> None:
+    named = {given.layer for given in engine}
     if named != set(specs):
         raise MemoryLayoutError(
             f"tensors for layers that no group has: {sorted(named - set(specs))[:8]}; layers "
@@ -138,13 +154,13 @@ def _check_covered(found: Sequence[EngineTensor], specs: Mapping[str, LayerSpec]
         )
 
 
-def _field_offset(claim: EngineTensor, specs: Mapping[str, LayerSpec]) -> int:
-    return specs[claim.layer].field_offsets[claim.field] if claim.field else 0
+def _field_offset(given: EngineTensor, specs: Mapping[str, LayerSpec]) -> int:
+    return specs[given.layer].field_offsets[given.field] if given.field else 0
 
 
-def _placement(claim: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Placement:
+def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Placement:
     """The address law's four numbers, from pointer and strides; canonical where a size is 1."""
-    head, token, block = claim.axis("head"), claim.axis("token"), claim.axis("block")
+    head, token, block = given.axis("head"), given.axis("token"), given.axis("block")
     assert block is not None
     token_stride = token.stride if token and token.size > 1 else None
     head_stride = head.stride if head and head.size > 1 else None
@@ -154,13 +170,13 @@ def _placement(claim: EngineTensor, spec: LayerSpec, order: Order, base: int) ->
     else:
         head_stride = head_stride or spec.cell_bytes
         token_stride = token_stride or spec.heads.size * head_stride
-    offset = claim.tensor.data_ptr() - _field_offset(claim, {spec.name: spec}) - base
+    offset = given.tensor.data_ptr() - _field_offset(given, {spec.name: spec}) - base
     block_stride = block.stride if block.size > 1 else max(block.stride, spec.page_bytes)
     return Placement(offset, block_stride, head_stride, token_stride)
 
 
 def _num_slabs(
-    groups: Sequence[Group], found: Sequence[EngineTensor], counts: Sequence[int]
+    groups: Sequence[Group], engine: Sequence[EngineTensor], counts: Sequence[int]
 ) -> int:
     per_slab = {
         layer.name: count
@@ -168,14 +184,14 @@ def _num_slabs(
         for layer in group.layers
     }
     slabs: dict[str, int] = {}
-    for claim in found:
-        block = claim.axis("block")
+    for given in engine:
+        block = given.axis("block")
         assert block is not None
-        if block.size % per_slab[claim.layer]:
+        if block.size % per_slab[given.layer]:
             raise MemoryLayoutError(
-                f"{claim.name}: {block.size} blocks are not whole slabs of {per_slab[claim.layer]}"
+                f"{given.name}: {block.size} blocks are not whole slabs of {per_slab[given.layer]}"
             )
-        slabs[claim.name] = block.size // per_slab[claim.layer]
+        slabs[given.name] = block.size // per_slab[given.layer]
     if len(set(slabs.values())) > 1:
         few, many = min(slabs, key=slabs.__getitem__), max(slabs, key=slabs.__getitem__)
         raise MemoryLayoutError(f"{few} has {slabs[few]} slabs, {many} has {slabs[many]}")
@@ -184,14 +200,14 @@ def _num_slabs(
 
 def _order_contradictions(layout: Layout) -> list[str]:
     """Where the strides say another order than the caller."""
-    found: list[str] = []
+    wrong: list[str] = []
     for name, (group, spec, place) in layout.layers.items():
         sizes = {"B": layout.num_blocks(group), "H": spec.heads.size, "N": spec.states}
         strides = {"B": place.block_stride, "H": place.head_stride, "N": place.token_stride}
         letters = [letter for letter in layout.order if sizes.get(letter, 1) > 1]
         real = sorted(letters, key=lambda letter: -strides[letter])
         if real != letters:
-            found.append(
+            wrong.append(
                 f"layer {name!r}: the order is said to be {layout.order}, the strides "
                 f"{strides} say {''.join(real)}"
             )
@@ -202,16 +218,16 @@ def _order_contradictions(layout: Layout) -> list[str]:
         spread = max(offsets) - min(offsets)
         stride = min(place.block_stride for place in rows.placements)
         if layout.order.startswith("B") != (spread < stride and len(footprint.strips) == 1):
-            found.append(
+            wrong.append(
                 f"group {footprint.name!r}: the order is said to be {layout.order}, its "
                 f"layers are {spread} bytes apart, its blocks {stride}"
             )
-    return found
+    return wrong
 
 
 def _gaps(layout: Layout) -> list[str]:
     """Groups whose rows have bytes that no page accounts for."""
-    found: list[str] = []
+    wrong: list[str] = []
     for g, rows in enumerate(layout.groups):
         pages = sum(
             run.nbytes
@@ -219,12 +235,12 @@ def _gaps(layout: Layout) -> list[str]:
             for run in page_runs(layer, place)
         )
         if layout.row_bytes(g) != pages:
-            found.append(
+            wrong.append(
                 f"group {rows.group.name!r}: rows of {layout.row_bytes(g)} bytes hold pages of "
                 f"{pages}; what lies between them is unknown\n\n"
                 f"hint: padding='ours' if nobody else uses it"
             )
-    return found
+    return wrong
 
 
 # ── tensors against a layout ──────────────────────────────────────────────────────────────
@@ -232,7 +248,7 @@ def _gaps(layout: Layout) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adopted:
-    """Memory found to hold a layout: its base, where it really is, what keeps it alive."""
+    """Memory engine to hold a layout: its base, where it really is, what keeps it alive."""
 
     address: int
     regions: tuple[Run, ...]
@@ -241,13 +257,13 @@ class Adopted:
 
 def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
     """The memory of the tensors, if it holds the layout exactly."""
-    found = claims(tensors, axes)
+    engine = engine_tensors(tensors, axes)
     specs = {name: spec for name, (_, spec, _) in layout.layers.items()}
-    _check_covered(found, specs)
-    _refuse([text for claim in found for text in _contradictions(layout, claim)])
+    _check_covered(engine, specs)
+    _check([text for given in engine for text in _contradictions(layout, given)])
     bases = {
-        claim.tensor.data_ptr() - _field_offset(claim, specs) - layout.layers[claim.layer][2].offset
-        for claim in found
+        given.tensor.data_ptr() - _field_offset(given, specs) - layout.layers[given.layer][2].offset
+        for given in engine
     }
     if len(bases) > 1:
         low, high = min(bases), max(bases)
@@ -260,51 +276,51 @@ def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
         raise MemoryLayoutError(
             f"memory starts at {base}, not at a multiple of {layout.base_align}"
         )
-    _refuse(
+    _check(
         [
             text
             for g in range(len(layout.groups))
             for strip in layout.footprints[g].strips
-            for text in _outside(strip, found, base)
+            for text in _outside(strip, engine, base)
         ]
     )
-    return Adopted(base, _regions(layout, found), tuple(claim.tensor for claim in found))
+    return Adopted(base, _regions(layout, engine), tuple(given.tensor for given in engine))
 
 
-def _contradictions(layout: Layout, claim: EngineTensor) -> list[str]:
+def _contradictions(layout: Layout, given: EngineTensor) -> list[str]:
     """How one tensor differs from what the layout says of it."""
-    group, spec, place = layout.layers[claim.layer]
-    inner = spec.field(claim.field) if claim.field else None
+    group, spec, place = layout.layers[given.layer]
+    inner = spec.field(given.field) if given.field else None
     dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
-    found: list[str] = []
-    if claim.tensor.dtype not in dtypes:
-        found.append(
-            f"{claim.name}: elements are {claim.tensor.dtype}, the layout has "
+    wrong: list[str] = []
+    if given.tensor.dtype not in dtypes:
+        wrong.append(
+            f"{given.name}: elements are {given.tensor.dtype}, the layout has "
             f"{' or '.join(sorted(map(str, dtypes)))}"
         )
     wanted = [
         Axis("block", layout.num_blocks(group), place.block_stride),
         Axis("head", spec.heads.size, place.head_stride),
         Axis("token", spec.states, place.token_stride),
-        *_inner_axes(spec, inner, claim.tensor.element_size()),
+        *_inner_axes(spec, inner, given.tensor.element_size()),
     ]
-    for name in claim.axes:
+    for name in given.axes:
         if name not in [axis.name for axis in wanted]:
-            found.append(
-                f"{claim.name}: there is no axis {name!r} among {[axis.name for axis in wanted]}"
+            wrong.append(
+                f"{given.name}: there is no axis {name!r} among {[axis.name for axis in wanted]}"
             )
     for axis in wanted:
-        real = claim.axis(axis.name) or Axis(axis.name, 1, axis.stride)
+        real = given.axis(axis.name) or Axis(axis.name, 1, axis.stride)
         if real.size != axis.size:
-            found.append(
-                f"{claim.name}: axis {axis.name!r} has {real.size} elements, the layout {axis.size}"
+            wrong.append(
+                f"{given.name}: axis {axis.name!r} has {real.size} elements, the layout {axis.size}"
             )
         elif real.size > 1 and real.stride != axis.stride:
-            found.append(
-                f"{claim.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
+            wrong.append(
+                f"{given.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
                 f"the layout {axis.stride}"
             )
-    return found
+    return wrong
 
 
 def _inner_axes(spec: LayerSpec, field: Field | None, unit: int) -> list[Axis]:
@@ -321,15 +337,15 @@ def _inner_axes(spec: LayerSpec, field: Field | None, unit: int) -> list[Axis]:
     return axes
 
 
-def _regions(layout: Layout, found: Sequence[EngineTensor]) -> tuple[Run, ...]:
+def _regions(layout: Layout, engine: Sequence[EngineTensor]) -> tuple[Run, ...]:
     """The fewest runs of real memory that hold all layers: one per allocation.
 
     Two tensors with one base are two tensors: the longer one decides.
     """
     hulls: dict[int, Run] = {}
-    for claim in found:
-        view = layout.view(claim.layer)
-        storage = claim.tensor.untyped_storage().data_ptr()
+    for given in engine:
+        view = layout.view(given.layer)
+        storage = given.tensor.untyped_storage().data_ptr()
         low, high = view.offset, view.end
         if storage in hulls:
             low, high = min(low, hulls[storage].offset), max(high, hulls[storage].end)
@@ -344,11 +360,11 @@ def _regions(layout: Layout, found: Sequence[EngineTensor]) -> tuple[Run, ...]:
     return tuple(regions)
 
 
-def _outside(strip: Strip, found: Sequence[EngineTensor], base: int) -> list[str]:
+def _outside(strip: Strip, engine: Sequence[EngineTensor], base: int) -> list[str]:
     """A strip that no allocation holds from end to end."""
     start, end = base + strip.hull.offset, base + strip.hull.end
-    for claim in found:
-        storage = claim.tensor.untyped_storage()
+    for given in engine:
+        storage = given.tensor.untyped_storage()
         if storage.data_ptr() <= start and end <= storage.data_ptr() + storage.nbytes():
             return []
     return [
@@ -357,6 +373,7 @@ def _outside(strip: Strip, found: Sequence[EngineTensor], base: int) -> list[str
     ]
 
 
-def _refuse(contradictions: Sequence[str]) -> None:
+def _check(contradictions: Sequence[str]) -> None:
+    """MemoryLayoutError that lists them, if there are any."""
     if contradictions:
         raise MemoryLayoutError("\n".join(contradictions))

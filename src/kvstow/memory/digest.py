@@ -1,56 +1,58 @@
 """A number for what some blocks hold, whatever the layout, the ranks, the device.
 
+    digest = Σ  word · T(layer, state) · P(field, head, position)      modulo 2^64
+           words
+
 Two sides with different order, tensor parallelism or tokens per block get the same number for
-the same content; `docs/concepts/digest.md` says what it detects, and how surely.
+the same content: words and keys are those of the whole model (`digest_keys`).
+`docs/concepts/digest.md` says what it detects, and how surely.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import gcd
-from typing import TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstow.errors import BlockError
+from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.keys import CellKeys, Words, cell_keys, seed, shares, state_keys
+from kvstow.memory.digest_keys import CellKeys, Words, cell_keys, seed, shares, state_keys
 from kvstow.plan.group import Group
-from kvstow.plan.layout import PlacedGroup
+from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import Extent, LayerSpec
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.overlap import Interval
 from kvstow.route.pairing import Tokens
 from kvstow.route.route import Claims
 from kvstow.route.territory import state_tokens
 
-__all__ = ["counted_states", "digest", "prepared", "shares"]
-
-CHUNK_BYTES = 512 << 10
-"""Cells gathered at a time on the host: they stay in the second-level cache."""
+__all__ = ["MODULUS", "Intervals", "Listed", "counted_states", "digest", "prepared", "shares"]
 
 MODULUS = 1 << 64
 
-Ints = npt.NDArray[np.int64]
-Intervals = tuple[tuple[int, int], tuple[int, int]]
+Intervals = tuple[Interval, Interval]
 
-
-class Which(TypedDict, total=False):
-    """Which of the bytes count: all that the blocks hold, but for what is said here."""
-
-    layers: Collection[str] | None
-    start_token: int
-    claims: Claims | None
-    heads: Interval | None
-    every: int
-    phase: int
+Listed = Mapping[int, Blocks | Sequence[int] | Ints] | Mapping[str, Blocks | Sequence[int] | Ints]
+"""The blocks of a request by the number or the name of their group. Ids in place of `Blocks` are
+those of the request's blocks from the first on."""
 
 
 def digest(
-    arena: Arena, blocks: Mapping[int, Blocks], num_tokens: int, **which: Unpack[Which]
+    arena: Arena,
+    blocks: Listed | Blocks | Sequence[int] | Ints,
+    num_tokens: int,
+    *,
+    layers: Collection[str] | None = None,
+    start_token: int = 0,
+    claims: Claims | None = None,
+    heads: Interval | None = None,
+    every: int = 1,
+    phase: int = 0,
 ) -> int:
     """The digest, below 2^64, of what a request's blocks hold of tokens `[start, num_tokens)`.
 
@@ -60,13 +62,36 @@ def digest(
     group count as far as the window of the next token reaches. Of the states that count, those
     count whose number, divided by `every`, leaves `phase`; no other is read. On CUDA it runs in
     the current stream, and waits for the result.
+
+    >>> from kvstow.memory.copy import copy
+    >>> from kvstow.plan.group import grouped
+    >>> from kvstow.plan.models import model_layers
+    >>> from kvstow.plan.pack import packed
+    >>> layout = packed(grouped(model_layers("Llama-3.2-1B").layers), num_slabs=8)
+    >>> here, there = Arena(layout), Arena(layout)
+    >>> _ = here.bytes.random_(0, 256)
+    >>> copy(here, there, blocks=[1, 2], into=[7, 4]).wait()
+    >>> digest(here, [1, 2], 25) == digest(there, [7, 4], 25)
+    True
+    >>> digest(here, [1, 2], 25) == digest(there, [4, 7], 25)
+    False
     """
-    return prepared(arena, blocks, num_tokens, **which)()
+    return prepared(
+        arena,
+        blocks,
+        num_tokens,
+        layers=layers,
+        start_token=start_token,
+        claims=claims,
+        heads=heads,
+        every=every,
+        phase=phase,
+    )()
 
 
 def prepared(
     arena: Arena,
-    blocks: Mapping[int, Blocks],
+    blocks: Listed | Blocks | Sequence[int] | Ints,
     num_tokens: int,
     *,
     layers: Collection[str] | None = None,
@@ -81,15 +106,16 @@ def prepared(
     What is returned counts the bytes as they lie when it is called, as often as it is called;
     on CUDA, in the stream that is current now, and not in two threads at once.
     """
+    _check(arena.layout, layers, (start_token, num_tokens), every, phase)
     on = _on_device if arena.device.type == "cuda" else _on_host
     counts: list[Callable[[], int | torch.Tensor]] = []
-    for group, held in blocks.items():
-        ids = arena.checked(group, held.ids)
-        rows = arena.layout.groups[group]
+    for group, listed in _by_group(arena, blocks).items():
+        ids = arena.checked(group, listed.ids)
+        placed = arena.layout.groups[group]
         for pages in _pages(arena, group, layers, claims, heads):
-            intervals = counted_states(rows.group, pages.spec, num_tokens, start_token)
-            counting = _counting(rows.group, pages.spec, held.index, intervals)
-            part = pages, ids[counting], held.index[counting]
+            intervals = counted_states(placed.group, pages.spec, num_tokens, start_token)
+            counting = _counting(placed.group, pages.spec, listed.index, intervals)
+            part = pages, ids[counting], listed.index[counting]
             if every > 1:
                 part = _picked(*part, intervals, every, phase)
             if len(part[1]):
@@ -102,6 +128,22 @@ def prepared(
     return taken
 
 
+def _check(
+    layout: Layout, layers: Collection[str] | None, tokens: Interval, every: int, phase: int
+) -> None:
+    """SpecError for what would count nothing and look like a digest."""
+    unknown = [name for name in layers or () if name not in layout.layers]
+    if unknown:
+        raise SpecError(f"no layers {unknown[:8]} in the arena of {layout.model!r}")
+    if min(tokens) < 0:
+        raise SpecError(f"tokens [{tokens[0]}, {tokens[1]}) do not exist")
+    if not 0 <= phase < every:
+        raise SpecError(f"every {every}, phase {phase}: a phase is at least 0 and below every")
+
+
+# ── which states count ────────────────────────────────────────────────────────────────────
+
+
 def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: int) -> Intervals:
     """States of a layer that the token after `num_tokens` looks at, from `start_token` on.
 
@@ -109,16 +151,32 @@ def counted_states(group: Group, spec: LayerSpec, num_tokens: int, start_token: 
     counts when one of them does; of summaries, the running one.
     """
     span = state_tokens(spec)
-    found = [
+    intervals = [
         (tokens.first // span, -(-tokens.end // span)) if tokens.first < tokens.end else (0, 0)
         for tokens in Tokens(start_token, num_tokens).needed(group)
     ]
-    return found[0], found[1] if len(found) > 1 else (0, 0)
+    return intervals[0], intervals[1] if len(intervals) > 1 else (0, 0)
+
+
+def _by_group(arena: Arena, blocks: Listed | Blocks | Sequence[int] | Ints) -> dict[int, Blocks]:
+    """The blocks by the number of their group; those of the only group may come without it."""
+    if isinstance(blocks, Mapping):
+        return {
+            arena.group(group): ids if isinstance(ids, Blocks) else Blocks.first(ids)
+            for group, ids in blocks.items()
+        }
+    names = [placed.group.name for placed in arena.layout.groups]
+    if len(names) > 1:
+        raise BlockError(
+            f"the layout has {len(names)} groups, and each has blocks of its own: {names}\n\n"
+            f"hint: {{{names[0]!r}: [1, 2], …}}"
+        )
+    return {0: blocks if isinstance(blocks, Blocks) else Blocks.first(blocks)}
 
 
 def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) -> slice | Ints:
-    """Which of the listed blocks count; refuses a list that lacks one."""
-    found: list[slice] = []
+    """Which of the listed blocks count; BlockError for a list that lacks one."""
+    slices: list[slice] = []
     for low, high in intervals:
         first, end = low // spec.states, -(-high // spec.states)
         start, stop = np.searchsorted(index, (first, end)).tolist()
@@ -128,9 +186,12 @@ def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) 
                 f"group {group.name!r}: the digest needs logical blocks {missing[:8].tolist()}, "
                 f"the request lists {index[:8].tolist()}"
             )
-        found.append(slice(start, stop))
-    one, other = found
+        slices.append(slice(start, stop))
+    one, other = slices
     return one if other.start == other.stop else np.union1d(np.r_[one], np.r_[other])
+
+
+# ── pages ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,44 +233,44 @@ def _pages(
     heads: Interval | None,
 ) -> list[_Pages]:
     """A group's layers, or some of them, or some of their heads; those with like pages together."""
-    rows = arena.layout.groups[group]
+    placed = arena.layout.groups[group]
     if layers is not None or claims is not None:
-        found = _alike(rows, layers, claims)
+        alike = _alike(placed, layers, claims)
     else:
         known = _whole.setdefault(arena, {})
-        found = known.get(group) or known.setdefault(group, _alike(rows, None, None))
+        alike = known.get(group) or known.setdefault(group, _alike(placed, None, None))
     if heads is None:
-        return found
-    return [few for pages in found if (few := _with_heads(pages, heads)) is not None]
+        return alike
+    return [few for pages in alike if (few := _with_heads(pages, heads)) is not None]
 
 
 def _alike(
-    rows: PlacedGroup, layers: Collection[str] | None, claims: Claims | None
+    placed: PlacedGroup, layers: Collection[str] | None, claims: Claims | None
 ) -> list[_Pages]:
     kinds: dict[tuple[CellKeys, tuple[int, ...]], list[tuple[LayerSpec, int]]] = {}
-    for spec, place in zip(rows.group.layers, rows.placements, strict=True):
+    for spec, place in zip(placed.group.layers, placed.placements, strict=True):
         if layers is None or spec.name in layers:
             numbers = spec.states, place.block_stride, place.head_stride, place.token_stride
             kind = cell_keys(spec, claims), numbers
             kinds.setdefault(kind, []).append((spec, place.offset))
     return [
         _Pages(
-            found[0][0],
+            members[0][0],
             keys,
             *numbers,
-            offsets=np.array([offset for _, offset in found]),
-            seeds=np.array([seed("layer", spec.name) for spec, _ in found], np.uint64),
+            offsets=np.array([offset for _, offset in members]),
+            seeds=np.array([seed("layer", spec.name) for spec, _ in members], np.uint64),
         )
-        for (keys, numbers), found in kinds.items()
+        for (keys, numbers), members in kinds.items()
     ]
 
 
 def _with_heads(pages: _Pages, heads: Interval) -> _Pages | None:
     """The part of the pages that some heads are, if they hold any of them."""
-    found = _few_heads(pages.keys, pages.spec.heads, heads)
-    if found is None:
+    some = _few_heads(pages.keys, pages.spec.heads, heads)
+    if some is None:
         return None
-    first, keys = found
+    first, keys = some
     return replace(pages, keys=keys, offsets=pages.offsets + first * pages.head_stride)
 
 
@@ -229,8 +290,8 @@ def _picked(
     pages: _Pages, ids: Ints, index: Ints, intervals: Intervals, every: int, phase: int
 ) -> tuple[_Pages, Ints, Ints]:
     """The states that leave `phase`, each as a block of its own that holds one state."""
-    found = [np.arange(low + (phase - low) % every, high, every) for low, high in intervals]
-    states = np.union1d(*found) if len(found[1]) else found[0]
+    one, other = (np.arange(lo + (phase - lo) % every, hi, every) for lo, hi in intervals)
+    states = np.union1d(one, other) if len(other) else one
     rows, slots = ids[np.searchsorted(index, states // pages.states)], states % pages.states
     unit = gcd(pages.block_stride, pages.token_stride)
     blocks = (rows * pages.block_stride + slots * pages.token_stride) // unit
@@ -250,6 +311,12 @@ def _keys_in(keys: CellKeys, unit: int) -> Words:
     return (keys.table[..., None] << shifts).reshape(keys.table.shape[0], -1)
 
 
+# ── on the host ───────────────────────────────────────────────────────────────────────────
+
+CHUNK_BYTES = 512 << 10
+"""Cells gathered at a time on the host: they stay in the second-level cache."""
+
+
 def _on_host(
     arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
 ) -> Callable[[], int]:
@@ -267,9 +334,7 @@ def _host_sum(arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: In
         cells = _cells(arena, pages, offset, table.shape, unit, int(ids.max()) + 1)
         factors = state_keys(layer, states_at) * counted
         for at in range(0, len(ids), step):
-            part = cells[
-                ids[at : at + step]
-            ]  # in the order in which it lies: head or token outside
+            part = cells[ids[at : at + step]]  # as it lies: head or token outside
             if pages.heads_outside:
                 inner = np.einsum("bhnw,hw->bhn", part, table).sum(axis=1, dtype=np.uint64)
             else:
@@ -303,6 +368,9 @@ def _inside(states: Ints, intervals: Intervals) -> Words:
     (low, high), (low2, high2) = intervals
     counted = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
     return counted.astype(np.uint64)
+
+
+# ── on a device ───────────────────────────────────────────────────────────────────────────
 
 
 def _on_device(

@@ -1,5 +1,59 @@
-"""What tests of kvstow, and of engines that build on it, have in common.
+"""For tests of kvstow, and of engines that build on it.
 
-`attention` tells whether an attention kernel honours strides, `patterns` fills memory with
-content that names its place, `layouts` draws layouts for hypothesis.
+attention    does an attention kernel honour the strides of packed rows?
+layouts      hypothesis strategies for layouts (needs hypothesis)
+patterns     content that names its place
+poison       freed rows that read as not-a-number
+faulty       files that fail, tear and flip bits on purpose
+tiny_models  models of every family with random weights (needs transformers)
+measure      what `kvstow bench` measures
+
+Names below are imported when they are first used, so that this package needs neither hypothesis
+nor transformers.
+
+>>> import kvstow.testing
+>>> kvstow.testing.check_attention.__module__
+'kvstow.testing.attention'
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstow.testing.attention import AttentionReport, check_attention, check_in_place
+    from kvstow.testing.faulty import FaultyFiles
+    from kvstow.testing.patterns import block_contents, fill, pattern
+    from kvstow.testing.poison import Poison, check_reads
+    from kvstow.testing.tiny_models import tiny_model
+
+__all__ = [
+    "AttentionReport",
+    "FaultyFiles",
+    "Poison",
+    "block_contents",
+    "check_attention",
+    "check_in_place",
+    "check_reads",
+    "fill",
+    "pattern",
+    "tiny_model",
+]
+
+_MODULES = {
+    "AttentionReport": "attention",
+    "FaultyFiles": "faulty",
+    "Poison": "poison",
+    "block_contents": "patterns",
+    "check_attention": "attention",
+    "check_in_place": "attention",
+    "check_reads": "poison",
+    "fill": "patterns",
+    "pattern": "patterns",
+    "tiny_model": "tiny_models",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

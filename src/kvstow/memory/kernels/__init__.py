@@ -8,9 +8,11 @@ Without a CUDA device they run in Triton's interpreter: set TRITON_INTERPRET=1 b
 import.
 """
 
+from importlib import import_module
+
 from kvstow.errors import BackendMissing
 
 try:
-    import triton  # noqa: F401
+    import_module("triton")
 except ModuleNotFoundError as error:
     raise BackendMissing("triton", "torch") from error

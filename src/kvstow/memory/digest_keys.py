@@ -1,7 +1,4 @@
-"""Keys of the digest: which factor each byte of a cell is multiplied by.
-
-    digest = Σ  word · T(layer, state) · P(field, head, position)      modulo 2^64
-           words
+"""Keys of the digest: which factor each byte of a cell is multiplied by, and who counts it.
 
 A *word* is four bytes of a field, little-endian, cut along the field's last axis in the
 coordinates of the whole model and filled up with zeros at the end of that axis. A rank that
@@ -150,7 +147,7 @@ def shares(layouts: Sequence[Layout]) -> tuple[Claims, ...]:
     What several ranks hold alike counts on the first of them.
     """
     taken: dict[tuple[str, str], list[Box]] = {}
-    found: list[Claims] = []
+    by_rank: list[Claims] = []
     for layout in layouts:
         share: dict[str, dict[str, list[Box]]] = {}
         for _, spec, _ in layout.layers.values():
@@ -161,8 +158,8 @@ def shares(layouts: Sequence[Layout]) -> tuple[Claims, ...]:
                     mine = [part for box in mine for part in without(box, other)]
                 share.setdefault(spec.name, {})[field.name] = mine
                 before += mine
-        found.append(share)
-    return tuple(found)
+        by_rank.append(share)
+    return tuple(by_rank)
 
 
 def both(box: Box, other: Box) -> tuple[Box, ...]:
