@@ -6,8 +6,18 @@ Everything else must import: a test file or a module that does not is an error, 
 from importlib.util import find_spec
 from pathlib import Path
 
-OPTIONAL = {"src/kvstow/adapters/vllm": "vllm.config", "src/kvstow/adapters/router.py": "aiohttp"}
+import pytest
+
+OPTIONAL = {
+    "src/kvstow/adapters/vllm/connector.py": "vllm.config",
+    "src/kvstow/vllm.py": "vllm.config",
+    "src/kvstow/adapters/router.py": "aiohttp",
+}
 ROOT = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out slow folders of tests")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

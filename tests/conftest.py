@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,7 @@ if importlib.util.find_spec("torch"):
 
 OPT_IN_MARKERS = ("gpu", "slow", "vllm")
 
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile(
     "ci",
@@ -50,6 +52,17 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     """Test files have no doctests; and one that does not import would pass as skipped."""
     collectors = yield
     return [each for each in collectors if not isinstance(each, DoctestModule)]
+
+
+NOT_QUICK = ("adapters", "browser", "demo", "docs", "e2e", "schedules", "vllm")
+"""Folders of tests that start processes, load models or build pages."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether `--quick` leaves this folder out."""
+    here = Path(__file__).parent
+    left_out = collection_path.parent == here and collection_path.name in NOT_QUICK
+    return True if config.getoption("--quick") and left_out else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

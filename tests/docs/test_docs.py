@@ -1,6 +1,6 @@
 """Every page of the documentation says what is so: its code runs, its output is the output.
 
-The convention, which `docs/index.md` explains to authors:
+The convention, which CONTRIBUTING.md explains:
 
     ```python                run; `>>>` examples are compared with what they print
     ```console               `$ kvstow …` lines are run, their output is compared
