@@ -1,5 +1,7 @@
 """What a ledger promises: bounds, all or nothing, copies before writes, handles that end."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -302,6 +304,64 @@ def test_quarantined_rows_are_never_found() -> None:
     assert ledger.hit_tokens(prompt) == 4
     ledger.pool.unquarantine(0, rows)
     assert ledger.hit_tokens(prompt) == 4
+    ledger.check()
+
+
+def test_rows_that_were_quarantined_are_not_found_after_it_either() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    prompt = Prompt.of(tokens(10))
+    request = ledger.admit(prompt).request
+    rows = ledger.blocks(request)[0].ids[2:3]
+    ledger.pool.quarantine(0, rows)
+    ledger.pool.unquarantine(0, rows)
+    ledger.grow(request, 11)
+    assert ledger.hit_tokens(prompt) == 4
+    ledger.release(request)
+    assert ledger.hit_tokens(prompt) == 4
+    ledger.check()
+
+
+def test_a_window_does_not_go_on_in_a_row_that_was_quarantined() -> None:
+    ledger = ledger_of(layer("a", Window(2), tokens=1))
+    request = ledger.admit(3).request
+    ledger.grow(request, 4)
+    left = ledger.blocks(request)[0].ids[:1]
+    ledger.pool.quarantine(0, left)
+    ledger.pool.unquarantine(0, left)
+    ledger.grow(request, 5)
+    last = ledger.blocks(request)[0].ids[-1:]
+    ledger.pool.keep(0, last)
+    ledger.check()
+
+
+def test_a_state_that_was_quarantined_is_no_checkpoint_for_others() -> None:
+    ledger = ledger_of(layer("a", tokens=2), state("b", tokens=4))
+    prompt = Prompt.of(tokens(12))
+    request = ledger.admit(prompt, num_tokens=4).request
+    running = ledger.blocks(request)[1].ids
+    ledger.pool.quarantine(1, running)
+    ledger.pool.unquarantine(1, running)
+    assert ledger.grow(request, 8) == ()
+    ledger.release(request)
+    assert ledger.hit_tokens(prompt) == 0
+
+
+def test_requests_belong_to_the_thread_that_owns_the_pool() -> None:
+    ledger = ledger_of(layer("a", tokens=4))
+    request = ledger.admit(Prompt.of(tokens(5))).request
+    changes = (
+        lambda: ledger.admit(3),
+        lambda: ledger.grow(request, 6),
+        lambda: ledger.append(request, [1]),
+        lambda: ledger.fork(request),
+        lambda: ledger.release(request),
+    )
+    with ThreadPoolExecutor(1) as other:
+        for change in changes:
+            with pytest.raises(BlockError, match="thread"):
+                other.submit(change).result()
+        assert other.submit(ledger.num_tokens, request).result() == 5
+    ledger.release(request)
     ledger.check()
 
 

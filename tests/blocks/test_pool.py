@@ -1,13 +1,16 @@
 """What a pool promises beyond sets of ids: runs, gaps, who loses a slab, what it says."""
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from block_layouts import HYBRID, MIXED, RECURRENT, layer, packed_layout
-from kvstow.blocks.placement import EvictionCandidates, lru
-from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.placement import EvictionCandidates, RowDemand, lru
+from kvstow.blocks.pool import Pool
 from kvstow.blocks.runs import fewest_runs, num_runs
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
 from kvstow.plan.group import grouped
@@ -273,6 +276,105 @@ def test_quarantined_rows_come_back_only_from_quarantine() -> None:
     assert pool.hold(0, 1).tolist() == ids[:1].tolist()
 
 
+def test_a_row_that_was_quarantined_is_never_cached() -> None:
+    """A late writer may have changed it, whatever was asked for and in whichever order."""
+    pool = Pool(packed_layout((layer("a"),), 3))
+    ids = pool.hold(0, 2)
+    pool.quarantine(0, ids)
+    with pytest.raises(BlockError, match="was quarantined, its content is not known"):
+        pool.keep(0, ids)
+    pool.release(0, ids[:1])
+    pool.unquarantine(0, ids)
+    with pytest.raises(BlockError, match="was quarantined, its content is not known"):
+        pool.keep(0, ids[1:])
+    pool.release(0, ids[1:])
+    assert (pool.num_cached(0), pool.num_held(0), pool.num_free(0)) == (0, 0, 2)
+    assert sorted(cache(pool, 0, 2).tolist()) == ids.tolist(), "new content can be cached again"
+    pool.check()
+
+
+def test_a_quarantine_makes_every_ticket_for_its_rows_worthless() -> None:
+    pool = Pool(packed_layout((layer("a"),), 4))
+    ids = pool.hold(0, 3)
+    ticket = pool.generations[0][ids].copy()
+    pool.quarantine(0, ids[:2])
+    inside = pool.generations[0][ids].copy()
+    assert (inside - ticket).tolist() == [1, 1, 0]
+    pool.unquarantine(0, ids[:2])
+    assert (pool.generations[0][ids] - inside).tolist() == [1, 1, 0], "a ticket made meanwhile"
+    pool.release(0, ids)
+    pool.hold(0, 3)
+    assert (pool.generations[0][ids] > inside).all()
+
+
+def in_thread(call, name: str = "other") -> BaseException | None:
+    """What a call in another thread raises."""
+    raised: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+        else:
+            raised.append(None)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    return raised[0]
+
+
+def changes(pool: Pool, ids: np.ndarray) -> dict[str, Callable[[], object]]:
+    return {
+        "hold": lambda: pool.hold(0, 1),
+        "hold_all": lambda: pool.hold_all([RowDemand(0, 1)]),
+        "share": lambda: pool.share(0, ids),
+        "release": lambda: pool.release(0, ids),
+        "renew": lambda: pool.renew(0, ids),
+        "keep": lambda: pool.keep(0, ids),
+        "forget": lambda: pool.forget(0, ids),
+        "quarantine": lambda: pool.quarantine(0, ids),
+        "unquarantine": lambda: pool.unquarantine(0, ids),
+    }
+
+
+@pytest.mark.parametrize("change", sorted(changes(None, None)))
+def test_a_change_in_another_thread_than_the_owners_is_refused(change: str) -> None:
+    pool = Pool(packed_layout((layer("a"),), 6))
+    ids = pool.hold(0, 2)
+    holds, generations = pool.holds(0, ids).tolist(), pool.generations[0].tolist()
+    error = in_thread(changes(pool, ids)[change])
+    assert isinstance(error, BlockError)
+    assert "'other'" in str(error)
+    assert "'MainThread'" in str(error)
+    assert "hint: " in str(error)
+    assert "hand_over()" in str(error)
+    assert pool.holds(0, ids).tolist() == holds
+    assert pool.generations[0].tolist() == generations
+    pool.check()
+
+
+def test_the_first_thread_that_changes_a_pool_owns_it_and_questions_are_free() -> None:
+    pool = Pool(packed_layout((layer("a"),), 6))
+    assert in_thread(lambda: pool.hold(0, 2)) is None
+    assert pool.num_held(0) == 2
+    with pytest.raises(BlockError, match="thread"):
+        pool.hold(0, 1)
+
+
+def test_a_pool_that_is_handed_over_belongs_to_the_next_thread_that_changes_it() -> None:
+    pool = Pool(packed_layout((layer("a"),), 6))
+    pool.hold(0, 1)
+    pool.hand_over()
+    assert in_thread(lambda: pool.hold(0, 1)) is None
+    with pytest.raises(BlockError, match="thread"):
+        pool.hold(0, 1)
+    pool.hand_over()
+    pool.hold(0, 1)
+    assert pool.num_held(0) == 3
+
+
 def test_what_is_refused_says_what_is_needed_and_free_in_every_group() -> None:
     pool = Pool(packed_layout(RECURRENT, 3))
     words = (
@@ -308,6 +410,16 @@ def test_releasing_what_is_not_held_names_the_block(ids: list[int]) -> None:
         pool.keep(0, [5])
     with pytest.raises(BlockError):
         pool.share(0, [5])
+
+
+def test_a_single_id_is_a_list_of_one() -> None:
+    pool = Pool(packed_layout((layer("a"),), 6))
+    row = int(pool.hold(0, 1)[0])
+    pool.share(0, row)
+    assert pool.holds(0, row).tolist() == [2]
+    pool.release(0, np.int64(row))
+    pool.release(0, row)
+    assert pool.num_held(0) == 0
 
 
 def test_check_names_the_numbers_that_do_not_add_up() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.slabmap import MAX_LETTERS, slab_map
+from kvstow.blocks.slabs import MAX_LETTERS
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import packed, separate
@@ -42,7 +42,7 @@ def test_letters_say_who_owns_a_slab_and_how_full_it_is(held):
     for g, count in enumerate(held):
         if count:
             pool.hold(g, count)
-    found = slab_map(pool)
+    found = pool.slab_map()
     assert read(found.letters) == levels(pool)
     assert found.groups == ("full", "window512")
     assert (found.num_slabs, found.step) == (8, 1)
@@ -50,19 +50,19 @@ def test_letters_say_who_owns_a_slab_and_how_full_it_is(held):
 
 def test_a_lone_group_has_one_letter_per_row():
     pool = Pool(layout("llama-3.2-1b", slabs=2))
-    assert read(slab_map(pool).letters) == [(-1, 0)]
+    assert read(pool.slab_map().letters) == [(-1, 0)]
     pool.hold(0, 1)
-    assert read(slab_map(pool).letters) == [(0, 3)]
+    assert read(pool.slab_map().letters) == [(0, 3)]
 
 
 def test_of_many_slabs_some_are_told():
-    found = slab_map(Pool(layout(slabs=2 * MAX_LETTERS + 2)))
+    found = Pool(layout(slabs=2 * MAX_LETTERS + 2)).slab_map()
     assert found.step == 3
     assert len(found.letters) == -(-found.num_slabs // 3) <= MAX_LETTERS
 
 
 def test_groups_that_share_nothing_have_no_letters():
-    assert slab_map(Pool(layout(pack=separate))).letters == ""
+    assert Pool(layout(pack=separate)).slab_map().letters == ""
 
 
 def test_a_film_keeps_evenly_spread_frames_of_any_length():

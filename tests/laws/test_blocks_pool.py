@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from block_layouts import layouts
-from kvstow.blocks.placement import Kind
-from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.placement import Kind, RowDemand
+from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.layout import Layout
 
@@ -29,6 +29,7 @@ class Sets:
         self.kept: set[Row] = set()
         self.cached: set[Row] = set()
         self.quarantined: set[Row] = set()
+        self.suspect: set[Row] = set()
 
     def slab(self, row: Row) -> tuple[int, int]:
         """The sharing set and the slab in it; a group alone has slabs of one row."""
@@ -143,8 +144,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         rows = data.draw(st.sampled_from(self.holders))
-        some = [r for r in rows[: data.draw(st.integers(1, len(rows)))]
-                if r not in self.sets.quarantined]  # fmt: skip
+        some = rows[: data.draw(st.integers(1, len(rows)))]
+        if self.sets.suspect & set(some):
+            before = self.state()
+            with pytest.raises(BlockError, match="quarantined"):
+                self.pool.keep(rows[0][0], [block for _, block in some])
+            assert self.state() == before
+            return
         self.pool.keep(rows[0][0], [block for _, block in some])
         self.sets.kept |= set(some)
 
@@ -162,6 +168,7 @@ class PoolMachine(RuleBasedStateMachine):
     def ended(self) -> None:
         for row in [row for row, count in self.sets.held.items() if count == 0]:
             del self.sets.held[row]
+            self.sets.suspect.discard(row)
             if row in self.sets.kept:
                 self.sets.cached.add(row)
 
@@ -180,6 +187,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert row not in self.sets.kept
         self.sets.held[row] += 1
         self.sets.quarantined.add(row)
+        self.sets.suspect.add(row)
+        self.fenced_out(row)
+
+    def fenced_out(self, row: Row) -> None:
+        """A ticket for the row is worthless from now on."""
+        generation = int(self.pool.generations[row[0]][row[1]])
+        assert generation > self.tickets[row]
+        self.tickets[row] = generation
 
     @precondition(lambda self: self.sets.quarantined)
     @rule(data=st.data())
@@ -188,6 +203,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.unquarantine(row[0], [row[1]])
         self.sets.quarantined.discard(row)
         self.sets.held[row] -= 1
+        self.fenced_out(row)
         self.ended()
 
     @rule(data=st.data())

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.placement import RowDemand
+from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.requests import Requests
@@ -48,6 +49,8 @@ class Admission:
 
 class Ledger:
     """Requests on a pool that nobody else holds rows of for requests.
+
+    Requests belong to the thread that owns the pool (see `Pool`), and are changed only there.
 
     Copies that a method returns are to be made, in their order, before the tokens that
     were asked for are computed. Without `caching` nothing is kept after a release.
@@ -118,6 +121,7 @@ class Ledger:
         Only the number of tokens where nothing is known of them. Raises `OutOfBlocks`
         with what is needed and what is free, in every group.
         """
+        self.pool.check_thread()
         known = prompt if isinstance(prompt, Prompt) else None
         length = prompt if isinstance(prompt, int) else len(prompt)
         if length < 1 or (num_tokens is not None and not 1 <= num_tokens <= length):
@@ -196,13 +200,14 @@ class Ledger:
         Says as well that all tokens before these have been computed: whole blocks of them
         can be found as prefixes from now on, and what no later token sees is given back.
         """
+        self.pool.check_thread()
         slots = self._requests.slots(requests)
         before = self._requests.num_tokens[slots]
         after = np.broadcast_to(np.asarray(num_tokens, np.int64), before.shape)
         if (after < before).any():
             at = int((after < before).argmax())
             raise BlockError(f"a request of {before[at]} tokens cannot shrink to {after[at]}")
-        self._requests.refuse_twice(slots)
+        self._requests.check_distinct(slots)
         if self.prefixes:
             self._seal(slots, before)
         copies = self._grow_rows(slots, before, after)
@@ -278,6 +283,7 @@ class Ledger:
 
         For requests that were admitted with a prompt.
         """
+        self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
         prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
         if prompt is None:
@@ -317,8 +323,8 @@ class Ledger:
         hashes = prompt.hashes(table.block_tokens)
         parent = int(hashes[first - 1]) if first else 0
         rows, hashes = table.ids(slot, first, end), hashes[first:end]
-        if self.pool.num_quarantined(g):
-            usable = ~self.pool.in_quarantine(g, rows)
+        if self.pool.num_suspect(g):
+            usable = ~self.pool.suspect(g, rows)
             rows, hashes = rows[usable], hashes[usable]
         if len(rows):
             stored = self.prefixes.store(g, rows, hashes, number, parent=parent)
@@ -328,6 +334,7 @@ class Ledger:
 
     def fork(self, request: int) -> Admission:
         """The same request once more: all blocks shared, states copied; all or nothing."""
+        self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
         rows = self.pool.hold_all([RowDemand(g, 1) for g in self._states])
         if self._requests.full:
@@ -358,8 +365,9 @@ class Ledger:
         Blocks of tokens that have been computed, all of them if not said otherwise, stay
         cached where their tokens are known.
         """
+        self.pool.check_thread()
         slots = self._requests.slots(requests)
-        self._requests.refuse_twice(slots)
+        self._requests.check_distinct(slots)
         if self.prefixes:
             tokens = self._requests.num_tokens[slots]
             if computed_tokens is not None:

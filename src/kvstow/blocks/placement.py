@@ -1,26 +1,49 @@
-"""Which rows a hold gets: partly used slabs first, then free slabs, then cached rows.
+"""Placement: which rows a demand gets. Partly used slabs first, then free slabs, then cached rows.
 
-Rows that are wanted together come in few runs; rows that are wanted singly fill the gaps
-that runs cannot use. When slabs become scarce, rows that a window will leave fill gaps,
-too: from the lowest slab up, and from the highest down where they are wanted briefly, so
-that the highest slabs become empty. What has to be evicted is what was used longest ago:
-rows of the group's own, or whole idle slabs of others.
+While free slabs abound, runs matter: rows that are wanted together come in few runs, rows
+that are wanted one by one fill the gaps that runs cannot use. When free slabs become scarce
+(not `roomy`), gaps matter: rows that a window will leave fill them from the lowest slab up,
+those that are wanted briefly from the highest down, so that the highest slabs become empty.
+What has to be evicted is what was used longest ago: rows of the group's own, or whole idle
+slabs of others.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import NONE, Where, fewest_runs, ids_at, num_at, num_runs, span
+from kvstow.blocks.runs import NONE, Bools, Where, fewest_runs, ids_at, num_at, num_runs, span
 from kvstow.blocks.slabs import FREE, Slabs
 from kvstow.plan.view import Ints
+
+Kind = Literal["lasting", "moving", "single", "brief"]
+"""How rows are wanted: in few runs and for long; in few runs, as long as a window sees
+them; one by one; for a step or two only."""
+
+ROOMY = 24
+"""While more than one slab in so many is free, runs come before filling gaps."""
 
 MAX_SLABS_LOOKED_AT = 16
 MAX_PIECES = 2
 """Runs in partly used slabs that are better than a slab of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDemand:
+    """`count` rows of a group.
+
+    Side by side; or one each next to the rows of `after`, if those are given, `moving` ones
+    only while there is room. `brief` ones will be released soon: they go where they hinder
+    least.
+    """
+
+    group: int
+    count: int
+    kind: Kind = "lasting"
+    after: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +55,6 @@ class EvictionCandidates:
     last_use: Ints
 
 
-Kind = Literal["lasting", "moving", "single", "brief"]
-"""How rows are wanted: in few runs and for long; in few runs, as long as a window sees
-them; one by one; for a step or two only."""
-
-ROOMY = 24
-"""While more than one slab in so many is free, runs come before filling gaps."""
-
 EvictionPolicy = Callable[[EvictionCandidates, int], Ints]
 """Chooses `n` of the candidates to give up: positions among them."""
 
@@ -48,225 +64,299 @@ def lru(candidates: EvictionCandidates, count: int) -> Ints:
     return np.arange(min(count, len(candidates.rows)))
 
 
-def picked(slabs: Slabs, stock: GroupRows, count: int, policy: EvictionPolicy, kind: Kind) -> Where:
+def roomy(slabs: Slabs) -> bool:
+    """Whether there are free slabs enough to care for runs more than for gaps."""
+    return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
+
+
+# ── holding ───────────────────────────────────────────────────────────────────────────
+
+
+def hold_rows(
+    slabs: Slabs,
+    rows: GroupRows,
+    count: int,
+    kind: Kind,
+    needs: Mapping[int, int],
+    policy: EvictionPolicy,
+) -> Ints:
+    """Hold `count` rows of one group, ascending, so that all that is needed besides can be
+    held, too. There are rows enough for all `needs`, of which these are a part."""
+    if count == 0:
+        return NONE
+    left_over = -slabs.missing(needs)
+    if rows.per_slab > 1 and _most_slabs(slabs, rows, count, kind) > left_over + slabs.needed(
+        rows, count
+    ):
+        ids = span(_placed_in_fewest_slabs(slabs, rows, count, kind))
+    else:
+        ids = _placed(slabs, rows, count, kind, policy)
+    slabs.hold(rows, ids, briefly=kind == "brief")
+    return ids_at(ids)
+
+
+def hold_rows_after(
+    slabs: Slabs,
+    rows: GroupRows,
+    after: Ints,
+    kind: Kind,
+    needs: Mapping[int, int],
+    policy: EvictionPolicy,
+) -> Ints:
+    """Hold one row next to each of `after` where that is free, and any row elsewhere."""
+    if kind == "moving" and rows.per_slab > 1 and not roomy(slabs):
+        return hold_rows(slabs, rows, len(after), "moving", needs, policy)
+    ids = after + 1
+    fits = _free_at_no_cost(slabs, rows, ids)
+    near = ids[fits]
+    if len(near):
+        where = span(np.sort(near))
+        if rows.per_slab == 1:
+            slabs.claim_free(rows, where)
+        slabs.hold(rows, where)
+    rest = len(ids) - len(near)
+    if rest:
+        left = {**needs, rows.group: needs[rows.group] - len(near)}
+        ids[~fits] = hold_rows(slabs, rows, rest, "single", left, policy)
+    return ids
+
+
+def _free_at_no_cost(slabs: Slabs, rows: GroupRows, ids: Ints) -> Bools:
+    """Which rows are free, in a slab in use or (where a row is a slab) in a free one. Of a
+    row that is named twice the first counts."""
+    exist = ids < rows.num_rows
+    near = np.where(exist, ids, 0)
+    if rows.per_slab == 1:
+        fits = exist & (slabs.free.level[near] == FREE)
+    else:
+        slab = rows.slabs_of(near)
+        in_use = (slabs.owner[slab] == rows.group) & (slabs.held[slab] > 0)
+        fits = exist & rows.free[near] & in_use
+    some = np.sort(near[fits])
+    if np.count_nonzero(some[1:] == some[:-1]):
+        first = np.zeros(len(ids), np.bool_)
+        first[np.unique(near, return_index=True)[1]] = True
+        fits &= first
+    return fits
+
+
+# ── choosing ──────────────────────────────────────────────────────────────────────────
+
+
+def _placed(slabs: Slabs, rows: GroupRows, count: int, kind: Kind, policy: EvictionPolicy) -> Where:
     """`count` rows of slabs that the group owns by now, ascending; free, not yet held.
 
-    May use up to one idle slab per row.
+    May use up to `_most_slabs` idle slabs.
     """
     parts: list[Where] = []
-    if stock.rows_per_slab > 1:
-        own = _in_own_slabs(slabs, stock, count, kind)
-        parts.append(own)
-        count -= len(own)
-    if count and slabs.free.totals[FREE]:
-        parts.append(_in_free_slabs(slabs, stock, count, kind))
-        count -= num_at(parts[-1])
-    if count and stock.rows_per_slab > 1:
-        every = _free_rows(stock, range(1, 2 * stock.top + 1), 1 << 62)
-        taken = ids_at(parts[0])
-        if len(taken):
-            every = every[~np.isin(every, taken)]
-        rows = fewest_runs(np.sort(every), count)
-        parts.append(rows)
-        count -= len(rows)
-    if count:
-        parts.append(_evicted(slabs, stock, count, policy))
-    return _together(parts)
-
-
-def most_idle_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> int:
-    """The most idle slabs that `picked` may use for so many rows."""
-    used = whole = -(-count // stock.rows_per_slab)
-    if kind != "lasting" and not roomy(slabs):
-        used = min(whole, slabs.needed(stock, count + len(stock.queue)))
-    if any(len(other.idle) for other in slabs.stocks if other is not stock):
-        used += whole
-    return min(count, used + len(stock.idle))
-
-
-def picked_frugally(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
-    """The same with as few idle slabs as possible."""
-    own = np.nonzero(stock.partial.shelf[: slabs.num_slabs])[0]
-    busy = own[slabs.held[own] > 0]
-    gaps = stock.free_rows_of(busy[::-1] if kind == "brief" else busy)
-    parts = [fewest_runs(gaps, count) if kind == "lasting" else np.sort(gaps[:count])]
-    count -= len(parts[0])
-    if count:
-        rows, _ = stock.queue.oldest(len(stock.queue))
-        rows = rows[slabs.held[stock.slabs_of(rows)] > 0][:count]
-        slabs.evict(stock, rows)
-        parts.append(np.sort(rows))
-        count -= len(rows)
-    if count:
-        wanted = -(-count // stock.rows_per_slab)
-        free = slabs.free.side_by_side(FREE, min(wanted, slabs.free.totals[FREE]))
-        slabs.take_free(stock, free)
-        chosen = ids_at(free)
-        if len(chosen) < wanted:
-            idle = _oldest_idle(slabs, slabs.stocks, wanted - len(chosen))
-            chosen = np.sort(np.concatenate((chosen, _handed_over(slabs, stock, idle))))
-        parts.append(stock.rows_of(chosen)[:count])
-    return np.sort(np.concatenate(parts))
-
-
-def _together(parts: list[Where]) -> Where:
+    if rows.per_slab > 1:
+        parts.append(_in_partial_slabs(slabs, rows, count, kind))
+    missing = count - sum(map(num_at, parts))
+    if missing and slabs.free.totals[FREE]:
+        parts.append(_in_free_slabs(slabs, rows, missing, kind))
+        missing -= num_at(parts[-1])
+    if missing and rows.per_slab > 1:
+        gaps = _free_rows(rows, range(1, 2 * rows.top + 1), rows.num_rows)
+        gaps = np.setdiff1d(gaps, ids_at(parts[0]))
+        parts.append(fewest_runs(gaps, missing))
+        missing -= num_at(parts[-1])
+    if missing:
+        parts.append(_evicted(slabs, rows, missing, policy))
     parts = [part for part in parts if num_at(part)]
     if len(parts) == 1:
         return parts[0] if isinstance(parts[0], slice) else span(parts[0])
     return span(np.sort(np.concatenate([ids_at(part) for part in parts])))
 
 
+def _most_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> int:
+    """The most idle slabs that `_placed` may use for so many rows."""
+    most = whole = -(-count // rows.per_slab)
+    if kind != "lasting" and not roomy(slabs):
+        most = min(whole, slabs.needed(rows, count + len(rows.cached)))
+    if any(len(other.idle) for other in slabs.groups if other is not rows):
+        most += whole
+    return min(count, most + len(rows.idle))
+
+
+def _placed_in_fewest_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
+    """The same with as few idle slabs as possible: gaps in slabs in use first, then cached
+    rows in these, then free slabs, then idle ones."""
+    listed = np.nonzero(rows.partial.level[: slabs.num_slabs])[0]
+    busy = listed[slabs.held[listed] > 0]
+    gaps = rows.free_rows_of(busy[::-1] if kind == "brief" else busy)
+    parts = [fewest_runs(gaps, count) if kind == "lasting" else gaps[:count]]
+    missing = count - len(parts[0])
+    if missing:
+        cached, _ = rows.cached.oldest(len(rows.cached))
+        cached = cached[slabs.held[rows.slabs_of(cached)] > 0][:missing]
+        slabs.evict(rows, cached)
+        parts.append(cached)
+        missing -= len(cached)
+    if missing:
+        num_slabs = -(-missing // rows.per_slab)
+        free = slabs.free.side_by_side(FREE, min(num_slabs, slabs.free.totals[FREE]))
+        slabs.claim_free(rows, free)
+        chosen = ids_at(free)
+        if len(chosen) < num_slabs:
+            idle = _oldest_idle(slabs, slabs.groups, num_slabs - len(chosen))
+            chosen = np.sort(np.concatenate((chosen, _taken_over(slabs, rows, idle))))
+        parts.append(rows.rows_of(chosen)[:missing])
+    return np.sort(np.concatenate(parts))
+
+
 # ── without evicting ──────────────────────────────────────────────────────────────────
 
 
-def _in_own_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
-    """Free rows in partly used slabs, as many as are good to have there."""
-    if kind in ("moving", "brief") and not roomy(slabs):
-        return _in_gaps(slabs, stock, count, kind)
-    top = stock.top
+def _in_partial_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
+    """Free rows in partly used slabs, as many as are good to have there, ascending."""
     if kind == "single":
-        levels = range(1, (top if roomy(slabs) else 2 * top) + 1)
-        return np.sort(_free_rows(stock, levels, count)[:count])
+        levels = range(1, (rows.top if roomy(slabs) else 2 * rows.top) + 1)
+        return np.sort(_free_rows(rows, levels, count)[:count])
+    if kind in ("moving", "brief") and not roomy(slabs):
+        return _in_gaps(slabs, rows, count, kind)
     if kind == "brief":
-        return fewest_runs(np.sort(_free_rows(stock, range(2 * top, top, -1), 2 * count)), count)
-    size = stock.rows_per_slab
-    if count >= size and not roomy(slabs):
-        near = stock.free_rows_of(stock.partial.lowest(range(1, top + 1), count))
-        found = fewest_runs(near, count, most=MAX_PIECES * (count // size))
-        if len(found) >= count % size:
-            return fewest_runs(found, len(found) - (len(found) - count) % size)
-    whole = min(count // size, slabs.free.totals[FREE])
-    rest = count - whole * size
-    if rest == 0 or not any(stock.partial.totals[1 : top + 1]):
-        return NONE
-    for level in range(min(rest.bit_length(), top), top + 1):
-        if stock.partial.totals[level]:
-            near = stock.free_rows_of(
-                stock.partial.lowest(range(level, level + 1), MAX_SLABS_LOOKED_AT)
-            )
-            found = fewest_runs(near, rest)
-            if len(found) == rest and num_runs(found) <= MAX_PIECES:
-                return found
-    near = _free_rows(stock, range(top, 0, -1), 4 * rest)
-    found = fewest_runs(np.sort(near), rest)
-    if len(found) < rest or (roomy(slabs) and num_runs(found) > MAX_PIECES):
-        return NONE
-    return found
+        levels = range(2 * rows.top, rows.top, -1)
+        return fewest_runs(np.sort(_free_rows(rows, levels, 2 * count)), count)
+    if count >= rows.per_slab and not roomy(slabs):
+        ids = _in_long_runs(rows, count)
+        if len(ids):
+            return ids
+    whole = min(count // rows.per_slab, slabs.free.totals[FREE])
+    return _in_few_pieces(slabs, rows, count - whole * rows.per_slab)
 
 
-def _in_gaps(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Ints:
+def _in_long_runs(rows: GroupRows, count: int) -> Ints:
+    """Free rows in runs of about a slab, so many that whole slabs make up the rest; none
+    where there are too few such runs."""
+    near = rows.free_rows_of(rows.partial.lowest(range(1, rows.top + 1), count))
+    ids = fewest_runs(near, count, most=MAX_PIECES * (count // rows.per_slab))
+    if len(ids) < count % rows.per_slab:
+        return NONE
+    return fewest_runs(ids, len(ids) - (len(ids) - count) % rows.per_slab)
+
+
+def _in_few_pieces(slabs: Slabs, rows: GroupRows, count: int) -> Ints:
+    """`count` free rows in a run or two, from the fullest slabs in which they may fit. No
+    rows at all where they would be many pieces and a free slab can be had."""
+    if count == 0 or not any(rows.partial.totals[1 : rows.top + 1]):
+        return NONE
+    for level in range(min(count.bit_length(), rows.top), rows.top + 1):
+        if rows.partial.totals[level]:
+            some = rows.partial.lowest(range(level, level + 1), MAX_SLABS_LOOKED_AT)
+            ids = fewest_runs(rows.free_rows_of(some), count)
+            if len(ids) == count and num_runs(ids) <= MAX_PIECES:
+                return ids
+    ids = fewest_runs(np.sort(_free_rows(rows, range(rows.top, 0, -1), 4 * count)), count)
+    if len(ids) < count or (roomy(slabs) and num_runs(ids) > MAX_PIECES):
+        return NONE
+    return ids
+
+
+def _in_gaps(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Ints:
     """Free rows of the lowest slabs, or of the highest where they are wanted briefly;
     slabs in which nothing stays come last."""
-    pick = stock.partial.highest if kind == "brief" else stock.partial.lowest
+    search = rows.partial.highest if kind == "brief" else rows.partial.lowest
     parts: list[Ints] = []
-    for shelves in (range(1, stock.top + 1), range(stock.top + 1, 2 * stock.top + 1)):
-        own = pick(shelves, count)
-        if len(own):
-            free = stock.rows_per_slab - slabs.held[own] - slabs.cached[own]
-            enough = int(np.searchsorted(free.cumsum(), count)) + 1
-            parts.append(stock.free_rows_of(own[:enough])[:count])
-            count -= len(parts[-1])
+    for levels in (range(1, rows.top + 1), range(rows.top + 1, 2 * rows.top + 1)):
+        some = search(levels, count)
+        num_free = rows.per_slab - slabs.held[some] - slabs.cached[some]
+        enough = int(np.searchsorted(num_free.cumsum(), count)) + 1
+        parts.append(rows.free_rows_of(some[:enough])[:count])
+        count -= len(parts[-1])
         if count == 0:
             break
-    return np.sort(np.concatenate(parts)) if parts else NONE
+    return np.sort(np.concatenate(parts))
 
 
-def roomy(slabs: Slabs) -> bool:
-    """Whether there are free slabs enough to care for runs more than for gaps."""
-    return slabs.free.totals[FREE] * ROOMY > slabs.num_slabs
-
-
-def _free_rows(stock: GroupRows, levels: Iterable[int], enough: int) -> Ints:
+def _free_rows(rows: GroupRows, levels: Iterable[int], enough: int) -> Ints:
     """Free rows of partly used slabs, level by level, until there are enough."""
-    parts: list[Ints] = []
+    parts = [NONE]
     for level in levels:
-        if enough > 0 and stock.partial.totals[level]:
-            own = stock.partial.lowest(range(level, level + 1), enough)
-            parts.append(stock.free_rows_of(own))
+        if enough > 0 and rows.partial.totals[level]:
+            some = rows.partial.lowest(range(level, level + 1), enough)
+            parts.append(rows.free_rows_of(some))
             enough -= len(parts[-1])
-    return np.concatenate(parts) if parts else NONE
+    return np.concatenate(parts)
 
 
-def _in_free_slabs(slabs: Slabs, stock: GroupRows, count: int, kind: Kind) -> Where:
-    size = stock.rows_per_slab
-    wanted = min(-(-count // size), slabs.free.totals[FREE])
-    if kind != "single" or size > 1:
-        chosen = slabs.free.side_by_side(FREE, wanted)
+def _in_free_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> Where:
+    """Rows of free slabs, as many as there are."""
+    num_slabs = min(-(-count // rows.per_slab), slabs.free.totals[FREE])
+    if kind == "single" and rows.per_slab == 1:
+        chosen = span(slabs.free.scattered(FREE, num_slabs))
     else:
-        chosen = span(slabs.free.scattered(FREE, wanted))
-    slabs.take_free(stock, chosen)
+        chosen = slabs.free.side_by_side(FREE, num_slabs)
+    slabs.claim_free(rows, chosen)
     if isinstance(chosen, slice):
-        start = chosen.start * size
-        return slice(start, min(start + count, chosen.stop * size))
-    return stock.rows_of(chosen)[:count]
+        start = chosen.start * rows.per_slab
+        return slice(start, min(start + count, chosen.stop * rows.per_slab))
+    return rows.rows_of(chosen)[:count]
 
 
 # ── evicting ──────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class _Idle:
+class IdleSlabs:
     """Idle slabs, the owner of each, and when each was used last."""
 
     slabs: Ints
     owners: Ints
     last_use: Ints
 
-    def part(self, where: Ints) -> "_Idle":
-        return _Idle(self.slabs[where], self.owners[where], self.last_use[where])
+    def part(self, where: Ints) -> "IdleSlabs":
+        return IdleSlabs(self.slabs[where], self.owners[where], self.last_use[where])
 
 
-def _oldest_idle(slabs: Slabs, stocks: Iterable[GroupRows], count: int) -> _Idle:
+def _oldest_idle(slabs: Slabs, groups: Iterable[GroupRows], count: int) -> IdleSlabs:
     """`count` idle slabs of the groups, oldest first; among the oldest those with the
     fewest cached rows."""
-    parts: list[_Idle] = []
-    for stock in stocks:
-        found, stamps = stock.idle.oldest(2 * count + 8)
-        parts.append(_Idle(found, np.full(len(found), stock.group), stamps))
-    idle = _Idle(
-        np.concatenate([p.slabs for p in parts]),
-        np.concatenate([p.owners for p in parts]),
-        np.concatenate([p.last_use for p in parts]),
+    parts: list[IdleSlabs] = []
+    for rows in groups:
+        some, last_use = rows.idle.oldest(2 * count + 8)
+        parts.append(IdleSlabs(some, np.full(len(some), rows.group), last_use))
+    idle = IdleSlabs(
+        np.concatenate([part.slabs for part in parts]),
+        np.concatenate([part.owners for part in parts]),
+        np.concatenate([part.last_use for part in parts]),
     )
     oldest = idle.part(np.argsort(idle.last_use, kind="stable")[: 2 * count + 8])
     cheapest = oldest.part(np.argsort(slabs.cached[oldest.slabs], kind="stable")[:count])
     return cheapest.part(np.argsort(cheapest.last_use, kind="stable"))
 
 
-def _handed_over(slabs: Slabs, stock: GroupRows, idle: _Idle) -> Ints:
+def _taken_over(slabs: Slabs, rows: GroupRows, idle: IdleSlabs) -> Ints:
     """Idle slabs made the group's own, ascending; what was cached in them is gone."""
-    for other in slabs.stocks:
+    for other in slabs.groups:
         if len(lost := idle.slabs[idle.owners == other.group]):
-            slabs.vacate(other, lost)
-    slabs.claim(stock, idle.slabs)
+            slabs.empty(other, lost)
+    slabs.claim(rows, idle.slabs)
     return np.sort(idle.slabs)
 
 
-def _evicted(slabs: Slabs, stock: GroupRows, count: int, policy: EvictionPolicy) -> Ints:
+def _evicted(slabs: Slabs, rows: GroupRows, count: int, policy: EvictionPolicy) -> Ints:
     """Rows of the group's own cache and idle slabs of others, whichever are older."""
-    rows, stamps = _own_candidates(stock, count, policy)
-    others = [other for other in slabs.stocks if other is not stock and len(other.idle)]
+    own, last_use = _own_candidates(rows, count, policy)
+    gained = NONE
+    others = [other for other in slabs.groups if other is not rows and len(other.idle)]
     if others:
-        wanted = -(-count // stock.rows_per_slab)
-        idle = _oldest_idle(slabs, others, wanted)
-        weights = np.ones(len(rows) + len(idle.slabs), np.int64)
-        weights[len(rows) :] = stock.rows_per_slab
-        order = np.argsort(np.concatenate((stamps, idle.last_use)), kind="stable")
-        enough = int(np.searchsorted(weights[order].cumsum(), count)) + 1
-        foreign = order[:enough]
-        foreign = foreign[foreign >= len(rows)] - len(rows)
+        idle = _oldest_idle(slabs, others, -(-count // rows.per_slab))
+        order = np.argsort(np.concatenate((last_use, idle.last_use)), kind="stable")
+        is_slab = order >= len(own)
+        reach = np.where(is_slab, rows.per_slab, 1).cumsum()
+        oldest = order[: int(np.searchsorted(reach, count)) + 1]
+        foreign = oldest[oldest >= len(own)] - len(own)
         if len(foreign):
-            gained = stock.rows_of(_handed_over(slabs, stock, idle.part(foreign)))[:count]
-            rows = rows[: count - len(gained)]
-            slabs.evict(stock, rows)
-            return np.sort(np.concatenate((gained, rows)))
-    slabs.evict(stock, rows)
-    return np.sort(rows)
+            gained = rows.rows_of(_taken_over(slabs, rows, idle.part(foreign)))[:count]
+    own = own[: count - len(gained)]
+    slabs.evict(rows, own)
+    return np.sort(np.concatenate((gained, own)))
 
 
-def _own_candidates(stock: GroupRows, count: int, policy: EvictionPolicy) -> tuple[Ints, Ints]:
+def _own_candidates(rows: GroupRows, count: int, policy: EvictionPolicy) -> tuple[Ints, Ints]:
+    """Cached rows of the group that the policy gives up first, and when each was used last."""
     if policy is lru:
-        return stock.queue.oldest(count)
-    rows, stamps = stock.queue.oldest(4 * count + 64)
-    chosen = policy(EvictionCandidates(stock.group, rows, stamps), count)[:count]
-    return rows[chosen], stamps[chosen]
+        return rows.cached.oldest(count)
+    ids, last_use = rows.cached.oldest(4 * count + 64)
+    chosen = policy(EvictionCandidates(rows.group, ids, last_use), count)[:count]
+    return ids[chosen], last_use[chosen]

@@ -1,64 +1,45 @@
 """Pool: which blocks of a layout are free, held and cached. Ids only, no memory.
 
 A row is held by as many holders as asked for it; when the last one releases it, it is
-cached if its content was `keep`t, and free otherwise. Rows wander between groups in whole
+cached if its content was `keep`t, and free otherwise. Rows move between groups in whole
 slabs, where the layout lets groups share them.
+
+One thread owns a pool: the first one that changes it. A change in another thread is an
+error, because nothing here is locked; `hand_over` lets the next thread have it. Questions
+may be asked in any thread; the answer may be outdated when it arrives.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import threading
+from collections.abc import Mapping, Sequence
+from threading import get_ident
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.blocks.placement import (
     EvictionPolicy,
-    Kind,
+    RowDemand,
+    hold_rows,
+    hold_rows_after,
     lru,
-    most_idle_slabs,
-    picked,
-    picked_frugally,
     roomy,
 )
 from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import Bools, ids_at, span
-from kvstow.blocks.slabs import Slabs, broken_counts
+from kvstow.blocks.runs import Bools
+from kvstow.blocks.slabs import OnEvict, Ownership, SlabMap, Slabs, broken_counts, slab_map
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.view import Ints
 
-Forgets = Callable[[int, Ints], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RowDemand:
-    """`count` rows of a group.
-
-    Side by side; or one each next to the rows of `after`, if those are given, `moving` ones
-    only while there is room. `brief` ones will be released soon: they go where they hinder
-    least.
-    """
-
-    group: int
-    count: int
-    kind: Kind = "lasting"
-    after: Ints | None = None
-
-
-class Ownership(NamedTuple):
-    """Slab by slab: the group that owns it (-1: nobody), its held and its cached rows."""
-
-    owner: Ints
-    held: Ints
-    cached: Ints
+NO_THREAD = 0
 
 
 class Pool:
     """All blocks of a layout but the null ones, free at first.
 
     `generations` may be memory that others read: one contiguous int64 array per group,
-    one entry per block. `policy` chooses what is evicted.
+    one entry per block. `policy` chooses what is evicted. `on_evict` is called with a group
+    and the rows whose content is given up, before they are used again.
     """
 
     def __init__(
@@ -69,57 +50,78 @@ class Pool:
         policy: EvictionPolicy = lru,
     ) -> None:
         if generations is not None and len(generations) != len(layout.groups):
-            raise PlanError(
-                f"{len(generations)} generation arrays for {len(layout.groups)} groups"
-            )  # fmt: skip
+            raise PlanError(f"{len(generations)} generation arrays for {len(layout.groups)} groups")
         self.layout = layout
-        self.on_evict: list[Forgets] = []
+        self.on_evict: list[OnEvict] = []
         self._policy = policy
+        self._thread = NO_THREAD
         self._slabs: list[Slabs] = []
         by_group: dict[int, tuple[Slabs, GroupRows]] = {}
         for members in layout.sharing:
-            slabs = _slabs(layout, members, generations, self._evicted)
+            slabs = _slabs_of(layout, members, generations, self._evicted)
             self._slabs.append(slabs)
-            by_group |= {stock.group: (slabs, stock) for stock in slabs.stocks}
+            by_group |= {rows.group: (slabs, rows) for rows in slabs.groups}
         self._of = [by_group[g] for g in range(len(layout.groups))]
-        self.generations: tuple[Ints, ...] = tuple(stock.generations for _, stock in self._of)
+        self.generations: tuple[Ints, ...] = tuple(rows.generations for _, rows in self._of)
 
-    def _evicted(self, group: int, rows: Ints) -> None:
-        for told in self.on_evict:
-            told(group, rows)
+    def _evicted(self, group: int, ids: Ints) -> None:
+        for listener in self.on_evict:
+            listener(group, ids)
+
+    # ── the owner's thread ────────────────────────────────────────────────────────
+
+    def check_thread(self) -> None:
+        """Raises in any thread but the owner's; the first thread to call it is the owner's."""
+        thread = get_ident()
+        if thread == self._thread:
+            return
+        if self._thread != NO_THREAD:
+            names = {other.ident: other.name for other in threading.enumerate()}
+            owner = names.get(self._thread, "that has ended")
+            raise BlockError(
+                f"the pool is changed in thread {names.get(thread, 'unknown')!r} ({thread}) and "
+                f"belongs to thread {owner!r} ({self._thread})\n\n"
+                "hint: change it in one thread only, or call pool.hand_over() when its owner "
+                "is done with it"
+            )
+        self._thread = thread
+
+    def hand_over(self) -> None:
+        """Let the next thread that changes the pool own it. For when the owner is done."""
+        self._thread = NO_THREAD
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
     def num_free(self, group: int) -> int:
         """Rows the group could hold if no other group wanted any; cached ones count."""
-        slabs, stock = self._of[group]
-        return slabs.num_available(stock)
+        slabs, rows = self._of[group]
+        return slabs.num_available(rows)
 
     def num_held(self, group: int) -> int:
         return self._of[group][1].num_held
 
     def num_cached(self, group: int) -> int:
-        return len(self._of[group][1].queue)
+        return len(self._of[group][1].cached)
 
     def has_gaps(self, group: int) -> bool:
         """Whether slabs are of several rows, so that free ones can be stranded."""
-        return self._of[group][1].rows_per_slab > 1
+        return self._of[group][1].per_slab > 1
 
     def num_stranded(self, group: int) -> int:
         """Free rows in slabs that the group cannot give up, because of held ones in them."""
-        slabs, stock = self._of[group]
+        slabs, rows = self._of[group]
         busy = (slabs.owner == group) & (slabs.held > 0)
-        return stock.spare - int(slabs.cached[busy].sum()) if stock.spare else 0
+        return rows.spare - int(slabs.cached[busy].sum()) if rows.spare else 0
 
     def holds(self, group: int, ids: npt.ArrayLike) -> Ints:
         """How many hold each row."""
-        stock = self._of[group][1]
-        return stock.refs[stock.known(ids)]
+        rows = self._of[group][1]
+        return rows.refs[rows.existing(ids)]
 
     def kept(self, group: int, ids: npt.ArrayLike) -> Bools:
         """Whether each row's content is to be cached after its last hold."""
-        stock = self._of[group][1]
-        return stock.kept[stock.known(ids)]
+        rows = self._of[group][1]
+        return rows.kept[rows.existing(ids)]
 
     def quarantined(self, group: int) -> Ints:
         """The rows in quarantine."""
@@ -128,9 +130,14 @@ class Pool:
     def num_quarantined(self, group: int) -> int:
         return self._of[group][1].num_quarantined
 
-    def in_quarantine(self, group: int, ids: npt.ArrayLike) -> Bools:
-        stock = self._of[group][1]
-        return stock.quarantined[stock.known(ids)]
+    def suspect(self, group: int, ids: npt.ArrayLike) -> Bools:
+        """Whether each row was quarantined since it was given out: then its content is not
+        known, and it cannot be kept."""
+        rows = self._of[group][1]
+        return rows.suspect[rows.existing(ids)]
+
+    def num_suspect(self, group: int) -> int:
+        return self._of[group][1].num_suspect
 
     def ownership(self) -> tuple[Ownership, ...]:
         """Who owns which slab now, per set of groups that pass slabs around."""
@@ -139,29 +146,16 @@ class Pool:
             for slabs in self._slabs
         )
 
-    def refuse(self, needs: Mapping[int, int]) -> None:
-        """Raises if so many rows of the groups cannot be held at once."""
+    def slab_map(self) -> SlabMap:
+        """Who owns which slab now, as letters, for pages and status documents."""
+        return slab_map(self.layout, self.ownership())
+
+    def check_room(self, needs: Mapping[int, int]) -> None:
+        """Raises `OutOfBlocks` if so many rows of the groups cannot be held at once."""
         for slabs in self._slabs:
             missing = slabs.missing(needs)
             if missing > 0:
-                raise self._out_of_blocks(slabs, needs, missing)
-
-    def _out_of_blocks(self, slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:
-        demands = [(stock, needs.get(stock.group, 0)) for stock in slabs.stocks]
-        wanted = [
-            f"{stock.name!r}: {rows} needed, {slabs.num_available(stock)} free"
-            for stock, rows in demands
-            if rows
-        ]
-        needed = sum(rows for _, rows in demands)
-        free = sum(min(rows, slabs.num_available(stock)) for stock, rows in demands)
-        together = f"; {missing} slabs too few for all of them together" if wanted[1:] else ""
-        return OutOfBlocks(
-            f"rows of group {'; of group '.join(wanted)}{together}\n\n"
-            "hint: release a request, or plan a larger budget",
-            needed=needed,
-            free=free,
-        )
+                raise _out_of_blocks(slabs, needs, missing)
 
     # ── holds ─────────────────────────────────────────────────────────────────────
 
@@ -169,225 +163,199 @@ class Pool:
         """Hold `count` rows for new content, ascending, in few runs; all or none."""
         return self.hold_all((RowDemand(group, count),))[0]
 
-    def hold_all(self, wants: Sequence[RowDemand]) -> list[Ints]:
-        """Hold the rows of every want; all or none."""
+    def hold_all(self, demands: Sequence[RowDemand]) -> list[Ints]:
+        """Hold the rows of every demand; all or none."""
+        self.check_thread()
         needs: dict[int, int] = {}
-        for want in wants:
-            if want.count < 0:
-                raise BlockError(f"group {want.group}: {want.count} rows cannot be held")
-            needs[want.group] = needs.get(want.group, 0) + want.count
-        self.refuse(needs)
+        for demand in demands:
+            if demand.count < 0:
+                raise BlockError(f"group {demand.group}: {demand.count} rows cannot be held")
+            needs[demand.group] = needs.get(demand.group, 0) + demand.count
+        self.check_room(needs)
         held: list[Ints] = []
-        for want in wants:
-            if want.after is None:
-                rows = self._hold(want.group, want.count, needs, want.kind)
+        for demand in demands:
+            slabs, rows = self._of[demand.group]
+            kind, policy = demand.kind, self._policy
+            if demand.after is None:
+                ids = hold_rows(slabs, rows, demand.count, kind, needs, policy)
             else:
-                rows = self._hold_after(want.group, want.kind, want.after, needs)
-            held.append(rows)
-            needs[want.group] -= want.count
+                ids = hold_rows_after(slabs, rows, demand.after, kind, needs, policy)
+            held.append(ids)
+            needs[demand.group] -= demand.count
         return held
-
-    def _hold_after(self, group: int, kind: Kind, after: Ints, needs: dict[int, int]) -> Ints:
-        slabs, stock = self._of[group]
-        if kind == "moving" and stock.rows_per_slab > 1 and not roomy(slabs):
-            return self._hold(group, len(after), needs, "moving")
-        rows = after + 1
-        fits = _free_next(slabs, stock, rows)
-        near = rows[fits]
-        if len(near):
-            where = span(np.sort(near))
-            if stock.rows_per_slab == 1:
-                slabs.take_free(stock, where)
-            slabs.occupy(stock, where)
-        rest = len(rows) - len(near)
-        if rest:
-            left = needs | {group: needs[group] - len(near)}
-            rows[~fits] = self._hold(group, rest, left, "single")
-        return rows
-
-    def _hold(self, group: int, count: int, needs: Mapping[int, int], kind: Kind) -> Ints:
-        """Hold rows of one group, so that all that is needed besides can be held, too."""
-        if count == 0:
-            return np.zeros(0, np.int64)
-        slabs, stock = self._of[group]
-        if stock.rows_per_slab == 1 or (
-            most_idle_slabs(slabs, stock, count, kind) - slabs.needed(stock, count)
-            <= -slabs.missing(needs)
-        ):
-            where = picked(slabs, stock, count, self._policy, kind)
-        else:
-            where = span(picked_frugally(slabs, stock, count, kind))
-        slabs.occupy(stock, where, briefly=kind == "brief")
-        return ids_at(where)
 
     def share(self, group: int, ids: npt.ArrayLike) -> None:
         """Add one hold to each row that is held or cached; what is in it stays."""
-        slabs, stock = self._of[group]
-        rows, where = stock.located(ids)
-        refs = stock.refs[where]
-        cached = refs == 0
+        self.check_thread()
+        slabs, rows = self._of[group]
+        ids, where = rows.located(ids)
+        cached = rows.refs[where] == 0
         num_cached = np.count_nonzero(cached)
         if num_cached:
-            stock.refuse(
-                rows, cached & (stock.queue.place[where] < 0), "is neither held nor cached"
-            )
+            rows.check_none(ids, cached & ~rows.cached.has(where), "is neither held nor cached")
         if isinstance(where, slice):
-            stock.refs[where] = refs + 1
+            rows.refs[where] += 1
         else:
-            np.add.at(stock.refs, rows, 1)
-        if num_cached:
-            if num_cached < len(rows):
-                rows = where = rows[cached]
-            if not isinstance(where, slice) and np.count_nonzero(stock.refs[rows] != 1):
-                rows = where = np.unique(rows)
-            slabs.revive(stock, rows, where)
+            np.add.at(rows.refs, ids, 1)
+        if num_cached == len(ids) and isinstance(where, slice):
+            slabs.hold_cached(rows, where)
+        elif num_cached:
+            slabs.hold_cached(rows, np.unique(ids[cached]))
 
     def release(self, group: int, ids: npt.ArrayLike) -> None:
         """Give back one hold on each row; one named twice gives back two.
 
         Raises before changing anything if some row has fewer holds than that.
         """
-        slabs, stock = self._of[group]
-        rows, where = stock.located(ids)
-        if not len(rows):
+        self.check_thread()
+        slabs, rows = self._of[group]
+        ids, where = rows.located(ids)
+        if not len(ids):
             return
-        before = stock.refs[where]
+        before = rows.refs[where]
         if isinstance(where, slice):
             left = before - 1
-            if left[left.argmin()] < 0:
-                stock.refuse(rows, left < 0, "is released more often than it is held")
-            stock.refs[where] = left
-            once = True
         else:
-            np.subtract.at(stock.refs, rows, 1)
-            left = stock.refs[rows]
-            if left[left.argmin()] < 0:
-                np.add.at(stock.refs, rows, 1)
-                stock.refuse(rows, left < 0, "is released more often than it is held")
-            once = not np.count_nonzero(before - left != 1)
+            np.subtract.at(rows.refs, ids, 1)
+            left = rows.refs[ids]
+        if left[left.argmin()] < 0:
+            rows.refs[where] = before
+            rows.check_none(ids, left < 0, "is released more often than it is held")
+        rows.refs[where] = left
+        any_twice = np.count_nonzero(before - left != 1)
         if np.count_nonzero(left):
-            rows = where = rows[left == 0]
-        if not once:
-            rows = where = _unique(rows)
-        if len(rows):
-            slabs.vacated(stock, rows, where)
+            ids = where = ids[left == 0]
+        if any_twice:
+            ids = where = np.unique(ids)
+        if len(ids):
+            slabs.release(rows, ids, where)
 
     def renewable(self, group: int, ids: Ints) -> Bools:
         """Which held rows their only holder may use for new content right away.
 
         None where slabs are scarce: then rows had better move to where they fill gaps.
         """
-        slabs, stock = self._of[group]
-        if stock.rows_per_slab > 1 and not roomy(slabs):
+        slabs, rows = self._of[group]
+        if rows.per_slab > 1 and not roomy(slabs):
             return np.zeros(len(ids), np.bool_)
-        return (stock.refs[ids] == 1) & ~stock.kept[ids]
+        only_holder = (rows.refs[ids] == 1) & ~rows.kept[ids]
+        return only_holder & ~rows.suspect[ids] if rows.num_suspect else only_holder
 
     def renew(self, group: int, ids: Ints) -> None:
         """Use renewable rows, each named once, for new content."""
+        self.check_thread()
         self._of[group][1].generations[ids] += 1
 
     # ── content ───────────────────────────────────────────────────────────────────
 
     def keep(self, group: int, ids: npt.ArrayLike) -> None:
-        """Cache the content of held rows when their last hold ends."""
-        stock = self._of[group][1]
-        rows, where = stock.located(ids)
-        refs = stock.refs[where]
+        """Cache the content of held rows when their last hold ends.
+
+        Raises if some row was quarantined since it was given out: a late writer may have
+        changed it.
+        """
+        self.check_thread()
+        rows = self._of[group][1]
+        ids, where = rows.located(ids)
+        refs = rows.refs[where]
         if len(refs) and refs[refs.argmin()] == 0:
-            stock.refuse(rows, refs == 0, "is not held")
-        stock.kept[where] = True
+            rows.check_none(ids, refs == 0, "is not held")
+        if rows.num_suspect:
+            rows.check_none(
+                ids, rows.suspect[ids], "was quarantined, its content is not known and not kept"
+            )
+        rows.kept[where] = True
 
     def forget(self, group: int, ids: npt.ArrayLike) -> None:
         """Do not cache the content of rows; cached ones become free."""
-        slabs, stock = self._of[group]
-        rows = _unique(stock.known(ids))
-        cached = rows[stock.queue.place[rows] >= 0]
+        self.check_thread()
+        slabs, rows = self._of[group]
+        ids = np.unique(rows.existing(ids))
+        cached = ids[rows.cached.has(ids)]
         if len(cached):
-            slabs.discarded(stock, cached)
-        held = rows[stock.kept[rows]]
+            slabs.discard(rows, cached)
+        held = ids[rows.kept[ids]]
         if len(held):
             self._evicted(group, held)
-            stock.kept[held] = False
+            rows.kept[held] = False
 
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """Keep held rows out of use, whoever releases them, until `unquarantine`.
 
-        For rows that somebody may still be writing to. Their content is forgotten.
+        For rows that somebody may still be writing to. Their content is forgotten, their
+        generations move on, and they are not cached again before they were free.
         """
-        stock = self._of[group][1]
-        rows = stock.known(ids)
-        stock.refuse(rows, stock.refs[rows] == 0, "is not held")
-        stock.refuse(rows, stock.quarantined[rows], "is in quarantine already")
-        rows = _unique(rows)
-        self.forget(group, rows)
-        stock.refs[rows] += 1
-        stock.quarantined[rows] = True
-        stock.num_quarantined += len(rows)
+        self.check_thread()
+        rows = self._of[group][1]
+        ids = rows.existing(ids)
+        rows.check_none(ids, rows.refs[ids] == 0, "is not held")
+        rows.check_none(ids, rows.quarantined[ids], "is in quarantine already")
+        ids = np.unique(ids)
+        self.forget(group, ids)
+        rows.num_suspect += int(np.count_nonzero(~rows.suspect[ids]))
+        rows.num_quarantined += len(ids)
+        rows.suspect[ids] = rows.quarantined[ids] = True
+        rows.generations[ids] += 1
+        rows.refs[ids] += 1
 
     def unquarantine(self, group: int, ids: npt.ArrayLike) -> None:
-        """End the quarantine of rows: free, unless somebody still holds them."""
-        stock = self._of[group][1]
-        rows = _unique(stock.known(ids))
-        stock.refuse(rows, ~stock.quarantined[rows], "is not in quarantine")
-        stock.quarantined[rows] = False
-        stock.num_quarantined -= len(rows)
-        self.release(group, rows)
+        """End the quarantine of rows: free, unless somebody still holds them. Their
+        generations move on."""
+        self.check_thread()
+        rows = self._of[group][1]
+        ids = np.unique(rows.existing(ids))
+        rows.check_none(ids, ~rows.quarantined[ids], "is not in quarantine")
+        rows.quarantined[ids] = False
+        rows.num_quarantined -= len(ids)
+        rows.generations[ids] += 1
+        self.release(group, ids)
 
     # ── integrity ─────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        """Raises with every number that does not add up; changes nothing."""
+        """Raises with every number that does not add up; changes nothing. Slow, for tests."""
         broken = [line for slabs in self._slabs for line in broken_counts(slabs)]
         if broken:
             raise BlockError("\n".join(broken))
 
 
-def _slabs(
-    layout: Layout,
-    members: tuple[int, ...],
-    generations: Sequence[Ints] | None,
-    evicted: Forgets,
+def _slabs_of(
+    layout: Layout, members: tuple[int, ...], generations: Sequence[Ints] | None, on_evict: OnEvict
 ) -> Slabs:
-    alone = len(members) == 1
-    size = layout.groups[members[0]].rows_per_slab if alone else 1
-    stocks = [
+    """The slabs that some groups share. A group that is alone has one row per slab."""
+    is_alone = len(members) == 1
+    slabs_each = layout.groups[members[0]].rows_per_slab if is_alone else 1
+    groups = [
         GroupRows(
             group=g,
             name=layout.groups[g].group.name,
-            num_slabs=layout.num_slabs * size,
-            rows_per_slab=1 if alone else layout.groups[g].rows_per_slab,
+            num_slabs=layout.num_slabs * slabs_each,
+            per_slab=1 if is_alone else layout.groups[g].rows_per_slab,
             num_null=NULL_SLABS * layout.groups[g].rows_per_slab,
             generations=None if generations is None else generations[g],
         )
         for g in members
     ]
     return Slabs(
-        stocks,
-        num_slabs=layout.num_slabs * size,
-        num_null=NULL_SLABS * size,
-        evicted=evicted,
+        groups,
+        num_slabs=layout.num_slabs * slabs_each,
+        num_null=NULL_SLABS * slabs_each,
+        on_evict=on_evict,
     )
 
 
-def _unique(rows: Ints) -> Ints:
-    return rows if len(rows) < 2 else np.unique(rows)
-
-
-def _free_next(slabs: Slabs, stock: GroupRows, rows: Ints) -> Bools:
-    """Which rows can be had at no cost: free, in a slab in use or (where a row is a slab)
-    in a free one; each row once."""
-    inside = rows < stock.num_rows
-    near = np.where(inside, rows, 0)
-    if stock.rows_per_slab == 1:
-        fits = inside & (slabs.free.shelf[near] == 1)
-    else:
-        of = stock.slabs_of(near)
-        fits = inside & stock.free[near] & (slabs.owner[of] == stock.group) & (slabs.held[of] > 0)
-    if len(rows) > 1 and np.count_nonzero(fits):
-        twice = np.sort(near[fits])
-        if np.count_nonzero(twice[1:] == twice[:-1]):
-            first = np.unique(near, return_index=True)[1]
-            once = np.zeros(len(rows), np.bool_)
-            once[first] = True
-            fits &= once
-    return fits
+def _out_of_blocks(slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:
+    """What is needed and what is free, in every group that needs some."""
+    available = {rows.group: slabs.num_available(rows) for rows in slabs.groups}
+    wanted = [rows for rows in slabs.groups if needs.get(rows.group)]
+    lines = [
+        f"{rows.name!r}: {needs[rows.group]} needed, {available[rows.group]} free"
+        for rows in wanted
+    ]
+    together = f"; {missing} slabs too few for all of them together" if len(wanted) > 1 else ""
+    return OutOfBlocks(
+        f"rows of group {'; of group '.join(lines)}{together}\n\n"
+        "hint: release a request, or plan a larger budget",
+        needed=sum(needs[rows.group] for rows in wanted),
+        free=sum(min(needs[rows.group], available[rows.group]) for rows in wanted),
+    )

@@ -102,7 +102,7 @@ class Requests:
         """The slots in use."""
         return np.nonzero(self._handle >= 0)[0]
 
-    def refuse_twice(self, slots: Ints) -> None:
+    def check_distinct(self, slots: Ints) -> None:
         """Raises if a request is named twice."""
         if len(slots) == 1:
             return

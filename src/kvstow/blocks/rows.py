@@ -1,111 +1,101 @@
-"""GroupRows: the rows of one group, free, held or cached. Arrays with one entry per row.
+"""The rows of one group: free, held or cached; and the two lists in which they are found.
 
     free     nobody needs what is in it
     held     `refs` requests, leases or copies need it
-    cached   nobody holds it, its content may be wanted again: in the queue, evictable
+    cached   nobody holds it, its content may be wanted again: evictable, oldest first
 
-Rows that lie in slabs of other groups count as free here; who owns a slab is written
-down once, in `Slabs`.
+`GroupRows` has arrays with one entry per row. `LruQueue` has the cached rows in the order
+of their last use, `FreeSlabs` the slabs in which rows are free. Rows that lie in slabs of
+other groups count as free here; who owns a slab is written down once, in `Slabs`.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.runs import NONE, Where, fewest_runs, num_at, span, span_of_any
+from kvstow.blocks.runs import NONE, Bools, Where, fewest_runs, num_at, span, span_of_any
 from kvstow.errors import BlockError, PlanError
 from kvstow.plan.view import Ints
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
 
-FEW = 8
-"""Items that are counted faster one by one."""
-
 
 class FreeSlabs:
-    """Every item lies on one shelf; shelf 0 is the floor, which is not counted."""
+    """Slabs by level, which says how free they are. Those of level 0 are not listed.
 
-    def __init__(self, num_items: int, num_shelves: int) -> None:
-        segments = -(-num_items // SEGMENT)
-        self.shelf = np.zeros(segments * SEGMENT, np.int8)
-        self.totals = [0] * (num_shelves + 1)
-        self._counts = np.zeros((num_shelves + 1, segments), np.int64)
-        self._flat = self._counts.reshape(-1)
+        level   per slab                │ 0 0 2 1 … │ 1 1 1 1 … │ 0 0 0 0 … │
+        counts  per level and segment   │ 1: 17     │ 1: 1024   │ 1: 0      │
+
+    A search looks at the counts, a thousandth of the slabs, and into as many segments as
+    have enough slabs of the level.
+    """
+
+    def __init__(self, num_slabs: int, num_levels: int) -> None:
+        num_segments = -(-num_slabs // SEGMENT)
+        self.level = np.zeros(num_segments * SEGMENT, np.int8)
+        self.totals = [0] * (num_levels + 1)
+        self._counts = np.zeros((num_levels + 1, num_segments), np.int64)
         self._open = 0
 
-    def put(self, items: Where, shelf: int) -> None:
-        """Lay items that lie on the floor onto one shelf."""
-        self.shelf[items] = shelf
-        self._count(items, shelf, 1)
+    def add(self, slabs: Where, level: int) -> None:
+        """List slabs that are not listed, each named once."""
+        self.level[slabs] = level
+        self._count(slabs, level, 1)
 
-    def drop(self, items: Where, shelf: int) -> None:
-        """Lay items of one shelf onto the floor."""
-        self.shelf[items] = 0
-        self._count(items, shelf, -1)
+    def remove(self, slabs: Where, level: int) -> None:
+        """Take slabs of one level, each named once, out of the list."""
+        self.level[slabs] = 0
+        self._count(slabs, level, -1)
 
-    def _count(self, items: Where, shelf: int, sign: int) -> None:
-        counts = self._counts[shelf]
-        if not isinstance(items, slice):
-            np.add.at(counts, items >> SEGMENT_BITS, sign)
-            self.totals[shelf] += sign * len(items)
+    def _count(self, slabs: Where, level: int, sign: int) -> None:
+        self.totals[level] += sign * num_at(slabs)
+        counts = self._counts[level]
+        if not isinstance(slabs, slice):
+            np.add.at(counts, slabs >> SEGMENT_BITS, sign)
             return
-        start, stop = items.start, items.stop
-        self.totals[shelf] += sign * (stop - start)
-        while start < stop:
+        start = slabs.start
+        while start < slabs.stop:
             segment = start >> SEGMENT_BITS
-            end = min(stop, (segment + 1) << SEGMENT_BITS)
+            end = min(slabs.stop, (segment + 1) << SEGMENT_BITS)
             counts[segment] += sign * (end - start)
             start = end
 
-    def move(self, items: Ints, shelves: Ints) -> None:
-        """Lay each item, named once, onto its shelf."""
-        before = self.shelf[items].astype(np.int64)
-        moved = (before != shelves).nonzero()[0]
+    def move(self, slabs: Ints, levels: Ints) -> None:
+        """Give each slab, named once, its level."""
+        before = self.level[slabs].astype(np.int64)
+        moved = (before != levels).nonzero()[0]
         if not len(moved):
             return
-        if len(moved) < len(items):
-            items, before, shelves = items[moved], before[moved], shelves[moved]
-        self.shelf[items] = shelves
-        segments = items >> SEGMENT_BITS
-        if len(items) > FEW:
-            width = self._counts.shape[1]
-            np.subtract.at(self._flat, before * width + segments, 1)
-            np.add.at(self._flat, shelves * width + segments, 1)
-        changes = zip(before.tolist(), shelves.tolist(), segments.tolist(), strict=True)
-        for old, new, segment in changes:
+        if len(moved) < len(slabs):
+            slabs, before, levels = slabs[moved], before[moved], levels[moved]
+        self.level[slabs] = levels
+        segments = slabs >> SEGMENT_BITS
+        np.subtract.at(self._counts, (before, segments), 1)
+        np.add.at(self._counts, (levels, segments), 1)
+        for old, new in zip(before.tolist(), levels.tolist(), strict=True):
             self.totals[old] -= 1
             self.totals[new] += 1
-            if len(items) <= FEW:
-                self._counts[old, segment] -= 1
-                self._counts[new, segment] += 1
 
-    def lowest(self, shelves: range, count: int) -> Ints:
-        """The lowest items of several shelves, ascending: `count` of them, or all."""
-        return self._some(shelves, count, lowest=True)[:count]
+    # ── searches ──────────────────────────────────────────────────────────────────
 
-    def highest(self, shelves: range, count: int) -> Ints:
-        """The highest items of several shelves, descending: `count` of them, or all."""
-        return self._some(shelves, count, lowest=False)[::-1][:count]
-
-    def _some(self, shelves: range, count: int, *, lowest: bool) -> Ints:
-        """Items of several shelves, ascending, from as many segments as have enough."""
-        if not any(self.totals[shelves.start : shelves.stop]):
-            return NONE
-        counts = self._counts[shelves.start : shelves.stop].sum(axis=0)
+    def lowest(self, levels: range, count: int) -> Ints:
+        """The lowest slabs of several levels, ascending: `count` of them, or all."""
+        counts = self._counts[levels.start : levels.stop].sum(axis=0)
         segments = counts.nonzero()[0]
-        order = segments if lowest else segments[::-1]
-        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
-        part = np.sort(order[:enough])
-        lying = self.shelf.reshape(-1, SEGMENT)[part]
-        rows, columns = ((lying >= shelves.start) & (lying < shelves.stop)).nonzero()
-        return (part[rows] << SEGMENT_BITS) + columns
+        return self._within(levels, _enough(segments, counts, count))[:count]
 
-    def side_by_side(self, shelf: int, count: int) -> Where:
-        """`count` items of a shelf, or all, in few runs, ascending.
+    def highest(self, levels: range, count: int) -> Ints:
+        """The highest slabs of several levels, descending: `count` of them, or all."""
+        counts = self._counts[levels.start : levels.stop].sum(axis=0)
+        segments = counts.nonzero()[0][::-1]
+        return self._within(levels, _enough(segments, counts, count))[::-1][:count]
+
+    def side_by_side(self, level: int, count: int) -> Where:
+        """`count` slabs of a level, or all, in few runs, ascending.
 
         Goes on in the segment it used last, and to the emptiest one when that has too few.
         """
-        counts = self._counts[shelf]
+        counts = self._counts[level]
         if counts[self._open] < count:
             self._open = int(counts.argmax())
         here = int(counts[self._open])
@@ -113,41 +103,51 @@ class FreeSlabs:
             start = self._open << SEGMENT_BITS
             return slice(start, start + count)
         if here >= count:
-            return span(fewest_runs(self._segment(shelf, self._open), count))
-        order = np.argsort(-counts, kind="stable")
-        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
-        return span(fewest_runs(self._within(shelf, np.sort(order[:enough])), count))
+            segments = np.array([self._open])
+        else:
+            segments = _enough(np.argsort(-counts, kind="stable"), counts, count)
+        return span(fewest_runs(self._within(range(level, level + 1), segments), count))
 
-    def scattered(self, shelf: int, count: int) -> Ints:
-        """`count` items of a shelf, or all, where they leave the long runs alone: from the
-        segments that have the fewest."""
-        counts = self._counts[shelf]
-        segments = np.nonzero(counts)[0]
-        if not len(segments):
-            return NONE
-        least = int(segments[counts[segments].argmin()])
-        if counts[least] >= count:
-            return self._segment(shelf, least)[:count]
-        order = segments[np.argsort(counts[segments], kind="stable")]
-        enough = int(np.searchsorted(counts[order].cumsum(), count)) + 1
-        return self._within(shelf, np.sort(order[:enough]))[:count]
+    def scattered(self, level: int, count: int) -> Ints:
+        """`count` slabs of a level, or all, ascending, from the segments that have the
+        fewest: long runs are left alone."""
+        counts = self._counts[level]
+        segments = counts.nonzero()[0]
+        segments = segments[np.argsort(counts[segments], kind="stable")]
+        segments = _enough(segments, counts, count)
+        return self._within(range(level, level + 1), segments)[:count]
 
-    def _segment(self, shelf: int, segment: int) -> Ints:
-        start = segment << SEGMENT_BITS
-        return (self.shelf[start : start + SEGMENT] == shelf).nonzero()[0] + start
-
-    def _within(self, shelf: int, segments: Ints) -> Ints:
+    def _within(self, levels: range, segments: Ints) -> Ints:
+        """All slabs of the levels in the segments, ascending."""
         if len(segments) == 1:
-            return self._segment(shelf, int(segments[0]))
-        rows, columns = np.nonzero(self.shelf.reshape(-1, SEGMENT)[segments] == shelf)
-        return (segments[rows] << SEGMENT_BITS) + columns
+            start = int(segments[0]) << SEGMENT_BITS
+            part = self.level[start : start + SEGMENT]
+            return ((part >= levels.start) & (part < levels.stop)).nonzero()[0] + start
+        segments = np.sort(segments)
+        part = self.level.reshape(-1, SEGMENT)[segments]
+        lines, columns = ((part >= levels.start) & (part < levels.stop)).nonzero()
+        return (segments[lines] << SEGMENT_BITS) + columns
+
+
+def _enough(segments: Ints, counts: Ints, count: int) -> Ints:
+    """The first segments, as many as have `count` slabs together."""
+    return segments[: int(np.searchsorted(counts[segments].cumsum(), count)) + 1]
 
 
 class LruQueue:
-    """At most one place for each of `num_items` items."""
+    """Items in the order of their last use, at most one place for each of `num_items`.
+
+        items   7 2 9 2 5 · ·        a log; the place of 2 is 3, so the 2 at 1 is stale
+                ↑         ↑
+                head      tail
+
+    An item is taken out by forgetting its place; its entry goes stale and is skipped. The
+    log is compacted when it has run to its end, once per at least as many entries as there
+    are items.
+    """
 
     def __init__(self, num_items: int) -> None:
-        self.place = np.full(num_items, -1, np.int64)
+        self._place = np.full(num_items, -1, np.int64)
         self._items = np.empty(2 * num_items + 64, np.int64)
         self._stamps = np.empty(2 * num_items + 64, np.int64)
         self._head = 0
@@ -157,60 +157,66 @@ class LruQueue:
     def __len__(self) -> int:
         return self._num
 
+    def has(self, items: Where) -> Bools:
+        """Which items are in the queue."""
+        return self._place[items] >= 0
+
     def put(self, items: Ints, stamp: int) -> None:
-        """Line up items that are not in the queue, each named once, behind the others."""
+        """Queue items that are not in it, each named once, behind the others."""
+        if self._tail + len(items) > len(self._items):
+            self._compact()
         end = self._tail + len(items)
-        if end > len(self._items):
-            self._close_up()
-            end = self._tail + len(items)
         self._items[self._tail : end] = items
         self._stamps[self._tail : end] = stamp
-        self.place[items] = np.arange(self._tail, end)
+        self._place[items] = np.arange(self._tail, end)
         self._tail = end
         self._num += len(items)
 
-    def drop(self, items: Where) -> None:
+    def remove(self, items: Where) -> None:
         """Take out items that are in the queue, each named once."""
-        self.place[items] = -1
+        self._place[items] = -1
         self._num -= num_at(items)
 
     def oldest(self, count: int) -> tuple[Ints, Ints]:
         """The `count` items that have waited longest, or all, with their stamps."""
-        if self._num == 0 or count < 1:
-            self._head = self._tail if self._num == 0 else self._head
-            return NONE, NONE
-        found: list[Ints] = []
-        start, chunk = self._head, count + 32
         missing = min(count, self._num)
+        if self._num == 0:
+            self._head = self._tail
+        if missing < 1:
+            return NONE, NONE
+        parts: list[Ints] = []
+        start, length = self._head, count + 32
         while missing > 0:
-            end = min(start + chunk, self._tail)
-            entries = self._items[start:end]
-            valid = np.nonzero(self.place[entries] == np.arange(start, end))[0] + start
-            if not found:
-                self._head = int(valid[0]) if len(valid) else end
+            end = min(start + length, self._tail)
+            valid = np.nonzero(self._place[self._items[start:end]] == np.arange(start, end))[0]
+            if not parts:
+                self._head = start + int(valid[0]) if len(valid) else end
             if len(valid):
-                found.append(valid)
+                parts.append(valid + start)
                 missing -= len(valid)
-            start, chunk = end, 2 * chunk
-        places = found[0] if len(found) == 1 else np.concatenate(found)
-        places = places[:count]
+            start, length = end, 2 * length
+        places = (parts[0] if len(parts) == 1 else np.concatenate(parts))[:count]
         return self._items[places], self._stamps[places]
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
+        """Close the gaps that stale entries leave."""
         live = np.arange(self._head, self._tail)
-        live = live[self.place[self._items[live]] == live]
+        live = live[self._place[self._items[live]] == live]
         items, stamps = self._items[live], self._stamps[live]
         self._head, self._tail = 0, len(live)
         self._items[: self._tail] = items
         self._stamps[: self._tail] = stamps
-        self.place[items] = np.arange(self._tail)
+        self._place[items] = np.arange(self._tail)
 
 
 class GroupRows:
-    """`num_slabs` slabs of `rows_per_slab` rows; the first `num_null` rows are nobody's.
+    """The rows of one group: `num_slabs` slabs of `per_slab` rows; the first `num_null`
+    rows are never given out.
 
-    Slabs with free rows lie on shelves, by the number of those: `1 … top`, and `top + 1 …
-    2 · top` where all that is held in them is held briefly (`passing`).
+    `kept` rows are to be cached when their last hold ends. `suspect` ones were quarantined
+    while they were held: their content is not known. Slabs with free rows are listed in
+    `partial` by the number of those: at level `1 … top` by the power of two, and at `top +
+    1 … 2 · top` where all that is held in them is held briefly (`brief`).
     """
 
     def __init__(
@@ -219,106 +225,110 @@ class GroupRows:
         group: int,
         name: str,
         num_slabs: int,
-        rows_per_slab: int,
+        per_slab: int,
         num_null: int,
         generations: Ints | None,
     ) -> None:
         self.group = group
         self.name = name
-        self.rows_per_slab = rows_per_slab
-        self.num_rows = num_slabs * rows_per_slab
+        self.per_slab = per_slab
+        self.num_rows = num_slabs * per_slab
         self.num_null = num_null
         self.refs = np.zeros(self.num_rows, np.int64)
         self.free = np.ones(self.num_rows, np.bool_)
         self.kept = np.zeros(self.num_rows, np.bool_)
         self.quarantined = np.zeros(self.num_rows, np.bool_)
-        self.generations = _generations(name, self.num_rows, generations)
-        self.queue = LruQueue(self.num_rows)
-        self.idle = self.queue if rows_per_slab == 1 else LruQueue(num_slabs)
-        self.top = rows_per_slab.bit_length()
+        self.suspect = np.zeros(self.num_rows, np.bool_)
+        self.generations = _checked_generations(name, self.num_rows, generations)
+        self.cached = LruQueue(self.num_rows)
+        self.idle = self.cached if per_slab == 1 else LruQueue(num_slabs)
+        self.top = per_slab.bit_length()
         self.partial = FreeSlabs(num_slabs, 2 * self.top)
-        self.passing = np.zeros(num_slabs, np.int64)
+        self.brief = np.zeros(num_slabs, np.int64)
         self.num_busy = 0
         self.num_held = 0
         self.num_quarantined = 0
-        levels = [n.bit_length() for n in range(rows_per_slab + 1)]
-        self._shelf = np.array([levels, [n and n + self.top for n in levels]], np.int64)
+        self.num_suspect = 0
+        levels = [n.bit_length() for n in range(per_slab + 1)]
+        self._level = np.array([levels, [n and n + self.top for n in levels]], np.int64)
 
     @property
     def spare(self) -> int:
         """Rows that are not held, in slabs that have held ones."""
-        return 0 if self.rows_per_slab == 1 else self.num_busy * self.rows_per_slab - self.num_held
+        return 0 if self.per_slab == 1 else self.num_busy * self.per_slab - self.num_held
 
-    def shelves_of(self, slabs: Ints, free: Ints) -> Ints:
-        """Where slabs with so many free rows belong."""
-        return self._shelf[self.passing[slabs], free]
+    # ── rows and slabs ────────────────────────────────────────────────────────────
 
-    def slabs_of(self, rows: Ints) -> Ints:
-        return rows if self.rows_per_slab == 1 else rows // self.rows_per_slab
+    def levels_of(self, slabs: Ints, num_free: Ints) -> Ints:
+        """The levels of slabs with so many free rows."""
+        return self._level[self.brief[slabs], num_free]
 
-    def by_slab(self, rows: Where) -> tuple[Ints, Ints]:
+    def slabs_of(self, ids: Ints) -> Ints:
+        """The slab of each row."""
+        return ids if self.per_slab == 1 else ids // self.per_slab
+
+    def by_slab(self, ids: Where) -> tuple[Ints, Ints]:
         """The slabs that ascending rows lie in, and how many of the rows lie in each."""
-        size = self.rows_per_slab
-        if isinstance(rows, slice):
-            slabs = np.arange(rows.start // size, -(-rows.stop // size))
-            counts = np.full(len(slabs), size)
-            counts[0] -= rows.start % size
-            counts[-1] -= -rows.stop % size
+        if isinstance(ids, slice):
+            slabs = np.arange(ids.start // self.per_slab, -(-ids.stop // self.per_slab))
+            counts = np.full(len(slabs), self.per_slab)
+            counts[0] -= ids.start % self.per_slab
+            counts[-1] -= -ids.stop % self.per_slab
             return slabs, counts
-        slabs = rows // size
-        edges = np.empty(len(slabs) + 1, np.bool_)
-        edges[0] = edges[-1] = True
-        np.not_equal(slabs[1:], slabs[:-1], out=edges[1:-1])
-        starts = edges.nonzero()[0]
+        slabs = ids // self.per_slab
+        starts = np.concatenate(([0], (slabs[1:] != slabs[:-1]).nonzero()[0] + 1, [len(slabs)]))
         return slabs[starts[:-1]], starts[1:] - starts[:-1]
 
     def rows_of(self, slabs: Ints) -> Ints:
         """All rows of the slabs, in their order."""
-        if self.rows_per_slab == 1:
+        if self.per_slab == 1:
             return slabs
-        within = np.arange(self.rows_per_slab)
-        return (slabs[:, None] * self.rows_per_slab + within).ravel()
+        return (slabs[:, None] * self.per_slab + np.arange(self.per_slab)).ravel()
 
     def free_rows_of(self, slabs: Ints) -> Ints:
         """The free rows of slabs that the group owns."""
-        rows = self.rows_of(slabs)
-        return rows[self.free[rows]]
+        ids = self.rows_of(slabs)
+        return ids[self.free[ids]]
 
     def cached_rows_of(self, slabs: Ints) -> Ints:
-        rows = self.rows_of(slabs)
-        return rows[self.queue.place[rows] >= 0]
+        ids = self.rows_of(slabs)
+        return ids[self.cached.has(ids)]
 
-    def located(self, rows: npt.ArrayLike) -> tuple[Ints, Where]:
-        """The rows as an array and, perhaps, as a slice, once it is certain that all exist."""
-        array = np.asarray(rows, np.int64)
+    # ── checks ────────────────────────────────────────────────────────────────────
+
+    def located(self, ids: npt.ArrayLike) -> tuple[Ints, Where]:
+        """The rows as an array and, where they are one run, as a slice; raises if some row
+        does not exist."""
+        array = np.asarray(ids, np.int64).reshape(-1)
         where = span_of_any(array)
         if isinstance(where, slice):
-            good = where.start >= 0 and where.stop <= self.num_rows
+            exist = where.start >= 0 and where.stop <= self.num_rows
         else:
-            words = array.view(np.uint64)
-            good = not len(words) or words[words.argmax()] < self.num_rows
-        if not good:
+            unsigned = array.view(np.uint64)  # a negative id is a large one
+            exist = not len(array) or unsigned[unsigned.argmax()] < self.num_rows
+        if not exist:
             wrong = array[(array < 0) | (array >= self.num_rows)]
             raise BlockError(
                 f"group {self.name!r}: block {wrong[0]} is not among the {self.num_rows} there are"
             )
         return array, where
 
-    def known(self, rows: npt.ArrayLike) -> Ints:
-        """The rows as an array, once it is certain that all of them exist."""
-        return self.located(rows)[0]
+    def existing(self, ids: npt.ArrayLike) -> Ints:
+        """The rows as an array; raises if some row does not exist."""
+        return self.located(ids)[0]
 
-    def refuse(self, rows: Ints, wrong: npt.NDArray[np.bool_], what: str) -> None:
+    def check_none(self, ids: Ints, wrong: Bools, what: str) -> None:
         """Raises if any row is wrong, naming the first of them."""
         if np.count_nonzero(wrong):
-            first = int(rows[wrong][0])
+            first = int(ids[wrong][0])
             raise BlockError(
                 f"group {self.name!r}: block {first} {what}: it has {int(self.refs[first])} holds "
-                f"({int(wrong.sum())} of {len(rows)} blocks are such)"
+                f"({int(wrong.sum())} of {len(ids)} blocks are such)"
             )
 
 
-def _generations(name: str, num_rows: int, given: Ints | None) -> Ints:
+def _checked_generations(name: str, num_rows: int, given: Ints | None) -> Ints:
+    """Generations of so many rows: the given memory, or some of their own."""
     if given is None:
         return np.zeros(num_rows, np.int64)
     if given.shape != (num_rows,) or given.dtype != np.int64 or not given.flags.c_contiguous:

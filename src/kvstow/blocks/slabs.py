@@ -13,293 +13,352 @@ A group that shares slabs with nobody is kept here with one row per slab.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count as counter
+from typing import NamedTuple
 
 import numpy as np
 
 from kvstow.blocks.rows import FreeSlabs, GroupRows
 from kvstow.blocks.runs import Bools, Where, ids_at, num_at, span
+from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.view import Ints
 
-Evicted = Callable[[int, Ints], None]
+OnEvict = Callable[[int, Ints], None]
 """Told the group and the rows whose content is given up, before they are used again."""
-
 
 FREE = 1
 NOBODY = -1
 
 
 class Slabs:
-    """Slabs `[num_null, num_slabs)`, passed around among `stocks`."""
+    """Slabs `[num_null, num_slabs)`, passed around among `groups`."""
 
     def __init__(
-        self, stocks: Sequence[GroupRows], *, num_slabs: int, num_null: int, evicted: Evicted
+        self, groups: Sequence[GroupRows], *, num_slabs: int, num_null: int, on_evict: OnEvict
     ) -> None:
-        self.stocks = tuple(stocks)
+        self.groups = tuple(groups)
         self.num_slabs = num_slabs
         self.num_null = num_null
         self.owner = np.full(num_slabs, NOBODY, np.int64)
         self.last_owner = np.full(num_slabs, NOBODY, np.int64)
         self.held = np.zeros(num_slabs, np.int64)
         self.cached = np.zeros(num_slabs, np.int64)
-        self.free = FreeSlabs(num_slabs, 1)
-        self.free.put(np.arange(num_null, num_slabs), FREE)
+        self.free = FreeSlabs(num_slabs, FREE)
+        self.free.add(np.arange(num_null, num_slabs), FREE)
         self.num_idle = num_slabs - num_null
-        self._evicted = evicted
+        self._on_evict = on_evict
         self._clock = counter(1)
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
-    def needed(self, stock: GroupRows, rows: int) -> int:
+    def needed(self, rows: GroupRows, count: int) -> int:
         """Idle slabs without which the group cannot hold so many more rows."""
-        return max(0, -(-(rows - stock.spare) // stock.rows_per_slab))
+        return max(0, -(-(count - rows.spare) // rows.per_slab))
 
     def missing(self, needs: Mapping[int, int]) -> int:
         """Idle slabs that so many rows of the groups need beyond those there are; negative:
         left over."""
         missing = -self.num_idle
-        for stock in self.stocks:
-            if rows := needs.get(stock.group):
-                missing += self.needed(stock, rows)
+        for rows in self.groups:
+            if count := needs.get(rows.group):
+                missing += self.needed(rows, count)
         return missing
 
-    def num_available(self, stock: GroupRows) -> int:
+    def num_available(self, rows: GroupRows) -> int:
         """Rows that the group could hold, if no other group wanted any."""
-        return stock.spare + self.num_idle * stock.rows_per_slab
+        return rows.spare + self.num_idle * rows.per_slab
 
     # ── slabs change hands ────────────────────────────────────────────────────────
 
-    def claim(self, stock: GroupRows, slabs: Where) -> None:
-        """Make vacant slabs the group's own.
+    def claim(self, rows: GroupRows, slabs: Where) -> None:
+        """Make slabs without an owner the group's own.
 
         What other groups' rows in them once held is about to be written over: their
         generations move on, too.
         """
-        self.owner[slabs] = stock.group
-        if len(self.stocks) == 1:
+        self.owner[slabs] = rows.group
+        if len(self.groups) == 1:
             return
         before = self.last_owner[slabs]
-        if np.count_nonzero(before != stock.group):
+        if np.count_nonzero(before != rows.group):
             each = ids_at(slabs)
-            for other in self.stocks:
-                if other is not stock and len(mine := each[before == other.group]):
-                    other.generations[other.rows_of(mine)] += 1
-            self.last_owner[slabs] = stock.group
+            for other in self.groups:
+                if other is not rows and len(theirs := each[before == other.group]):
+                    other.generations[other.rows_of(theirs)] += 1
+            self.last_owner[slabs] = rows.group
 
-    def vacate(self, stock: GroupRows, slabs: Ints) -> None:
-        """Evict what idle slabs of the group have cached; they are nobody's, and on no shelf."""
-        rows = stock.cached_rows_of(slabs)
-        self.evict(stock, rows)
-        if stock.rows_per_slab > 1:
-            stock.partial.move(slabs, np.zeros(len(slabs), np.int64))
-            stock.idle.drop(slabs[stock.idle.place[slabs] >= 0])
+    def claim_free(self, rows: GroupRows, slabs: Where) -> None:
+        """Make free slabs the group's own."""
+        self.free.remove(slabs, FREE)
+        self.claim(rows, slabs)
+
+    def empty(self, rows: GroupRows, slabs: Ints) -> None:
+        """Evict what idle slabs of the group have cached, and take them from it. The caller
+        is about to claim them: they are not listed as free."""
+        self.evict(rows, rows.cached_rows_of(slabs))
+        if rows.per_slab > 1:
+            rows.partial.move(slabs, np.zeros(len(slabs), np.int64))
+            rows.idle.remove(slabs[rows.idle.has(slabs)])
         self.owner[slabs] = NOBODY
 
-    def take_free(self, stock: GroupRows, slabs: Where) -> None:
-        """Make slabs from the free shelf the group's own."""
-        self.free.drop(slabs, FREE)
-        self.claim(stock, slabs)
+    def _free(self, slabs: Where) -> None:
+        """Take slabs without rows in use from their owner."""
+        self.owner[slabs] = NOBODY
+        self.free.add(slabs, FREE)
 
     # ── rows change state ─────────────────────────────────────────────────────────
 
-    def occupy(self, stock: GroupRows, rows: Where, *, briefly: bool = False) -> None:
+    def hold(self, rows: GroupRows, ids: Where, *, briefly: bool = False) -> None:
         """Hold free rows, ascending, of slabs that the group owns, for new content."""
-        stock.generations[rows] += 1
-        stock.refs[rows] = 1
-        stock.free[rows] = False
-        count = num_at(rows)
-        stock.num_held += count
-        if stock.rows_per_slab == 1:
-            self.held[rows] = 1
+        rows.generations[ids] += 1
+        rows.refs[ids] = 1
+        rows.free[ids] = False
+        count = num_at(ids)
+        rows.num_held += count
+        if rows.per_slab == 1:
+            self.held[ids] = 1
             self.num_idle -= count
             return
-        each, counts = stock.by_slab(rows)
-        before = self.held[each]
+        slabs, counts = rows.by_slab(ids)
+        before = self.held[slabs]
         if briefly:
-            stock.passing[each[before == 0]] = 1
+            rows.brief[slabs[before == 0]] = 1
         else:
-            stock.passing[each] = 0
-        self._settle(stock, each, before, before + counts)
+            rows.brief[slabs] = 0
+        self._update(rows, slabs, before, before + counts)
 
-    def revive(self, stock: GroupRows, rows: Ints, where: Where) -> None:
-        """Take cached rows, each named once, that are held by now, out of the cache.
-        `where` is the rows, perhaps as a slice."""
-        stock.queue.drop(where)
-        stock.num_held += len(rows)
-        if stock.rows_per_slab == 1:
-            self.held[where] = 1
-            self.cached[where] = 0
-            self.num_idle -= len(rows)
+    def hold_cached(self, rows: GroupRows, ids: Where) -> None:
+        """Take cached rows, each named once, that are held by now, out of the cache."""
+        rows.cached.remove(ids)
+        count = num_at(ids)
+        rows.num_held += count
+        if rows.per_slab == 1:
+            self.held[ids] = 1
+            self.cached[ids] = 0
+            self.num_idle -= count
             return
-        each, counts = stock.by_slab(_ascending(where))
-        before = self.held[each]
-        self.cached[each] -= counts
-        self._settle(stock, each, before, before + counts)
+        slabs, counts = rows.by_slab(_ascending(ids))
+        before = self.held[slabs]
+        self.cached[slabs] -= counts
+        self._update(rows, slabs, before, before + counts)
 
-    def vacated(self, stock: GroupRows, rows: Ints, where: Where) -> None:
+    def release(self, rows: GroupRows, ids: Ints, where: Where) -> None:
         """End the last hold on rows, each named once: kept ones are cached, the last of
-        them to be evicted first; others are free. `where` is the rows, perhaps as a slice."""
-        stock.num_held -= len(rows)
-        kept = stock.kept[where]
-        stamp = next(self._clock)
+        them to be evicted first; others are free. `where` is the ids, perhaps as a slice."""
+        rows.num_held -= len(ids)
+        if rows.num_suspect:
+            rows.num_suspect -= int(np.count_nonzero(rows.suspect[where]))
+            rows.suspect[where] = False
+        kept = rows.kept[where]
         num_kept = int(np.count_nonzero(kept))
         cached, freed = where, where
-        if num_kept == len(rows):
-            stock.queue.put(rows[::-1], stamp)
-        elif num_kept:
-            cached, freed = rows[kept], rows[~kept]
-            stock.queue.put(cached[::-1], stamp)
-        if num_kept < len(rows):
-            stock.free[freed] = True
-        if stock.rows_per_slab == 1:
+        if 0 < num_kept < len(ids):
+            cached, freed = ids[kept], ids[~kept]
+        stamp = next(self._clock)
+        if num_kept:
+            rows.cached.put(ids_at(cached)[::-1], stamp)
+        if num_kept < len(ids):
+            rows.free[freed] = True
+        if rows.per_slab == 1:
             self.held[where] = 0
-            self.num_idle += len(rows)
+            self.num_idle += len(ids)
             if num_kept:
                 self.cached[cached] = 1
-            if num_kept < len(rows):
-                self._give_up(freed)
+            if num_kept < len(ids):
+                self._free(freed)
             return
-        each, counts = stock.by_slab(_ascending(where))
-        before = self.held[each]
-        if num_kept == len(rows):
-            self.cached[each] += counts
-        elif num_kept:
-            np.add.at(self.cached, stock.slabs_of(rows[kept]), 1)
-        self._settle(stock, each, before, before - counts, stamp)
+        slabs, counts = rows.by_slab(_ascending(where))
+        if num_kept:
+            np.add.at(self.cached, rows.slabs_of(ids_at(cached)), 1)
+        before = self.held[slabs]
+        self._update(rows, slabs, before, before - counts, stamp)
 
-    def evict(self, stock: GroupRows, rows: Ints) -> None:
+    def evict(self, rows: GroupRows, ids: Ints) -> None:
         """Give up the content of cached rows. Their slabs stay the group's: the caller is
-        about to use them, or calls `discarded` instead."""
-        if not len(rows):
+        about to use them, or calls `discard` instead."""
+        if not len(ids):
             return
-        self._evicted(stock.group, rows)
-        stock.queue.drop(rows)
-        stock.kept[rows] = False
-        stock.free[rows] = True
-        np.subtract.at(self.cached, stock.slabs_of(rows), 1)
+        self._on_evict(rows.group, ids)
+        rows.cached.remove(ids)
+        rows.kept[ids] = False
+        rows.free[ids] = True
+        np.subtract.at(self.cached, rows.slabs_of(ids), 1)
 
-    def discarded(self, stock: GroupRows, rows: Ints) -> None:
+    def discard(self, rows: GroupRows, ids: Ints) -> None:
         """Give up the content of cached rows, which become free."""
-        self.evict(stock, rows)
-        if stock.rows_per_slab == 1:
-            self._give_up(rows)
+        self.evict(rows, ids)
+        if rows.per_slab == 1:
+            self._free(ids)
             return
-        each, _ = stock.by_slab(np.sort(rows))
-        held = self.held[each]
-        self._settle(stock, each, held, held)
+        slabs, _ = rows.by_slab(np.sort(ids))
+        held = self.held[slabs]
+        self._update(rows, slabs, held, held)
 
-    def _give_up(self, slabs: Where) -> None:
-        self.owner[slabs] = NOBODY
-        self.free.put(slabs, FREE)
-
-    def _settle(
-        self, stock: GroupRows, slabs: Ints, before: Ints, after: Ints, stamp: int = 0
+    def _update(
+        self, rows: GroupRows, slabs: Ints, before: Ints, after: Ints, stamp: int = 0
     ) -> None:
-        """Write down how many rows of slabs are held, which were `before`; bring counts,
-        shelves and the queue of idle slabs up to date with it and with `cached`."""
+        """Write down how many rows of slabs are held, which were `before`; bring counts and
+        lists up to date with it and with `cached`. Slabs without rows in use are freed."""
         self.held[slabs] = after
-        busy, was_busy = int(np.count_nonzero(after)), int(np.count_nonzero(before))
-        stock.num_busy += busy - was_busy
-        self.num_idle -= busy - was_busy
-        free = stock.rows_per_slab - after - self.cached[slabs]
-        shelves = stock.shelves_of(slabs, free)
+        num_busy = int(np.count_nonzero(after))
+        more_busy = num_busy - int(np.count_nonzero(before))
+        rows.num_busy += more_busy
+        self.num_idle -= more_busy
+        num_free = rows.per_slab - after - self.cached[slabs]
+        levels = rows.levels_of(slabs, num_free)
         num_empty = 0
-        if busy < len(slabs):
-            empty = free == stock.rows_per_slab
+        if num_busy < len(slabs):
+            empty = num_free == rows.per_slab
             num_empty = int(np.count_nonzero(empty))
             if num_empty:
-                shelves[empty] = 0
-                self._give_up(span(slabs if num_empty == len(slabs) else slabs[empty]))
-        if len(stock.idle) or busy + num_empty < len(slabs):
-            self._line_up(stock, slabs, (after == 0) & (free < stock.rows_per_slab), stamp)
-        stock.partial.move(slabs, shelves)
+                levels[empty] = 0
+                self._free(span(slabs[empty]))
+        if len(rows.idle) or num_busy + num_empty < len(slabs):
+            self._queue_idle(rows, slabs, (after == 0) & (num_free < rows.per_slab), stamp)
+        rows.partial.move(slabs, levels)
 
-    def _line_up(self, stock: GroupRows, slabs: Ints, idle: Bools, stamp: int) -> None:
+    def _queue_idle(self, rows: GroupRows, slabs: Ints, idle: Bools, stamp: int) -> None:
         """Have exactly the idle ones of the slabs in the queue."""
-        queued = stock.idle.place[slabs] >= 0
+        queued = rows.idle.has(slabs)
         if np.count_nonzero(leaves := queued & ~idle):
-            stock.idle.drop(slabs[leaves])
+            rows.idle.remove(slabs[leaves])
         if np.count_nonzero(comes := idle & ~queued):
-            stock.idle.put(slabs[comes], stamp or next(self._clock))
+            rows.idle.put(slabs[comes], stamp or next(self._clock))
 
 
-def _ascending(rows: Where) -> Where:
-    return rows if isinstance(rows, slice) else np.sort(rows)
+def _ascending(ids: Where) -> Where:
+    return ids if isinstance(ids, slice) else np.sort(ids)
+
+
+# ── integrity ─────────────────────────────────────────────────────────────────────────
 
 
 def broken_counts(slabs: Slabs) -> Iterator[str]:
-    """Every number that does not add up, with both values."""
+    """Every number that does not add up when all is counted again from the rows, with both
+    values."""
     held = np.zeros(slabs.num_slabs, np.int64)
     cached = np.zeros(slabs.num_slabs, np.int64)
-    for stock in slabs.stocks:
-        yield from _broken_rows(slabs, stock)
-        of_rows = np.arange(stock.num_rows) // stock.rows_per_slab
-        held += np.bincount(of_rows[stock.refs > 0], minlength=slabs.num_slabs)
-        cached += np.bincount(of_rows[stock.queue.place >= 0], minlength=slabs.num_slabs)
+    for rows in slabs.groups:
+        ids = np.arange(rows.num_rows)
+        yield from _broken_rows(slabs, rows)
+        held += np.bincount(rows.slabs_of(ids[rows.refs > 0]), minlength=slabs.num_slabs)
+        cached += np.bincount(rows.slabs_of(ids[rows.cached.has(ids)]), minlength=slabs.num_slabs)
     for what, counted, written in (("held", held, slabs.held), ("cached", cached, slabs.cached)):
         for slab in np.nonzero(counted != written)[0][:3]:
             yield f"slab {slab}: {counted[slab]} rows are {what}, {written[slab]} in the books"
     yield from _broken_slabs(slabs)
 
 
-def _broken_rows(slabs: Slabs, stock: GroupRows) -> Iterator[str]:
-    name = f"group {stock.name!r}"
-    held, cached = stock.refs > 0, stock.queue.place >= 0
+def _broken_rows(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
+    ids = np.arange(rows.num_rows)
+    held, cached = rows.refs > 0, rows.cached.has(ids)
+    in_use = held | cached
     sums = {
-        "held": (int(held.sum()), stock.num_held),
-        "cached": (int(cached.sum()), len(stock.queue)),
-        "free + held + cached": (
-            int(stock.free.sum() + held.sum() + cached.sum()),
-            stock.num_rows,
-        ),
-        "negative holds": (int((stock.refs < 0).sum()), 0),
-        "held null rows": (int((held | cached)[: stock.num_null].sum()), 0),
-        "rows both held and cached": (int((held & cached).sum()), 0),
-        "cached rows whose content is not kept": (int((cached & ~stock.kept).sum()), 0),
-        "free rows whose content is kept": (int((stock.free & stock.kept).sum()), 0),
-        "quarantined rows without a hold": (int((stock.quarantined & ~held).sum()), 0),
+        "held": (held, rows.num_held),
+        "cached": (cached, len(rows.cached)),
+        "quarantined": (rows.quarantined, rows.num_quarantined),
+        "suspect": (rows.suspect, rows.num_suspect),
+        "free": (rows.free, rows.num_rows - int(in_use.sum())),
+        "negative holds": (rows.refs < 0, 0),
+        "null rows in use": (in_use[: rows.num_null], 0),
+        "both held and cached": (held & cached, 0),
+        "cached without being kept": (cached & ~rows.kept, 0),
+        "free and kept": (rows.free & rows.kept, 0),
+        "quarantined without a hold": (rows.quarantined & ~held, 0),
+        "quarantined and not suspect": (rows.quarantined & ~rows.suspect, 0),
+        "suspect without a hold": (rows.suspect & ~held, 0),
+        "suspect and kept": (rows.suspect & rows.kept, 0),
     }
-    for what, (counted, written) in sums.items():
-        if counted != written:
-            yield f"{name}: {what}: {counted} counted, {written} expected"
-    used = np.nonzero(held | cached)[0]
-    foreign = used[slabs.owner[stock.slabs_of(used)] != stock.group]
+    for what, (which, expected) in sums.items():
+        if int(which.sum()) != expected:
+            counted = int(which.sum())
+            yield f"group {rows.name!r}: {what}: {counted} counted, {expected} expected"
+    foreign = ids[in_use & (slabs.owner[rows.slabs_of(ids)] != rows.group)]
     if len(foreign):
-        slab = int(stock.slabs_of(foreign)[0])
-        yield f"{name}: block {foreign[0]} is in use in slab {slab} of group {slabs.owner[slab]}"
-    busy = (slabs.owner == stock.group) & (slabs.held > 0)
-    spare = int((stock.rows_per_slab - slabs.held[busy]).sum())
-    if spare != stock.spare:
-        yield f"{name}: {spare} spare rows counted, {stock.spare} in the books"
-    yield from _broken_shelves(slabs, stock)
+        owner = slabs.owner[rows.slabs_of(foreign)[0]]
+        yield f"group {rows.name!r}: block {foreign[0]} is in use in a slab of group {owner}"
+    busy = (slabs.owner == rows.group) & (slabs.held > 0)
+    spare = int((rows.per_slab - slabs.held[busy]).sum())
+    if spare != rows.spare:
+        yield f"group {rows.name!r}: {spare} spare rows counted, {rows.spare} in the books"
+    if rows.per_slab > 1:
+        yield from _broken_lists(slabs, rows)
 
 
-def _broken_shelves(slabs: Slabs, stock: GroupRows) -> Iterator[str]:
-    if stock.rows_per_slab == 1:
-        return
-    mine = slabs.owner == stock.group
-    free = np.where(mine, stock.rows_per_slab - slabs.held - slabs.cached, 0)
-    shelf = stock.partial.shelf[: slabs.num_slabs]
-    expected = stock.shelves_of(np.arange(slabs.num_slabs), free)
-    for slab in np.nonzero(shelf != expected)[0][:3]:
-        yield (f"group {stock.name!r}: slab {slab} with {free[slab]} free rows is on shelf "
-               f"{shelf[slab]}")  # fmt: skip
-    idle = mine & (slabs.held == 0)
-    queued = stock.idle.place >= 0
+def _broken_lists(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
+    each = np.arange(slabs.num_slabs)
+    mine = slabs.owner == rows.group
+    num_free = np.where(mine, rows.per_slab - slabs.held - slabs.cached, 0)
+    level = rows.partial.level[: slabs.num_slabs]
+    for slab in np.nonzero(level != rows.levels_of(each, num_free))[0][:3]:
+        yield (
+            f"group {rows.name!r}: slab {slab} with {num_free[slab]} free rows is at level "
+            f"{level[slab]}"
+        )
+    idle, queued = mine & (slabs.held == 0), rows.idle.has(each)
     for slab in np.nonzero(idle != queued)[0][:3]:
-        yield f"group {stock.name!r}: slab {slab} is idle: {idle[slab]}, queued: {queued[slab]}"
+        yield f"group {rows.name!r}: slab {slab} is idle: {idle[slab]}, queued: {queued[slab]}"
 
 
 def _broken_slabs(slabs: Slabs) -> Iterator[str]:
-    vacant = (slabs.owner == NOBODY) & (np.arange(slabs.num_slabs) >= slabs.num_null)
-    free = slabs.free.shelf[: slabs.num_slabs] == FREE
+    mine = np.arange(slabs.num_slabs) >= slabs.num_null
+    vacant = (slabs.owner == NOBODY) & mine
+    free = slabs.free.level[: slabs.num_slabs] == FREE
     for slab in np.nonzero(vacant != free)[0][:3]:
-        yield f"slab {slab}: owner {slabs.owner[slab]}, on the free shelf: {free[slab]}"
-    for slab in np.nonzero(~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
-        if slab >= slabs.num_null:
-            yield f"slab {slab} of group {slabs.owner[slab]} is empty and not given up"
+        yield f"slab {slab}: owner {slabs.owner[slab]}, listed as free: {free[slab]}"
+    for slab in np.nonzero(mine & ~vacant & (slabs.held + slabs.cached == 0))[0][:3]:
+        yield f"slab {slab} of group {slabs.owner[slab]} is empty and not free"
     num_idle = int(np.count_nonzero(slabs.held[slabs.num_null :] == 0))
     if num_idle != slabs.num_idle:
         yield f"{num_idle} idle slabs counted, {slabs.num_idle} in the books"
     if int(vacant.sum()) != slabs.free.totals[FREE]:
         yield f"{int(vacant.sum())} free slabs counted, {slabs.free.totals[FREE]} in the books"
+
+
+# ── status ────────────────────────────────────────────────────────────────────────────
+
+MAX_LETTERS = 960
+FIRST_LETTER = 33
+LEVELS = 4
+
+
+class Ownership(NamedTuple):
+    """Slab by slab: the group that owns it (-1: nobody), its held and its cached rows."""
+
+    owner: Ints
+    held: Ints
+    cached: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabMap:
+    """Who owns which slab, as a string: one letter for every `step`-th of `num_slabs` slabs.
+
+    A letter's code is 33 + 4 · (owner + 1) + fullness; the owner is an index into `groups`,
+    -1 for nobody. Fullness counts held rows: 0 none, 1 up to half of them, 2 more, 3 all.
+    The null slab is left out. There are no letters where no slabs pass between the groups.
+    """
+
+    groups: tuple[str, ...]
+    num_slabs: int
+    step: int
+    letters: str
+
+
+def slab_map(layout: Layout, owned: Sequence[Ownership]) -> SlabMap:
+    """The slabs of a layout as letters. A group that is alone has one row per slab."""
+    names = tuple(placed.group.name for placed in layout.groups)
+    if len(owned) != 1:
+        return SlabMap(groups=names, num_slabs=0, step=1, letters="")
+    total = len(owned[0].owner)
+    num_null = total // layout.num_slabs * NULL_SLABS
+    step = max(1, -(-(total - num_null) // MAX_LETTERS))
+    owner, held = owned[0].owner[num_null::step], owned[0].held[num_null::step]
+    is_alone = len(names) == 1
+    per_slab = [1 if is_alone else placed.rows_per_slab for placed in layout.groups]
+    size = np.where(owner < 0, 1, np.array(per_slab)[owner])
+    level = np.where(held == 0, 0, np.where(held == size, 3, 1 + (2 * held > size)))
+    codes = (FIRST_LETTER + LEVELS * (owner + 1) + level).astype("<u4")
+    letters = codes.tobytes().decode("utf-32-le")
+    return SlabMap(groups=names, num_slabs=total - num_null, step=step, letters=letters)

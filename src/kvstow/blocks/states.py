@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.placement import RowDemand
+from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import PrefixCache
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.table import RowCopy
@@ -113,6 +114,8 @@ class Checkpoints:
         """Whether later requests could start from the checkpoint, and have no such yet."""
         if not self._prefixes or self._requests.known[due.slot] < num_tokens:
             return False
+        if self._is_suspect(due):
+            return False
         return not self._prefixes.known(due.group, self._hash(due)).all()
 
     def make(self, must: Sequence[DueCheckpoint], ids: Sequence[Ints]) -> list[RowCopy]:
@@ -140,6 +143,12 @@ class Checkpoints:
             self._pool.release(due.group, rows)
         return copies
 
+    def _is_suspect(self, due: DueCheckpoint) -> bool:
+        """Whether the running row was quarantined: what is in it is nothing for others."""
+        if not self._pool.num_suspect(due.group):
+            return False
+        return bool(self._pool.suspect(due.group, self._states[due.group].running[due.slot]))
+
     def _hash(self, due: DueCheckpoint) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         prompt = self._requests.prompts[due.slot]
         assert prompt is not None
@@ -151,7 +160,7 @@ class Checkpoints:
         step = self._states[due.group].block_tokens
         if not self._prefixes or number is None:
             return
-        if self._requests.known[due.slot] < (due.index + 1) * step:
+        if self._requests.known[due.slot] < (due.index + 1) * step or self._is_suspect(due):
             return
         rows = np.array([row])
         stored = self._prefixes.store(due.group, rows, self._hash(due), number, parent=0)

@@ -14,7 +14,8 @@ from typing import overload
 
 import numpy as np
 
-from kvstow.blocks.pool import Pool, RowDemand
+from kvstow.blocks.placement import RowDemand
+from kvstow.blocks.pool import Pool
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.view import Ints

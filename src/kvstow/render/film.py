@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.slabmap import SlabMap, slab_map
+from kvstow.blocks.slabs import SlabMap
 
 MAX_FRAMES = 240
 
@@ -28,7 +28,7 @@ class Film:
         """Take a frame, if it is time for one."""
         if self._seen % self._every == 0:
             hit_rate = hit_tokens / prompt_tokens if prompt_tokens else 0.0
-            self.frames.append(Frame(seconds, slab_map(pool), hit_rate))
+            self.frames.append(Frame(seconds, pool.slab_map(), hit_rate))
         self._seen += 1
         if len(self.frames) > MAX_FRAMES:
             self.frames = self.frames[::2]

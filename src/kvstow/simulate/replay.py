@@ -191,14 +191,14 @@ class Replay:
         self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
         states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
         self._boundary = min(states) if states and shared else 0
-        self._refuse_too_long(trace)
+        self._check_longest_fits(trace)
 
-    def _refuse_too_long(self, trace: Sequence[TraceRequest]) -> None:
+    def _check_longest_fits(self, trace: Sequence[TraceRequest]) -> None:
         """Raises for a request that would not fit into the empty pool."""
         longest = max(trace, key=lambda request: request.num_tokens)
         needs = self._needs(longest.num_tokens)
         try:
-            self.ledger.pool.refuse(needs)
+            self.ledger.pool.check_room(needs)
         except OutOfBlocks as error:
             raise TraceError(
                 f"a request of {longest.num_tokens} tokens does not fit into an empty pool of "
@@ -291,7 +291,7 @@ class Replay:
             if self._running and self._load_with(needs) > self.pace.load:
                 return
             try:
-                self.ledger.pool.refuse(needs)
+                self.ledger.pool.check_room(needs)
                 run = self._admitted(waiting)
             except OutOfBlocks:
                 return

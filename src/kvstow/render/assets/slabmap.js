@@ -11,7 +11,7 @@ const baseName = (name) => name.split("/")[0];
 const colourOf = {};
 const groupColour = (group) => (colourOf[baseName(group)] ??= Object.keys(colourOf).length % 8);
 
-/** A letter says who owns a slab and how full it is; see kvstow.blocks.slabmap. */
+/** A letter says who owns a slab and how full it is; see SlabMap in kvstow.blocks.slabs. */
 function decoded(letter) {
   const code = letter.charCodeAt(0) - 33;
   return { owner: Math.floor(code / 4) - 1, level: code % 4 };

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvstow.blocks.pool import Pool
-from kvstow.blocks.slabmap import slab_map
 
 if TYPE_CHECKING:
     from kvstow.transfer.service import Service
@@ -58,7 +57,7 @@ def status_document(service: "Service") -> bytes:
         "quarantined_rows": service.quarantined_rows,
         "peers": peers,
         "guests": guests,
-        "slabs": asdict(slab_map(home.owner)) if isinstance(home.owner, Pool) else None,
+        "slabs": asdict(home.owner.slab_map()) if isinstance(home.owner, Pool) else None,
         "events": [json.loads(event.as_json()) for event in home.events.recent()[-RECENT:]],
         "metrics": home.telemetry.exposition().decode(),
     }).encode()  # fmt: skip
