@@ -109,7 +109,7 @@ class Node:
         self.memory = self.arena.bytes.numpy()
         self.memory[:] = CANARY
         self.owner = Generations(self.layout)
-        made = transport or (LocalTransport(fabric) if fabric else NixlTransport())
+        made = transport or (LocalTransport(fabric) if fabric else NixlTransport(listen=listen))
         self.agent = Agent(
             self.arena, self.owner, transport=made, name=name, listen=listen, keys=keys,
             options=Options(**(options or {})),
@@ -222,7 +222,7 @@ class Node:
     def path(self, address: str) -> dict:
         found = self.agent.connect(address).path
         return {"direction": found.direction, "read": found.read_rate,
-                "write": found.write_rate, "tracks": found.tracks}  # fmt: skip
+                "write": found.write_rate}  # fmt: skip
 
     def metric(self, name: str, **labels: str) -> float:
         return self.agent.telemetry.registry.get_sample_value(name, labels) or 0.0

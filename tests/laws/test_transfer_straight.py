@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 import strategies
 from kvstow.errors import RouteError
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies, merged
 from kvstow.route.route import Route, route
 from kvstow.testing.measure.setting import BLOCK_TOKENS, Setting
 from kvstow.transfer.straight import Ways
-from kvstow.transfer.transport.base import Spans, merged
 
 BASES = (1 << 40, 1 << 50)
 
@@ -22,9 +22,9 @@ quick = settings(
 )  # fmt: skip
 
 
-def listed(spans: Spans) -> list[tuple[int, int, int]]:
-    return sorted(zip(spans.local.tolist(), spans.remote.tolist(), spans.nbytes.tolist(),
-                      strict=True))  # fmt: skip
+def listed(copies: Copies) -> list[tuple[int, int, int]]:
+    columns = (copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist())
+    return sorted(zip(*columns, strict=True))
 
 
 def by_route(way: Route, source, destination, tokens) -> list[tuple[int, int, int]] | str:
@@ -32,8 +32,7 @@ def by_route(way: Route, source, destination, tokens) -> list[tuple[int, int, in
         moves = way.copies(source, destination, tokens[1], start_token=tokens[0])
     except RouteError as error:
         return str(error)
-    return listed(merged(Spans(moves.destination + BASES[1], moves.source + BASES[0],
-                               moves.nbytes)))  # fmt: skip
+    return listed(merged(moves.moved(*BASES)))
 
 
 def by_ways(way: Route, source, destination, tokens) -> list[tuple[int, int, int]] | str:

@@ -200,8 +200,7 @@ def test_first_contact_measures_both_directions_and_can_be_told(pair):
     path = consumer.path(producer.address)
     assert path["read"] > 0
     assert path["write"] > 0
-    reading = path["tracks"] * path["read"]
-    assert path["direction"] == ("write" if path["write"] > 2 * reading else "read")
+    assert path["direction"] == ("write" if path["write"] > 2 * path["read"] else "read")
 
 
 def wait_for(question, seconds: float = 10.0) -> None:

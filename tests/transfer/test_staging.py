@@ -69,9 +69,3 @@ def test_the_fastest_way_is_chosen_and_the_simpler_one_where_there_is_little_to_
 ):
     assert chosen(read, write, staged).direction == expected
     assert chosen(read, write, staged, "write").direction == "write"
-
-
-def test_a_write_has_to_beat_all_tracks_that_would_read():
-    assert chosen(2.0, 5.0).direction == "write"
-    assert chosen(2.0, 5.0, tracks=2).direction == "read"
-    assert chosen(2.0, 9.0, tracks=2).direction == "write"

@@ -28,6 +28,7 @@ from kvstow.transfer.receiving import Arrival, Push
 from kvstow.transfer.service import Service
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
+from kvstow.transfer.transport.parallel import parallel
 
 
 class Agent:
@@ -55,7 +56,8 @@ class Agent:
         self.options = options
         self.telemetry = telemetry or Telemetry()
         self._key = keys.public if keys else ""
-        self._home = Home(self.name, arena, owner, transport, self.telemetry, clock,
+        self._home = Home(self.name, arena, owner, parallel(transport, options.engines),
+                          self.telemetry, clock,
                           options.slot_bytes)  # fmt: skip
         self._channel = Channel(listen, keys, self._dropped)
         self.service = Service(self._home, self._channel, options)

@@ -7,15 +7,13 @@
 Everything here runs in the agent's own thread.
 """
 
-from collections import deque
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from kvstow.errors import ManifestError, RouteError, TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
 from kvstow.route.compare import differences
+from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -42,8 +40,7 @@ from kvstow.transfer.mover import Mover
 from kvstow.transfer.options import Options
 from kvstow.transfer.path import Path, chosen
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport.base import Kinds, Spans, lost
-from kvstow.transfer.transport.parallel import TRACKS, Job, processors
+from kvstow.transfer.transport.base import Kinds, lost
 
 if TYPE_CHECKING:
     from kvstow.transfer.leg import Leg
@@ -85,8 +82,6 @@ class Contact:
         self._probes: list[tuple[str, Mover]] = []
         self._probe_started = 0.0
         self._rates: dict[str, float] = {}
-        self._tracks = 1
-        self._first_jobs: list[Job] = []
         self._mirror: Mirror | None = None
 
     @property
@@ -112,9 +107,6 @@ class Contact:
         if self.state not in ("idle", "broken"):
             return
         self.state, self.error = "greeting", None
-        if self._home.kind == "DRAM" and self._options.direction is None:
-            # they are made while we get to know it
-            self._home.make_tracks(self._options.tracks or min(TRACKS, processors()))
         self._deadline = now + self._options.contact_seconds
         try:
             self._line = self._channel.dial(self.address, self.key)
@@ -192,10 +184,9 @@ class Contact:
         """Read a few megabytes twice (the first time connects), then have as much written."""
         self.state = "probing"
         self._rates = {"read": 0.0, "staged": 0.0}
-        self._tracks, self._first_jobs = 1, []
         forced = self._options.direction
         if forced is not None:
-            self._ready(chosen(0.0, 0.0, forced=forced, tracks=self._options.tracks or 1))
+            self._ready(chosen(0.0, 0.0, forced=forced))
             return
         assert self.card is not None
         card, home = self.card, self._home
@@ -212,13 +203,10 @@ class Contact:
     def _reading(self, kinds: Kinds, ours: int, theirs: int) -> Mover:
         assert self.card is not None
         size = min(PROBE_BYTES, self.card.probe.nbytes)
-        one = Spans(*(np.array([number], np.int64) for number in (ours, theirs, size)))
+        one = Copies.one(theirs, ours, size)
         return Mover(self._home, "read", self.card.start, kinds, one, PROBE_BYTES)
 
     def _advance_probe(self) -> None:
-        if self._first_jobs:
-            self._advance_tracks()
-            return
         if not self._probes:
             return
         way, probe = self._probes[0]
@@ -232,45 +220,13 @@ class Contact:
         self._probe_started = now
         del self._probes[0]
         if not self._probes:
-            tries = probe.copies_inside or self._options.tracks is not None
-            self._first_jobs = self._track_jobs() if tries else []
-            if not self._first_jobs:
-                self.send(AskProbe(PROBE_BYTES))
-
-    def _track_jobs(self) -> list[Job]:
-        """Where a processor of ours copies, others may too: a first read by every other track,
-        which connects it."""
-        card, tracks = self.card, self._options.tracks or min(TRACKS, processors())
-        assert card is not None
-        kinds, size = self._home.kinds(card), min(PROBE_BYTES, card.probe.nbytes)
-        numbers = (self._home.probe.data_ptr(), card.probe.address, size)
-        one = Spans(*(np.array([number], np.int64) for number in numbers))
-        try:
-            return [track.copy("read", card.start, kinds, deque([one]))
-                    for track in self._home.beside(card, tracks)]  # fmt: skip
-        except TransferError as error:
-            self._without_tracks(error)
-            return []
-
-    def _advance_tracks(self) -> None:
-        """Wait for the tracks; do without them if they cannot."""
-        if all(job.over for job in self._first_jobs):
-            self._tracks = 1 + len(self._first_jobs)
-            for job in self._first_jobs:
-                if job.error is not None:
-                    self._without_tracks(job.error)
-            self._first_jobs = []
             self.send(AskProbe(PROBE_BYTES))
-
-    def _without_tracks(self, error: TransferError) -> None:
-        self._tracks = 1
-        self._home.note("track-failed", {"peer": self.name, "why": str(error)})
 
     def _written(self, nbytes: int, seconds: float) -> None:
         if self.state == "probing":
             write_rate = nbytes / seconds if seconds > 0 else 0.0
             staged_rate = STAGED_SHARE * self._rates["staged"]
-            self._ready(chosen(self._rates["read"], write_rate, staged_rate, tracks=self._tracks))
+            self._ready(chosen(self._rates["read"], write_rate, staged_rate))
 
     def _ready(self, path: Path) -> None:
         self.path = path
@@ -282,7 +238,7 @@ class Contact:
         self._home.note("connected", {
             "peer": self.name, "address": self.address, "direction": path.direction,
             "read_rate": path.read_rate, "write_rate": path.write_rate,
-            "staged_rate": path.staged_rate, "forced": path.forced, "tracks": path.tracks,
+            "staged_rate": path.staged_rate, "forced": path.forced,
         })  # fmt: skip
 
     # ── fences ────────────────────────────────────────────────────────────────────
@@ -322,7 +278,6 @@ class Contact:
         was_ready = self.state == "ready"
         self.state, self.error = "broken", error
         self._probes.clear()
-        self._first_jobs = []
         self._unsent.clear()
         if self._line is not None:
             self._channel.hang_up(self._line)

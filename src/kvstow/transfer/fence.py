@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstow.transfer.transport.base import Ints
+from kvstow.plan.view import Ints
 
 ENTRY = 8
 SLOT_ENTRIES = 4096

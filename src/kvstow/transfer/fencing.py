@@ -4,13 +4,14 @@ from collections import deque
 from contextlib import suppress
 
 from kvstow.errors import TransferError
+from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import Card
 from kvstow.transfer.fence import Round, fence_rounds
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport.base import Kinds, Spans
+from kvstow.transfer.transport.base import Kinds
 
 
 class Fence:
@@ -72,8 +73,8 @@ class Fence:
             if self._slot is None:
                 return False
         one = self._rounds[0]
-        spans = Spans(self._home.slot_address(self._slot) + one.local, one.remote, one.nbytes)
-        self._mover = Mover(self._home, "read", self._peer, Kinds(), spans, 1 << 30)
+        copies = Copies(one.remote, self._home.slot_address(self._slot) + one.local, one.nbytes)
+        self._mover = Mover(self._home, "read", self._peer, Kinds(), copies, 1 << 30)
         return True
 
     def _compare(self) -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from kvstow.errors import CopyError, TransferError
 from kvstow.memory.copy import CopyHandle
+from kvstow.plan.view import Ints
+from kvstow.route.copies import Copies, merged
 from kvstow.transfer.channel.messages import AnyMessage, Card, Failed, Staged, Stopped, Written
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import Mover
 from kvstow.transfer.staging import Piece, Stage, over
-from kvstow.transfer.transport.base import Ints, Kinds, Spans, merged
+from kvstow.transfer.transport.base import Kinds
 
 IN_FLIGHT = 2
 
@@ -161,7 +163,7 @@ class Fetching:
                 return False
         number, theirs = self._waiting.popleft()
         piece = self._pieces[number]
-        spans = merged(Spans(self._here(piece, slot), self._there(piece, theirs), piece.nbytes))
+        spans = merged(Copies(self._there(piece, theirs), self._here(piece, slot), piece.nbytes))
         kinds = Kinds(
             "DRAM" if slot is not None else self._home.kind,
             0 if slot is not None else self._home.device,

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvstow.errors import BlockError
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.transport.base import Ints
 
 
 class Owner(Protocol):

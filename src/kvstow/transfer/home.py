@@ -15,13 +15,13 @@ from kvstow.memory.arena import Arena
 from kvstow.observe import Fact, Telemetry, TransferMetrics
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode, fingerprint
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import Card, RegionCard
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.staging import DEVICE_SLOT_BYTES, SLOTS, Stage
-from kvstow.transfer.transport.base import Ints, Kinds, MemoryKind, Region, Transport
-from kvstow.transfer.transport.parallel import Track
+from kvstow.transfer.transport.base import Kinds, MemoryKind, Region, Transport
 
 PROBE_BYTES = 4 << 20
 _SLOTS = 128
@@ -68,7 +68,6 @@ class Home:
         self._spare_counters: list[Ints] = []
         self._attached: dict[str, int] = {}
         self._counters: dict[tuple[Counter, str], Counter] = {}
-        self._tracks: list[Track] = []
         self.has_watched = False
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         for region in self._regions():
@@ -118,11 +117,7 @@ class Home:
     def attach(self, card: Card) -> None:
         """Connect the engine to an agent; several attachments share one connection."""
         if card.start not in self._attached:
-            name = self.transport.connect(card.metadata)
-            if name != card.start:
-                self.transport.disconnect(name)
-                raise TransferError(f"agent {card.agent!r} calls its engine {card.start!r}, its "
-                                    f"metadata {name!r}", kind="refused")  # fmt: skip
+            self.transport.connect(card.start, card.metadata)
         self._attached[card.start] = self._attached.get(card.start, 0) + 1
 
     def detach(self, start: str) -> None:
@@ -136,31 +131,10 @@ class Home:
         """Disconnect at once: after this no post of ours to that agent moves a byte."""
         if self._attached.pop(start, None) is not None:
             self.transport.disconnect(start)
-            for track in self._tracks:
-                track.disconnect(start)
-
-    def beside(self, card: Card, tracks: int) -> tuple[Track, ...]:
-        """All tracks but our own that shall work on transfers with an agent, connected to it;
-        none with rows on a device, or where the engine has no others. Raises TransferError."""
-        if "VRAM" in self.kinds(card):
-            return ()
-        self.make_tracks(tracks)
-        found = tuple(self._tracks[: tracks - 1])
-        for track in found:
-            track.connect(card.start, card.metadata)
-        return found
-
-    def make_tracks(self, tracks: int) -> None:
-        """Begin to make the tracks that are not there yet."""
-        make = self.transport.another
-        while make is not None and len(self._tracks) < tracks - 1:
-            self._tracks.append(Track(make, self._regions()))
 
     def close(self) -> None:
         """Let go of the engines; all agents must have been severed."""
         self.worker.shutdown()
-        for track in self._tracks:
-            track.close()
         self.transport.close()
 
     def is_attached(self, start: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
 from kvstow.route.route import Route
 from kvstow.transfer.channel.messages import (
     AnyMessage,
@@ -46,8 +47,7 @@ from kvstow.transfer.path import Way
 from kvstow.transfer.staging import SLOTS, pieces
 from kvstow.transfer.straight import Ways
 from kvstow.transfer.ticket import Ticket, packed_ints
-from kvstow.transfer.transport.base import Spans, lost
-from kvstow.transfer.transport.parallel import Track
+from kvstow.transfer.transport.base import lost
 
 LegState = Literal["waiting", "met", "moving", "fencing", "clean", "failed"]
 
@@ -154,8 +154,7 @@ class Leg:
         self._ask_at = now + contact.heartbeat_seconds
         contact.kept.discard(ticket.lease)
         self.direction = goal.direction or contact.path.direction
-        spans: Spans | None = None
-        beside: tuple[Track, ...] = ()
+        spans: Copies | None = None
         try:
             if ticket.fingerprint != contact.fingerprint:
                 raise TransferError(
@@ -169,7 +168,6 @@ class Leg:
                 spans = plan.ways.spans(ticket.blocks, goal.into,
                                         (goal.start_token, goal.num_tokens),
                                         (contact.card.base, self._home.card.base))  # fmt: skip
-                beside = self._home.beside(contact.card, contact.path.tracks)
             elif self.direction == "staged":
                 self._fetching = self._made_fetching(plan.ways.route)
         except RouteError as error:
@@ -186,8 +184,8 @@ class Leg:
                            self._slot_bytes, samples))  # fmt: skip
         if spans is not None:
             kinds = self._home.kinds(contact.card)
-            size = chunk_bytes(contact.path.rate, kinds, 1 + len(beside), spans.total)
-            self._mover = Mover(self._home, "read", contact.card.start, kinds, spans, size, beside)
+            size = chunk_bytes(contact.path.rate, kinds)
+            self._mover = Mover(self._home, "read", contact.card.start, kinds, spans, size)
         self._fence.prepare()
 
     def _made_fetching(self, route: Route) -> Fetching:

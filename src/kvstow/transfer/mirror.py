@@ -13,12 +13,14 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
+from kvstow.route.copies import Copies
 from kvstow.transfer.channel.messages import Card
 from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES
 from kvstow.transfer.home import Home
 from kvstow.transfer.mover import STALLED_SECONDS
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport.base import Ints, Kinds, Spans, lost
+from kvstow.transfer.transport.base import Kinds, lost
 
 MOST_ENTRIES = 1 << 16
 ENTRIES_EACH = 128
@@ -46,9 +48,9 @@ class Mirror:
         self.tables: list[Ints] = np.split(self._memory[: ends[-1]], ends[:-1])
         local = self._memory.ctypes.data + (ends - counts) * ENTRY
         some = counts > 0
-        spans = Spans(local[some], np.array(card.tables)[some], counts[some] * ENTRY)
+        copies = Copies(np.array(card.tables)[some], local[some], counts[some] * ENTRY)
         try:
-            self._post = home.transport.prepare("read", card.start, Kinds(), spans)
+            self._post = home.transport.prepare("read", card.start, Kinds(), copies)
         except TransferError:
             home.give_counters(self._memory)
             raise

@@ -1,13 +1,26 @@
 """Times and sizes of an agent, all in one place."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from kvstow.errors import SpecError
-from kvstow.transfer.path import Way
-from kvstow.transfer.transport.parallel import TRACKS
+from kvstow.transfer.transport.parallel import ENGINES
+
+LEAST_SLOT_BYTES = 32
+"""A slot holds at least a few copies: smaller ones would make as many messages as copies."""
 
 DigestPolicy = Literal["always", "sample", "off"]
+Way = Literal["read", "write", "staged"]
+"""The consumer reads, the producer writes, or the consumer reads through host memory."""
+
+SECONDS = (
+    "lease_seconds",
+    "transfer_seconds",
+    "contact_seconds",
+    "heartbeat_seconds",
+    "drain_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +29,8 @@ class Options:
 
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
     how long a failed pull waits for its posts to end before it disconnects the peer.
-    `direction` forces one way instead of measuring; `tracks` forces how many engines read
-    at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
+    `direction` forces one way instead of measuring; `engines` is how many engines may
+    read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
     default 32 MiB on a device and none on the host.
     """
 
@@ -27,17 +40,22 @@ class Options:
     heartbeat_seconds: float = 1.0
     drain_seconds: float = 2.0
     direction: Way | None = None
-    tracks: int | None = None
+    engines: int | None = None
     slot_bytes: int | None = None
     digest: DigestPolicy = "sample"
 
     def __post_init__(self) -> None:
-        for name in ("lease_seconds", "transfer_seconds", "contact_seconds",
-                     "heartbeat_seconds", "drain_seconds"):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise SpecError(f"{name} is {getattr(self, name)}, not above 0")
-        if self.tracks is not None and not 1 <= self.tracks <= TRACKS:
-            raise SpecError(f"tracks is {self.tracks}, not from 1 to {TRACKS}")
+        for name in SECONDS:
+            seconds = getattr(self, name)
+            if not 0 < seconds < inf:
+                raise SpecError(f"{name} is {seconds}, not a time above 0")
+        if self.engines is not None and not 1 <= self.engines <= ENGINES:
+            raise SpecError(f"engines is {self.engines}, not from 1 to {ENGINES}")
+        if self.slot_bytes is not None and self.slot_bytes < LEAST_SLOT_BYTES:
+            raise SpecError(
+                f"slot_bytes is {self.slot_bytes}, not at least {LEAST_SLOT_BYTES}\n\n"
+                "hint: leave it out for 32 MiB on a device and none on the host"
+            )
 
 
 DEFAULTS = Options()

@@ -1,10 +1,8 @@
 """Which way the bytes go: measured at first contact, because it can be a factor of 300."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Way = Literal["read", "write", "staged"]
-"""The consumer reads, the producer writes, or the consumer reads through host memory."""
+from kvstow.transfer.options import Way
 
 PREFER_READ = 2.0
 """Other ways cost the producer work: they have to be so much faster to be chosen."""
@@ -14,8 +12,7 @@ PREFER_READ = 2.0
 class Path:
     """The chosen direction, and the rates it was chosen by, in bytes per second.
 
-    `staged_rate` is 0 where both sides' rows are in host memory: nothing to gain. `tracks`
-    is how many engines of the consumer read at once.
+    `staged_rate` is 0 where both sides' rows are in host memory: nothing to gain.
     """
 
     direction: Way
@@ -23,7 +20,6 @@ class Path:
     write_rate: float
     staged_rate: float = 0.0
     forced: bool = False
-    tracks: int = 1
 
     @property
     def rate(self) -> float:
@@ -41,12 +37,10 @@ def chosen(
     write_rate: float,
     staged_rate: float = 0.0,
     forced: Way | None = None,
-    tracks: int = 1,
 ) -> Path:
     """The fastest way, unless one is forced; the simpler one where they are about equal."""
-    reading = tracks * read_rate
-    best: Way = "write" if write_rate > PREFER_READ * reading else "read"
-    if staged_rate > PREFER_READ * max(reading, write_rate):
+    best: Way = "write" if write_rate > PREFER_READ * read_rate else "read"
+    if staged_rate > PREFER_READ * max(read_rate, write_rate):
         best = "staged"
     return Path(
         direction=forced or best,
@@ -54,5 +48,4 @@ def chosen(
         write_rate=write_rate,
         staged_rate=staged_rate,
         forced=forced is not None,
-        tracks=tracks,
     )

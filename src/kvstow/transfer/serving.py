@@ -44,7 +44,6 @@ from kvstow.transfer.home import Home, check_blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.staging import pieces
 from kvstow.transfer.ticket import Ticket, unpacked_ints
-from kvstow.transfer.transport.base import Spans
 from kvstow.transfer.writing import Probe, Writing
 
 AWAKE_AFTER_HELLO = 0.5
@@ -195,7 +194,7 @@ class Serving:
             cut = pieces(ways.route, ticket.blocks, into, tokens, begin.slot_bytes)
             return Gathering(home, home.stage, cut)
         there = ways.spans(ticket.blocks, into, tokens, (home.card.base, guest.card.base))
-        return Writing(home, guest, Spans(there.remote, there.local, there.nbytes))
+        return Writing(home, guest, there)
 
     def _end(self, guest: Guest, transfer: int, lease: int, outcome: str) -> None:
         guest.reading.pop(transfer, None)

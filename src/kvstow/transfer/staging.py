@@ -24,10 +24,10 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.pack import separate
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.route import Route
-from kvstow.transfer.transport.base import Ints
 
 SLOTS = 4
 DEVICE_SLOT_BYTES = 32 << 20

@@ -8,16 +8,17 @@ Packed rows of equal layouts are such a case, whatever the model. What is then l
 route is one multiplication per block; anything else is asked of the route itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies, joined, merged
 from kvstow.route.lanes import Lanes, Overlap
 from kvstow.route.pairing import Tokens
 from kvstow.route.route import Crossing, Route
-from kvstow.transfer.transport.base import Ints, Spans, merged
 
 _ABOVE = 32
 _BELOW = (1 << _ABOVE) - 1
@@ -64,7 +65,7 @@ class Ways:
         destination: Mapping[int, Blocks],
         tokens: tuple[int, int],
         bases: tuple[int, int],
-    ) -> Spans:
+    ) -> Copies:
         """The copies that bring tokens `[first, end)` across, as few as there can be.
 
         `Route.moves` with the two arenas' addresses added; local is the destination. Blocks
@@ -78,11 +79,9 @@ class Ways:
                 if pair is not None
             ]
             if len(runs) == len(pairs):
-                return runs[0] if len(runs) == 1 else merged(_joined(runs))
+                return runs[0] if len(runs) == 1 else merged(joined(runs))
         moves = self.route.copies(source, destination, tokens[1], start_token=tokens[0])
-        return merged(
-            Spans(moves.destination + bases[1], moves.source + bases[0], moves.nbytes)
-        )  # fmt: skip
+        return merged(moves.moved(*bases))
 
 
 def _straight(crossing: Crossing) -> Straight | None:
@@ -141,7 +140,7 @@ def _listed(blocks: Blocks, first: int, end: int) -> Ints | None:
     return blocks.ids[first - start : end - start]
 
 
-def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
+def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Copies:
     """Pairs by destination, those that follow each other on both sides as one.
 
     A pair is one number, the destination's id above the source's: so they are sorted, and
@@ -161,14 +160,8 @@ def _runs(way: Straight, pairs: Pairs, bases: tuple[int, int]) -> Spans:
     first, lengths = both.take(heads), counts * nbytes
     if pairs.tail != nbytes:
         lengths[first + (counts - 1) * _NEXT == last] -= nbytes - pairs.tail
-    return Spans((first >> _ABOVE) * nbytes + (there + bases[1]),
-                 (first & _BELOW) * nbytes + (here + bases[0]), lengths)  # fmt: skip
-
-
-def _joined(parts: Sequence[Spans]) -> Spans:
-    """The copies of all parts, one part after the other."""
-    return Spans(
-        np.concatenate([part.local for part in parts]),
-        np.concatenate([part.remote for part in parts]),
-        np.concatenate([part.nbytes for part in parts]),
+    return Copies(
+        (first & _BELOW) * nbytes + (here + bases[0]),
+        (first >> _ABOVE) * nbytes + (there + bases[1]),
+        lengths,
     )

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from kvstow.errors import SpecError, TransferError
+from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.transport.base import Ints
 
 PREFIX = "kvt1."
 MAX_BYTES = 16 << 20

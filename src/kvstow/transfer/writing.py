@@ -1,14 +1,12 @@
 """Writes into a guest's memory: rows that it ordered, and probes."""
 
-import numpy as np
-
 from kvstow.errors import TransferError
+from kvstow.route.copies import Copies, merged
 from kvstow.transfer.channel.messages import AnyMessage, Failed, Stopped, TellProbe, Written
 from kvstow.transfer.contact import PROBES
 from kvstow.transfer.guest import Guest
 from kvstow.transfer.home import PROBE_BYTES, Home
 from kvstow.transfer.mover import Mover, chunk_bytes
-from kvstow.transfer.transport.base import Spans, merged
 
 
 def attached(home: Home, guest: Guest) -> None:
@@ -20,12 +18,12 @@ def attached(home: Home, guest: Guest) -> None:
 class Writing:
     """A write into a guest's rows."""
 
-    def __init__(self, home: Home, guest: Guest, spans: Spans) -> None:
+    def __init__(self, home: Home, guest: Guest, copies: Copies) -> None:
         attached(home, guest)
         self._stopped = False
         kinds = home.kinds(guest.card)
         size = chunk_bytes(guest.write_rate, kinds)
-        self._mover = Mover(home, "write", guest.card.start, kinds, merged(spans), size)
+        self._mover = Mover(home, "write", guest.card.start, kinds, merged(copies), size)
 
     def stop(self) -> None:
         """Write nothing more."""
@@ -81,10 +79,6 @@ class Probe:
     def _posted(self) -> Mover:
         attached(self._home, self.guest)
         card = self.guest.card
-        spans = Spans(
-            np.array([self._home.probe.data_ptr()], np.int64),
-            np.array([card.probe.address], np.int64),
-            np.array([self._nbytes], np.int64),
-        )
+        one = Copies.one(self._home.probe.data_ptr(), card.probe.address, self._nbytes)
         self._started = self._home.clock()
-        return Mover(self._home, "write", card.start, self._home.kinds(card), spans, PROBE_BYTES)
+        return Mover(self._home, "write", card.start, self._home.kinds(card), one, PROBE_BYTES)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BackendMissing, TransferError
+from kvstow.route.copies import Copies
 from kvstow.transfer.transport import nixl
-from kvstow.transfer.transport.base import Kinds, Region, Spans
+from kvstow.transfer.transport.base import Kinds, Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.nixl import NixlTransport, framed, unframed
 
@@ -36,7 +37,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     made = [LocalTransport(fabric) if request.param == "local" else NixlTransport()
             for _ in range(2)]  # fmt: skip
     here, there = (Side(transport) for transport in made)
-    here.transport.connect(there.transport.metadata())
+    here.transport.connect(there.transport.name, there.transport.metadata())
     yield here, there
     for side in (here, there):
         side.transport.close()
@@ -51,15 +52,15 @@ def finished(post: Any, there: Side) -> None:
     post.release()
 
 
-def spans(local: np.ndarray, remote: np.ndarray, *nbytes: int) -> Spans:
-    return Spans(local, remote, np.array(nbytes, np.int64))
+def copies(source: np.ndarray, destination: np.ndarray, *nbytes: int) -> Copies:
+    return Copies(source, destination, np.array(nbytes, np.int64))
 
 
 def test_a_read_brings_exactly_the_bytes_that_were_asked_for(sides):
     here, there = sides
     there.memory[:] = np.arange(BYTES) % 251
     here.memory[:] = 255
-    wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
+    wanted = copies(there.at(300, 7), here.at(10, 1000), 5, 1)
     finished(here.transport.prepare("read", there.transport.name, KINDS, wanted), there)
     expected = np.full(BYTES, 255, np.uint8)
     expected[10:15] = there.memory[300:305]
@@ -71,7 +72,7 @@ def test_a_write_changes_exactly_the_bytes_that_were_meant(sides):
     here, there = sides
     here.memory[:] = np.arange(BYTES) % 251
     there.memory[:] = 255
-    wanted = spans(here.at(10, 1000), there.at(300, 7), 5, 1)
+    wanted = copies(here.at(10, 1000), there.at(300, 7), 5, 1)
     finished(here.transport.prepare("write", there.transport.name, KINDS, wanted), there)
     expected = np.full(BYTES, 255, np.uint8)
     expected[300:305] = here.memory[10:15]
@@ -81,7 +82,7 @@ def test_a_write_changes_exactly_the_bytes_that_were_meant(sides):
 
 def test_memory_that_was_not_registered_is_refused(sides):
     here, there = sides
-    outside = spans(here.at(0), there.at(BYTES - 4), 8)
+    outside = copies(there.at(BYTES - 4), here.at(0), 8)
     with pytest.raises(TransferError) as caught:
         finished(here.transport.prepare("read", there.transport.name, KINDS, outside), there)
     assert caught.value.peer == there.transport.name
@@ -94,8 +95,8 @@ def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
     memory = np.arange(64, dtype=np.uint8)
     for nbytes in (8, 64):
         there.transport.register(Region(memory.ctypes.data, nbytes))
-    here.transport.connect(there.transport.metadata())
-    whole = spans(here.at(0), memory.ctypes.data + np.zeros(1, np.int64), 64)
+    here.transport.connect(there.transport.name, there.transport.metadata())
+    whole = copies(memory.ctypes.data + np.zeros(1, np.int64), here.at(0), 64)
     finished(here.transport.prepare("read", there.transport.name, KINDS, whole), there)
     assert (here.memory[:64] == memory).all()
 
@@ -103,19 +104,19 @@ def test_a_short_region_does_not_hide_a_longer_one_at_the_same_address():
 def test_an_unknown_peer_is_refused(sides):
     here, there = sides
     with pytest.raises(TransferError):
-        here.transport.prepare("read", "nobody", KINDS, spans(here.at(0), there.at(0), 8))
+        here.transport.prepare("read", "nobody", KINDS, copies(there.at(0), here.at(0), 8))
 
 
 def test_a_peer_that_was_disconnected_can_be_connected_again(sides):
     here, there = sides
     name = there.transport.name
-    one = spans(here.at(0), there.at(0), 8)
+    one = copies(there.at(0), here.at(0), 8)
     for _ in range(3):
         there.memory[:8] += 1
         here.transport.disconnect(name)
         with pytest.raises(TransferError):
             here.transport.prepare("read", name, KINDS, one)
-        assert here.transport.connect(there.transport.metadata()) == name
+        here.transport.connect(name, there.transport.metadata())
         finished(here.transport.prepare("read", name, KINDS, one), there)
         assert (here.memory[:8] == there.memory[:8]).all()
 
@@ -123,7 +124,7 @@ def test_a_peer_that_was_disconnected_can_be_connected_again(sides):
 def test_nothing_moves_before_a_post_is_started_nor_after_its_peer_was_disconnected(sides):
     here, there = sides
     there.memory[:] = 9
-    one = spans(here.at(0), there.at(0), 8)
+    one = copies(there.at(0), here.at(0), 8)
     first, second, third = (
         here.transport.prepare("read", there.transport.name, KINDS, one) for _ in range(3)
     )
@@ -181,7 +182,7 @@ def test_names_are_fresh_at_every_start():
 def pair() -> tuple[Fabric, Side, Side]:
     fabric = Fabric()
     here, there = (Side(LocalTransport(fabric, step_bytes=1)) for _ in range(2))
-    here.transport.connect(there.transport.metadata())
+    here.transport.connect(there.transport.name, there.transport.metadata())
     return fabric, here, there
 
 
@@ -190,7 +191,7 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
     there.memory[:] = 9
     names = here.transport.name, there.transport.name
     post = here.transport.prepare("read", names[1], KINDS,
-                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+                                  copies(there.at(0, 16), here.at(0, 16), 8, 8))  # fmt: skip
     post.start()
     assert not post.poll()
     fabric.cut(*names)
@@ -204,7 +205,7 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
 def test_a_killed_peer_fails_what_is_under_way(pair):
     fabric, here, there = pair
     post = here.transport.prepare("read", there.transport.name, KINDS,
-                                  spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
+                                  copies(there.at(0, 16), here.at(0, 16), 8, 8))  # fmt: skip
     post.start()
     post.poll()
     fabric.kill(there.transport.name)
@@ -213,17 +214,95 @@ def test_a_killed_peer_fails_what_is_under_way(pair):
     assert caught.value.kind == "peer"
 
 
-def test_a_released_post_still_lands_and_a_disconnected_one_does_not(pair):
-    _, here, there = pair
+def begun(here: Side, there: Side) -> Any:
+    """A read of two pieces, started; none of them is there yet."""
     there.memory[:] = 9
-    for late, expected in ((True, 9), (False, 0)):
-        here.memory[:] = 0
-        post = here.transport.prepare("read", there.transport.name, KINDS,
-                                      spans(here.at(0, 16), there.at(0, 16), 8, 8))  # fmt: skip
-        post.start()
+    two = copies(there.at(0, 16), here.at(0, 16), 8, 8)
+    post = here.transport.prepare("read", there.transport.name, KINDS, two)
+    post.start()
+    return post
+
+
+@pytest.mark.parametrize("how", ["released", "disconnected"])
+def test_a_post_that_was_given_up_may_land_as_long_as_its_transport_lives(pair, how):
+    fabric, here, there = pair
+    fabric.cut(here.transport.name, there.transport.name)
+    post = begun(here, there)
+    if how == "released":
         post.release()
-        if not late:
-            here.transport.disconnect(there.transport.name)
-        here.transport.progress()
-        here.transport.progress()
-        assert here.memory[0] == expected
+    else:
+        here.transport.disconnect(there.transport.name)
+    assert not post.ended
+    here.transport.progress()
+    assert (here.memory == 0).all()
+    fabric.heal(here.transport.name, there.transport.name)
+    here.transport.progress()
+    here.transport.progress()
+    assert here.memory[[0, 7, 16, 23]].tolist() == [9] * 4
+    assert post.ended == (how == "released"), "who was disconnected is never told"
+
+
+def test_nothing_lands_once_the_transport_is_closed(pair):
+    _, here, there = pair
+    post = begun(here, there)
+    here.transport.disconnect(there.transport.name)
+    assert not post.ended
+    here.transport.close()
+    assert post.ended
+    here.transport.progress()
+    assert (here.memory == 0).all()
+
+
+def test_a_fabric_decides_when_late_bytes_land():
+    lands = False
+    fabric = Fabric(lands=lambda: lands)
+    here, there = (Side(LocalTransport(fabric)) for _ in range(2))
+    here.transport.connect(there.transport.name, there.transport.metadata())
+    begun(here, there)
+    here.transport.disconnect(there.transport.name)
+    here.transport.progress()
+    assert (here.memory == 0).all()
+    lands = True
+    here.transport.progress()
+    assert here.memory[16] == 9
+
+
+def test_a_copy_that_fails_leaves_its_siblings_under_way():
+    fabric = Fabric()
+
+    def fails(index: int) -> None:
+        if index == 0:
+            raise TransferError("that one failed", kind="transport")
+
+    here = Side(LocalTransport(fabric, step_bytes=1, before_copy=fails))
+    there = Side(LocalTransport(fabric))
+    here.transport.connect(there.transport.name, there.transport.metadata())
+    post = begun(here, there)
+    with pytest.raises(TransferError, match="that one failed"):
+        post.poll()
+    assert not post.ended
+    here.transport.progress()
+    assert here.memory[[0, 16]].tolist() == [0, 9]
+    assert not post.ended, "an error may be that of one copy among many"
+
+
+def test_a_fresh_engine_has_another_name_and_nothing_registered(sides):
+    here, there = sides
+    fresh = here.transport.fresh()
+    assert fresh.name != here.transport.name
+    fresh.connect(there.transport.name, there.transport.metadata())
+    one = copies(there.at(0), here.at(0), 8)
+    with pytest.raises(TransferError):
+        finished(fresh.prepare("read", there.transport.name, KINDS, one), there)
+    fresh.close()
+
+
+def test_metadata_of_another_than_the_one_named_are_refused(sides):
+    here, there = sides
+    with pytest.raises(TransferError, match="metadata are those of") as caught:
+        here.transport.connect("somebody", there.transport.metadata())
+    assert caught.value.kind == "refused"
+    one = copies(there.at(0), here.at(0), 8)
+    there.memory[:] = 3
+    finished(here.transport.prepare("read", there.transport.name, KINDS, one), there)
+    assert here.memory[0] == 3, "who was connected stays so"

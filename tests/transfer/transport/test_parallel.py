@@ -1,242 +1,233 @@
-"""Two tracks: one agent and a second engine in a thread of its own read the same transfer.
-
-The producer is another process of this host, so that bytes are copied inside the call that
-starts them. Chunks are made small enough for a small request to have several.
-"""
+"""A transport made of several engines: every chunk is confirmed, or the read has failed."""
 
 import threading
 import time
-from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kvstow.errors import TransferError
-from kvstow.plan.manifest import encode
-from kvstow.testing.measure.timed import TimedNixl
-from kvstow.transfer import mover
-from kvstow.transfer.transport.base import Kinds, Region, Spans
+from kvstow.route.copies import Copies
+from kvstow.transfer.transport import parallel as module
+from kvstow.transfer.transport.base import Kinds, Post, Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from kvstow.transfer.transport.parallel import Track
-from transfer_node import Node, hybrid_layout, rows_for
+from kvstow.transfer.transport.parallel import ParallelTransport, parallel
 
-TOKENS = 18
-LAYOUT = hybrid_layout()
-SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
-HURRY = {"transfer_seconds": 15.0, "contact_seconds": 8.0, "heartbeat_seconds": 0.1,
-         "drain_seconds": 0.3}  # fmt: skip
+BYTES = 1 << 16
+HALF = BYTES // 2
 
 
-@pytest.fixture
-def producer(zygote):
-    process = zygote.process({})
-    yield process.node(encode(LAYOUT), "producer", options=HURRY)
-    process.close()
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_CHUNK", 64)
+    monkeypatch.setattr(module, "TELLING_BYTES", 64)
 
 
-@pytest.fixture
-def engine(monkeypatch):
-    monkeypatch.setattr(mover, "LEAST_CHUNK", 64)
-    monkeypatch.setattr(mover, "CHUNKS_EACH", 1)
-    made = TimedNixl()
-    transfer = made._agent.transfer
+class Engine(LocalTransport):
+    """A local engine whose helper can be held back, or made to fail.
 
-    def slow(*arguments):
-        time.sleep(0.03)  # so that there is something left for the second track
-        return transfer(*arguments)
+    `hold` is waited for before every copy of an engine that is not the first.
+    """
 
-    monkeypatch.setattr(made._agent, "transfer", slow)
-    return made
+    def __init__(self, fabric: Fabric, *, first: "Engine | None" = None) -> None:
+        super().__init__(fabric, before_copy=self._before)
+        self._first = first
+        self.helper: Engine | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        self.reached = threading.Event()
+        self.fault: TransferError | None = None
+        self.silent = False
+        self.copied = 0
 
+    @property
+    def several_are_faster(self) -> bool:
+        return True
 
-@pytest.fixture
-def consumer(engine):
-    node = Node(encode(LAYOUT), name="consumer", options={**HURRY, "tracks": 2}, transport=engine)
-    yield node
-    node.close()
+    def fresh(self) -> "Engine":
+        self.helper = Engine(self.fabric, first=self)
+        return self.helper
 
-
-def held_back(engine, monkeypatch) -> tuple[threading.Event, threading.Event]:
-    """Set when the engine is about to copy; and what it then waits for."""
-    waits, go = threading.Event(), threading.Event()
-    prepare = engine.prepare
-
-    def late(*arguments):
-        waits.set()
-        assert go.wait(10)
-        return prepare(*arguments)
-
-    monkeypatch.setattr(engine, "prepare", late)
-    return waits, go
-
-
-def test_every_byte_arrives_whichever_track_brings_it(producer, consumer, engine):
-    assert consumer.path(producer.address)["tracks"] == 2
-    (second,) = engine.beside
-    met = second.starts
-    for salt in range(1, 12):
-        producer.fill(SOURCE, salt)
-        consumer.wipe()
-        result = consumer.pull(
-            [producer.offer(SOURCE, TOKENS)], TARGET, direction="read", digest="always"
-        )
-        assert "error" not in result, result
-        assert consumer.check(TARGET, 0, TOKENS, salt) == ""
-    assert second.starts > met, "the second track has copied nothing in a dozen pulls"
-    assert consumer.held() == 0
-
-
-def test_a_producer_that_dies_is_an_error_and_no_track_writes_afterwards(
-    producer, consumer, engine, monkeypatch
-):
-    """The second track is held back until the producer is dead, and then goes on."""
-    consumer.path(producer.address)
-    (second,) = engine.beside
-    waits, dead = held_back(second, monkeypatch)
-    producer.fill(SOURCE, 3)
-    number = consumer.begin_pull([producer.offer(SOURCE, TOKENS)], TARGET, direction="read")
-    assert waits.wait(10)
-    producer.process.kill()
-    dead.set()
-    result = consumer.end_pull(number)
-    assert result["kind"] in ("peer", "transport", "timeout"), result
-    assert consumer.wait_quiet(number, 15)
-    assert consumer.held() == 0
-
-
-def test_a_pull_that_is_aborted_is_quiet_only_when_the_second_track_is(
-    producer, consumer, engine, monkeypatch
-):
-    consumer.path(producer.address)
-    (second,) = engine.beside
-    waits, go = held_back(second, monkeypatch)
-    producer.fill(SOURCE, 4)
-    number = consumer.begin_pull([producer.offer(SOURCE, TOKENS)], TARGET, direction="read")
-    assert waits.wait(10)
-    consumer.abort(number)
-    assert consumer.end_pull(number)["kind"] == "aborted"
-    assert not consumer.wait_quiet(number, 0.1)
-    assert consumer.held() > 0
-    go.set()
-    assert consumer.wait_quiet(number, 15)
-    assert consumer.held() == 0
-    producer.fill(SOURCE, 6)
-    result = consumer.pull(
-        [producer.offer(SOURCE, TOKENS)], TARGET, direction="read", digest="always"
-    )
-    assert "error" not in result, result
-
-
-# ── a track alone ─────────────────────────────────────────────────────────────────────
+    def _before(self, index: int) -> None:
+        if self._first is not None:
+            self.reached.set()
+            assert self.hold.wait(10)
+        elif self.helper is not None:
+            time.sleep(0.005)  # so that there is something left for the helper
+        if self.fault is not None:
+            raise self.fault
+        self.copied += 1
 
 
 class Pair:
-    """Two members of a fabric with a kilobyte each; the first is a track."""
+    """A reader made of two engines, and the peer that it reads from."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()
-        self.here, self.there = np.zeros(1024, np.uint8), np.arange(1024).astype(np.uint8)
+        self.here = np.zeros(BYTES, np.uint8)
+        self.there = (np.arange(BYTES) % 251 + 1).astype(np.uint8)
         self.peer = LocalTransport(self.fabric)
-        self.peer.register(Region(self.there.ctypes.data, 1024))
-        self.track = Track(lambda: LocalTransport(self.fabric, step_bytes=1),
-                           [Region(self.here.ctypes.data, 1024)])  # fmt: skip
-        self.track.connect(self.peer.name, self.peer.metadata())
+        self.peer.register(Region(self.there.ctypes.data, BYTES))
+        self.engine = Engine(self.fabric)
+        self.transport = ParallelTransport(self.engine)
+        self.transport.register(Region(self.here.ctypes.data, BYTES))
+        self.transport.connect(self.peer.name, self.peer.metadata())
 
-    def chunk(self, *at: int) -> Spans:
-        offsets = np.array(at, np.int64)
-        return Spans(self.here.ctypes.data + offsets, self.there.ctypes.data + offsets,
-                     np.full(len(at), 16))  # fmt: skip
+    def read(self, *parts: tuple[int, int]) -> Post:
+        """A post that reads bytes `[start, stop)` for each part."""
+        start, stop = np.array(parts, np.int64).T
+        copies = Copies(self.there.ctypes.data + start, self.here.ctypes.data + start,
+                        stop - start)  # fmt: skip
+        return self.transport.prepare("read", self.peer.name, Kinds(), copies)
 
-    def over(self, job) -> bool:
-        limit = time.monotonic() + 10
-        while not job.over and time.monotonic() < limit:
-            time.sleep(0.001)
-        return job.over
+    def warm(self) -> Engine:
+        """A first read tells that copies are made inside the call; the helper gets ready."""
+        done(self.read((0, 4096)))
+        until(lambda: self.transport.num_engines(self.peer.name) == 2)
+        self.here[:] = 0
+        assert self.engine.helper is not None
+        return self.engine.helper
+
+
+def until(question: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not question():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def done(post: Post) -> None:
+    post.start()
+    until(post.poll)
+    assert post.ended
+    post.release()
 
 
 @pytest.fixture
 def pair():
     made = Pair()
     yield made
-    made.track.close()
+    if made.engine.helper is not None:
+        made.engine.helper.hold.set()
+    made.transport.close()
 
 
-def test_a_track_takes_chunks_from_the_end_until_none_is_left(pair):
-    waiting = deque(pair.chunk(at, at + 32) for at in range(0, 256, 64))
-    job = pair.track.copy("read", pair.peer.name, Kinds(), waiting)
-    assert pair.over(job)
-    assert job.error is None
-    assert not waiting
-    touched = np.zeros(1024, np.bool_)
-    for at in range(0, 256, 32):
-        touched[at : at + 16] = True
-    assert (pair.here == np.where(touched, pair.there, 0)).all()
+def test_one_engine_or_an_engine_that_gains_nothing_is_left_as_it_is():
+    fabric = Fabric()
+    plain = LocalTransport(fabric)
+    assert parallel(plain, 2) is plain
+    engine = Engine(fabric)
+    assert parallel(engine, 1) is engine
+    assert isinstance(parallel(engine, 2), ParallelTransport)
 
 
-def test_a_job_that_was_withdrawn_copies_nothing(pair):
-    pair.fabric.cut(pair.peer.name, pair.track._made.result().name)
-    first = pair.track.copy("read", pair.peer.name, Kinds(), deque([pair.chunk(0)]))
-    waiting = deque([pair.chunk(64)])
-    second = pair.track.copy("read", pair.peer.name, Kinds(), waiting)
-    second.withdraw()
-    assert second.over
-    assert not first.over
-    pair.fabric.heal(pair.peer.name, pair.track._made.result().name)
-    assert pair.over(first)
-    assert len(waiting) == 1
-    assert (pair.here[64:80] == 0).all()
+def test_both_engines_copy_and_every_byte_arrives(pair):
+    helper = pair.warm()
+    for _ in range(20):
+        pair.here[:] = 0
+        done(pair.read((0, BYTES)))
+        assert (pair.here == pair.there).all()
+    assert helper.copied > 1
+    assert pair.engine.copied > 1
 
 
-def test_a_job_whose_peer_is_disconnected_ends_as_an_error_and_writes_no_more(pair):
-    pair.fabric.cut(pair.peer.name, pair.track._made.result().name)
-    job = pair.track.copy("read", pair.peer.name, Kinds(), deque([pair.chunk(0)] * 3))
-    time.sleep(0.05)
-    pair.track.disconnect(pair.peer.name)
-    pair.fabric.heal(pair.peer.name, pair.track._made.result().name)
-    assert pair.over(job)
-    assert job.error is not None
-    assert job.error.kind == "peer"
-    assert (pair.here == 0).all()
+def test_a_peer_that_does_not_copy_inside_the_call_is_read_by_one_engine(pair):
+    pair.engine.step_bytes = 0
+    post = pair.read((0, BYTES))
+    post.start()
+    pair.engine.step_bytes = BYTES
+    until(post.poll)
+    assert pair.engine.helper is None
+    assert pair.transport.num_engines(pair.peer.name) == 1
 
 
-class Held(deque):
-    """Whoever takes a chunk off the end has it in hand until `go`."""
-
-    def __init__(self, chunks):
-        super().__init__(chunks)
-        self.taken, self.go = threading.Event(), threading.Event()
-
-    def pop(self):
-        chunk = super().pop()
-        self.taken.set()
-        assert self.go.wait(10)
-        return chunk
-
-
-def test_a_chunk_in_hand_when_its_peer_is_disconnected_is_not_copied_after_another_connection(pair):
-    waiting = Held([pair.chunk(0)])
-    job = pair.track.copy("read", pair.peer.name, Kinds(), waiting)
-    assert waiting.taken.wait(10)
-    pair.track.disconnect(pair.peer.name)
-    pair.track.connect(pair.peer.name, pair.peer.metadata())
-    waiting.go.set()
-    assert pair.over(job)
-    assert (pair.here == 0).all()
-    assert job.error is not None
-    assert job.error.kind == "peer"
+def test_a_chunk_that_failed_between_two_looks_is_not_taken_for_arrived(pair):
+    """The caller's half is there; the helper's has failed while nobody looked."""
+    helper = pair.warm()
+    helper.hold.clear()
+    helper.reached.clear()
+    helper.fault = TransferError("a copy failed", kind="transport")
+    post = pair.read((0, BYTES))
+    post.start()
+    assert helper.reached.wait(10)
+    helper.hold.set()
+    until(lambda: post.ended or post.has_failed)
+    with pytest.raises(TransferError, match="a copy failed"):
+        until(post.poll)
+    with pytest.raises(TransferError, match="a copy failed"):
+        post.poll()
 
 
-def test_nothing_is_copied_from_a_peer_that_is_not_connected(pair):
-    pair.track.disconnect(pair.peer.name)
-    with pytest.raises(TransferError, match="not connected"):
-        pair.track.copy("read", pair.peer.name, Kinds(), deque([pair.chunk(0)]))
+def test_a_read_has_not_ended_while_the_helper_may_still_write(pair):
+    helper = pair.warm()
+    helper.hold.clear()
+    helper.reached.clear()
+    post = pair.read((0, BYTES))
+    post.start()
+    assert helper.reached.wait(10)
+    pair.transport.disconnect(pair.peer.name)
+    with pytest.raises(TransferError):
+        until(post.poll)
+    assert not post.ended
+    helper.hold.set()
+    until(lambda: (pair.here[HALF:] == pair.there[HALF:]).all())
 
 
-def test_an_engine_that_cannot_be_made_is_an_error_where_it_is_first_needed():
-    def make():
+def test_nothing_is_written_after_close(pair):
+    helper = pair.warm()
+    pair.fabric.cut(helper.name, pair.peer.name)
+    post = pair.read((0, BYTES))
+    post.start()
+    until(lambda: (pair.here[:HALF] == pair.there[:HALF]).all())
+    assert not post.poll()
+    pair.transport.close()
+    assert post.ended
+    pair.fabric.heal(helper.name, pair.peer.name)
+    helper.progress()
+    assert (pair.here[HALF:] == 0).all()
+
+
+def test_a_helper_that_cannot_be_made_leaves_reads_to_the_first_engine(pair, monkeypatch):
+    def broken() -> Engine:
         raise TransferError("no engine", kind="transport")
 
-    track = Track(make, [])
-    with pytest.raises(TransferError, match="no engine"):
-        track.connect("anybody", b"")
-    track.close()
+    monkeypatch.setattr(pair.engine, "fresh", broken)
+    done(pair.read((0, BYTES)))
+    time.sleep(0.05)
+    pair.here[:] = 0
+    done(pair.read((0, BYTES)))
+    assert (pair.here == pair.there).all()
+    assert pair.transport.num_engines(pair.peer.name) == 1
+
+
+def test_a_post_can_be_started_again(pair):
+    pair.warm()
+    post = pair.read((0, BYTES))
+    for salt in range(5):
+        pair.there[:] = salt
+        post.start()
+        until(post.poll)
+        assert (pair.here == salt).all()
+
+
+def test_memory_registered_later_is_read_into_by_both(pair):
+    helper = pair.warm()
+    more = np.zeros(BYTES, np.uint8)
+    pair.transport.register(Region(more.ctypes.data, BYTES))
+    pair.here = more
+    before = helper.copied
+    for _ in range(10):
+        done(pair.read((0, BYTES)))
+    assert helper.copied > before
+    assert (more == pair.there).all()
+
+
+def test_writes_and_short_reads_are_the_first_engine_s(pair):
+    helper = pair.warm()
+    before = helper.copied
+    done(pair.read((0, 32)))
+    copies = Copies.one(pair.here.ctypes.data, pair.there.ctypes.data, BYTES)
+    done(pair.transport.prepare("write", pair.peer.name, Kinds(), copies))
+    assert (pair.there == pair.here).all()
+    assert helper.copied == before

@@ -169,7 +169,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             arena,
             self._settings,
-            transport=NixlTransport(),
+            transport=NixlTransport(listen=self._settings.listen),
             name=f"{self._engine}-{rank}",
         )
 

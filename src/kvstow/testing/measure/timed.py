@@ -27,13 +27,13 @@ class TimedNixl(NixlTransport):
         self._first_started: float | None = None
         self._agent = _TimedAgent(self.bare, self)
 
-    @property
-    def another(self) -> "Callable[[], TimedNixl]":
-        return self._made
-
-    def _made(self) -> "TimedNixl":
+    def fresh(self) -> "TimedNixl":
         self.beside.append(TimedNixl())
         return self.beside[-1]
+
+    def close(self) -> None:
+        super().close()
+        self.bare.agent = None
 
     def took(self, call: str, started: float, result: Any) -> None:
         """A call has ended that may have connected."""

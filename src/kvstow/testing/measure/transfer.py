@@ -35,7 +35,7 @@ from kvstow.transfer.home import Home
 from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.path import Way
 from kvstow.transfer.transport.base import Region
-from kvstow.transfer.transport.parallel import TRACK_NAME, Job
+from kvstow.transfer.transport.parallel import ENGINES, THREAD_NAME, ParallelTransport
 
 __all__ = ["Setting", "measured"]
 
@@ -61,7 +61,6 @@ class Run:
                            name="consumer", options=Options(direction=direction))  # fmt: skip
         self._watching = Meter(self.transport)
         self._watching.on(Home, "watch")
-        self._watching.on(Job, "wait")
         self.contact = self.agent.service.contact(producer.address, "")
         seconds = self._met()
         producer.offer("in-order")  # says how long NIXL has taken there, after it has here
@@ -105,11 +104,11 @@ class Run:
                 [transfer.done for transfer in self.agent.service.transfers])  # fmt: skip
 
     def pull(
-        self, order: str, digest: DigestPolicy, tracks: int | None = None
+        self, order: str, digest: DigestPolicy, engines: int | None = None
     ) -> tuple[float, float]:
         """Seconds from pull to acceptance, and processor time of our own in them. What a
         second track does besides is in `track_seconds`."""
-        self.contact.path = replace(self.path, tracks=tracks or self.path.tracks)
+        self._use(engines or ENGINES)
         ticket = self.producer.offer(order)
         setting = self.setting
         into = {0: setting.in_order() if order == "in-order" else setting.scattered(seed=2)}
@@ -127,10 +126,21 @@ class Run:
         self.agent.tend()
         return seconds, own
 
+    def _use(self, engines: int) -> None:
+        made = self.agent.service.home.transport
+        if isinstance(made, ParallelTransport):
+            made.engines = engines
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that read from the producer."""
+        assert self.contact.card is not None
+        return self.agent.service.home.transport.num_engines(self.contact.card.start)
+
     def _beside_seconds(self) -> float:
         """Processor time of other tracks so far, the engines' share left out."""
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threading.enumerate()
-                  if thread.name == TRACK_NAME and thread.ident]  # fmt: skip
+                  if thread.name == THREAD_NAME and thread.ident]  # fmt: skip
         inside = sum(each.seconds for each in self.transport.beside)
         return sum(time.clock_gettime(clock) for clock in clocks) - inside
 
@@ -140,7 +150,7 @@ class Run:
         assert card is not None
         made = TimedNixl(num_threads=ENGINE_THREADS)
         made.register(Region(self.arena.address, self.arena.nbytes))
-        made.connect(card.metadata)
+        made.connect(card.start, card.metadata)
         return made
 
     def baseline(self, transport: TimedNixl) -> Baseline:
@@ -188,7 +198,7 @@ class Times:
                 self.own.append(own)
                 self.track_own.append(run.track_seconds)
         self.producer_own.append(busy[1] - busy[0])
-        self.seconds["one track"].append(run.pull("scattered", "off", tracks=1)[0])
+        self.seconds["one track"].append(run.pull("scattered", "off", engines=1)[0])
         for name, move in self._alone.items():
             run.producer.offer("in-order", awake_seconds=10.0)
             self.seconds[name].append(move())
@@ -219,7 +229,7 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
         "ratio_to_per_layer_built": best["built"] / best["rows"],
         "ratio_to_per_layer_by_threads": _over(best, "prepared by threads"),
         "ratio_to_per_layer_built_by_threads": _over(best, "built by threads"),
-        "tracks": run.path.tracks,
+        "tracks": run.num_engines,
         "engine_threads": ENGINE_THREADS,
         "overhead_us_per_pull": 1e6 * min(times.own[1:]),
         "track_us_per_pull": 1e6 * min(times.track_own[1:]),

@@ -28,7 +28,7 @@ def status_document(service: "Service") -> bytes:
             "read_rate": contact.path.read_rate if contact.path else None,
             "write_rate": contact.path.write_rate if contact.path else None,
             "staged_rate": contact.path.staged_rate if contact.path else None,
-            "tracks": contact.path.tracks if contact.path else None,
+            "tracks": home.transport.num_engines(contact.card.start) if contact.card else None,
             "moved_bytes": contact.moved_bytes,
             "moved_seconds": round(contact.moved_seconds, 6),
             "error": str(contact.error) if contact.error else None,

@@ -2,20 +2,22 @@
 
 A transport knows memory and addresses; it knows nothing of blocks, tickets or layouts.
 All calls come from one thread.
+
+When is memory quiet, so that nothing of a post writes to it any more? Only two things say so:
+
+    post.ended     the bytes have arrived, or the post never started, or the engine has said
+                   that it writes no more for this very post
+    close()        the engine that could still write no longer exists
+
+Nothing else does. A post that was released, or whose peer was disconnected, may write much
+later: a peer that was only stopped goes on where it was. An error may concern one copy of a
+post while its siblings are still under way.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstow.errors import TransferError
-from kvstow.route.copies import Copies, cut
-
-Ints = npt.NDArray[np.int64]
+from kvstow.route.copies import Copies
 
 MemoryKind = Literal["DRAM", "VRAM"]
 Direction = Literal["read", "write"]
@@ -30,67 +32,13 @@ class Region(NamedTuple):
     device: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Spans:
-    """Copies to make: `nbytes[i]` bytes at `local[i]` here and `remote[i]` there.
+class Kinds(NamedTuple):
+    """Kind and device of the memory on the two sides of a post."""
 
-    Addresses, not offsets. The arrays are equally long.
-    """
-
-    local: Ints
-    remote: Ints
-    nbytes: Ints
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    @property
-    def total(self) -> int:
-        return int(np.add.reduce(self.nbytes))
-
-    def part(self, start: int, stop: int) -> "Spans":
-        """Copies `[start, stop)`."""
-        cut = slice(start, stop)
-        return Spans(self.local[cut], self.remote[cut], self.nbytes[cut])
-
-
-def merged(spans: Spans) -> Spans:
-    """The same copies in the fewest pieces: neighbours on both sides become one.
-
-    Sorts by local address where that is needed to see the neighbours.
-    """
-    if len(spans) < 2:
-        return spans
-    local, remote, nbytes = spans.local, spans.remote, spans.nbytes
-    if (local[1:] < local[:-1]).any():
-        order = np.argsort(local, kind="stable")
-        local, remote, nbytes = local[order], remote[order], nbytes[order]
-    joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
-    if not joins.any():
-        return Spans(local, remote, nbytes)
-    heads = np.concatenate(([0], np.flatnonzero(~joins) + 1))
-    return Spans(local[heads], remote[heads], np.add.reduceat(nbytes, heads))
-
-
-def chunks(spans: Spans, nbytes: int) -> list[Spans]:
-    """The copies in pieces of about equal size, none of them empty: of at most `nbytes` where
-    copies are much shorter, of at most twice as many otherwise. Longer copies are cut."""
-    total = spans.total
-    if len(spans) and total <= nbytes:
-        return [spans]
-    even = -(-total // -(-total // nbytes)) if total else nbytes
-    spans = _cut(spans, even)
-    number = (spans.nbytes.cumsum() - spans.nbytes) // even
-    cuts = ((number[1:] != number[:-1]).nonzero()[0] + 1).tolist()
-    return [spans.part(lo, hi) for lo, hi in pairwise([0, *cuts, len(spans)]) if lo < hi]
-
-
-def _cut(spans: Spans, most: int) -> Spans:
-    """The same copies, each of at most `most` bytes."""
-    if not np.logical_or.reduce(spans.nbytes > most):
-        return spans
-    pieces = cut(Copies(spans.local, spans.remote, spans.nbytes), most)
-    return Spans(pieces.source, pieces.destination, pieces.nbytes)
+    local: MemoryKind = "DRAM"
+    local_device: int = 0
+    remote: MemoryKind = "DRAM"
+    remote_device: int = 0
 
 
 class Post(Protocol):
@@ -105,8 +53,15 @@ class Post(Protocol):
         """Whether all bytes have arrived. Raises TransferError if they never will."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether this post certainly writes no more: see the module. Changes in `start`,
+        `poll` and the transport's `progress`; false after an error unless the engine vouches
+        for every copy of the post."""
+        ...
+
     def release(self) -> None:
-        """Forget it. A post that has not ended may still write: disconnect its peer."""
+        """Forget it. One that has not ended may still write until the transport is closed."""
         ...
 
 
@@ -134,35 +89,42 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer: no post of ours reads or writes any more, ended or not."""
+        """Forget a peer: nothing new starts to it or from it, and its posts fail.
+
+        Says nothing about bytes under way: see the module.
+        """
         ...
 
-    def prepare(self, direction: Direction, peer: str, kinds: "Kinds", spans: Spans) -> Post:
-        """Copies to be started: `read` from there to here, `write` from here to there."""
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
+        """Copies between addresses, to be started: `read` from there to here, so that sources
+        are the peer's, `write` from here to there."""
         ...
 
     def progress(self) -> None:
         """Do what is due, for our posts and for peers that work on our memory."""
         ...
 
+    def num_engines(self, peer: str) -> int:
+        """How many engines would work on a long read from this peer now."""
+        ...
+
     @property
-    def another(self) -> "Callable[[], Transport] | None":
-        """What makes an engine of the same kind, to be used in another thread; None where two
-        would not copy faster than one."""
+    def several_are_faster(self) -> bool:
+        """Whether several engines of this kind, each in a thread of its own, may copy faster
+        than one."""
+        ...
+
+    def fresh(self) -> "Transport":
+        """A new engine of the same kind under a new name, with nothing registered.
+
+        It takes the place of one that is closed because too much memory waits for posts that
+        may never end; or it works in another thread.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Destroy the engine: when this returns, nothing of it writes any more."""
         ...
-
-
-class Kinds(NamedTuple):
-    """Kind and device of the memory on the two sides of a post."""
-
-    local: MemoryKind = "DRAM"
-    local_device: int = 0
-    remote: MemoryKind = "DRAM"
-    remote_device: int = 0
 
 
 def inside(regions: list[Region], address: int, nbytes: int) -> bool:

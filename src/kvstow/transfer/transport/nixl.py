@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BackendMissing, FaultKind, TransferError
-from kvstow.transfer.transport.base import Direction, Kinds, MemoryKind, Post, Region, Spans
+from kvstow.route.copies import Copies
+from kvstow.transfer.channel.address import is_loopback
+from kvstow.transfer.transport.base import Direction, Kinds, MemoryKind, Post, Region, lost
+
+log = logging.getLogger(__name__)
 
 UCX_DEFAULTS = {"UCX_TCP_RX_SEG_SIZE": "1m", "UCX_TCP_TX_SEG_SIZE": "1m"}
 """Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate."""
@@ -31,15 +36,17 @@ INSTALL = "--no-deps nixl-cu13==1.5.1 nixl==1.5.1"
 OPERATIONS: dict[Direction, str] = {"read": "READ", "write": "WRITE"}
 GONE = ("nixlRemoteDisconnectError", "nixlConnectionError")
 
+LOOPBACK = "lo"
+_SIGN = b"nixlSerDes|Agent"
+_MAX_NAME = 256
 _HASH = 16
 _MAX_METADATA = 4 << 20
 
 
 def framed(metadata: bytes) -> bytes:
     """Metadata behind their length and hash."""
-    return len(metadata).to_bytes(4, "big") + blake2b(metadata, digest_size=_HASH).digest() + (
-        metadata
-    )  # fmt: skip
+    checksum = blake2b(metadata, digest_size=_HASH).digest()
+    return len(metadata).to_bytes(4, "big") + checksum + metadata
 
 
 def unframed(frame: bytes) -> bytes:
@@ -48,40 +55,67 @@ def unframed(frame: bytes) -> bytes:
     if len(frame) < 4 + _HASH or nbytes != len(body) or nbytes > _MAX_METADATA:
         raise TransferError(f"nixl: metadata are {len(body)} bytes, not {nbytes}", kind="refused")
     if blake2b(body, digest_size=_HASH).digest() != frame[4 : 4 + _HASH]:
-        raise TransferError(f"nixl: {nbytes} bytes of metadata were changed on the way",
-                            kind="refused")  # fmt: skip
+        raise TransferError(
+            f"nixl: {nbytes} bytes of metadata were changed on the way", kind="refused"
+        )
     return body
+
+
+def name_in(metadata: bytes) -> str:
+    """Whose metadata these are, without loading them; TransferError if that cannot be said."""
+    at = len(_SIGN)
+    nbytes = int.from_bytes(metadata[at : at + 8], "little")
+    raw = metadata[at + 8 : at + 8 + nbytes]
+    if not metadata.startswith(_SIGN) or nbytes > _MAX_NAME or len(raw) != nbytes:
+        raise TransferError("nixl: metadata do not start with a name", kind="refused")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise TransferError(f"nixl: {raw!r} in metadata is not a name", kind="refused") from None
 
 
 class NixlTransport:
     """One NIXL agent with a UCX backend, under a name that is fresh at every start.
 
+    The engine has data ports of its own. With a `listen` address on loopback they are only
+    there on loopback too; otherwise, or where `UCX_NET_DEVICES` is set, on whatever UCX uses.
     `num_threads` is the backend's own option: long lists of descriptors are shared out.
     """
 
-    def __init__(self, *, num_threads: int = 0) -> None:
+    def __init__(self, *, listen: str = "tcp://127.0.0.1:*", num_threads: int = 0) -> None:
         api = _api()
         self._name = f"kvstow-{secrets.token_hex(8)}"
+        self._listen = listen
+        self._num_threads = num_threads
         config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
         try:
             self._agent: Any = api.nixl_agent(self._name, config)
-            options = {"ucx_error_handling_mode": "peer"}
-            if num_threads:
-                options["num_threads"] = str(num_threads)
-            self._agent.create_backend("UCX", options)
+            self._agent.create_backend("UCX", backend_options(listen, num_threads))
         except Exception as error:
             raise _foreign("start", error) from error
         self._registered: list[Any] = []
+        self._peers: dict[str, bytes] = {}
         self._posts: dict[str, set[_NixlPost]] = {}
 
     @property
     def name(self) -> str:
         return self._name
 
+    @property
+    def engine(self) -> Any:
+        """The NIXL agent; TransferError when it was closed."""
+        if self._agent is None:
+            raise TransferError(f"nixl: {self._name} was closed", kind="transport")
+        return self._agent
+
+    @property
+    def is_closed(self) -> bool:
+        return self._agent is None
+
     def register(self, region: Region) -> None:
         row = [(region.address, region.nbytes, region.device, "")]
         try:
-            listed = self._agent.register_memory(row, region.kind)
+            listed = self.engine.register_memory(row, region.kind)
         except Exception as error:
             raise _foreign(f"register {region.nbytes} bytes of {region.kind}", error) from error
         if listed is None:
@@ -89,128 +123,180 @@ class NixlTransport:
         self._registered.append(listed)
 
     def metadata(self) -> bytes:
-        found: bytes | None = self._agent.get_agent_metadata()
-        if not found:
+        own: bytes | None = self.engine.get_agent_metadata()
+        if not own:
             raise TransferError("nixl: no metadata of its own", kind="transport")
-        return framed(found)
+        return framed(own)
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, peer: str, metadata: bytes) -> None:
         whole = unframed(metadata)
+        if (name := name_in(whole)) != peer:
+            raise TransferError(
+                f"nixl: metadata are those of {name!r}, not of {peer!r}", kind="refused", peer=peer
+            )
+        if self._peers.get(peer, whole) != whole:
+            raise TransferError(
+                f"nixl: peer {peer!r} is connected already, with other metadata",
+                kind="refused",
+                peer=peer,
+            )
         try:
-            name = self._agent.add_remote_agent(whole)
+            taken = self.engine.add_remote_agent(whole)
         except Exception as error:
-            raise _foreign("connect", error) from error
-        if not name:
-            raise TransferError("nixl: metadata were not taken", kind="transport")
-        return name.decode() if isinstance(name, bytes) else str(name)
+            raise _foreign("connect", error, peer) from error
+        if not taken:
+            raise TransferError("nixl: metadata were not taken", kind="transport", peer=peer)
+        self._peers[peer] = whole
 
     def disconnect(self, peer: str) -> None:
         for post in self._posts.pop(peer, set()):
-            post.abandon()
+            post.give_up(lost(peer, "disconnected here"))
+        if self._peers.pop(peer, None) is None:
+            return
         try:
-            self._agent.remove_remote_agent(peer)
+            self.engine.remove_remote_agent(peer)
         except Exception as error:
             if "NotFound" not in type(error).__name__:
                 raise _foreign("disconnect", error, peer) from error
 
-    def prepare(self, direction: Direction, peer: str, kinds: Kinds, spans: Spans) -> Post:
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
+        here, there = copies.destination, copies.source
+        if direction == "write":
+            here, there = there, here
         try:
-            rows: npt.NDArray[np.uint64] = np.empty((2, len(spans), 3), np.uint64)
-            rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = spans.local, spans.remote, spans.nbytes
+            rows: npt.NDArray[np.uint64] = np.empty((2, len(copies), 3), np.uint64)
+            rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = here, there, copies.nbytes
             rows[0, :, 2], rows[1, :, 2] = kinds.local_device, kinds.remote_device
             local = self._listed(rows[0], kinds.local)
             remote = self._listed(rows[1], kinds.remote)
-            handle = self._agent.initialize_xfer(OPERATIONS[direction], local, remote, peer)
+            handle = self.engine.initialize_xfer(OPERATIONS[direction], local, remote, peer)
         except Exception as error:
-            raise _foreign(f"{direction} {len(spans)} pieces", error, peer) from error
-        return _NixlPost(self._agent, handle, peer, self._posts.setdefault(peer, set()))
+            raise _foreign(f"{direction} {len(copies)} pieces", error, peer) from error
+        post = _NixlPost(self, handle, peer)
+        self._posts.setdefault(peer, set()).add(post)
+        return post
+
+    def forget(self, post: "_NixlPost") -> None:
+        """A post was released."""
+        self._posts.get(post.peer, set()).discard(post)
 
     def _listed(self, rows: npt.NDArray[np.uint64], kind: MemoryKind) -> Any:
-        listed = self._agent.get_xfer_descs(rows, kind)
+        listed = self.engine.get_xfer_descs(rows, kind)
         if listed is None:
             raise TransferError(f"nixl: {len(rows)} descriptors were not taken", kind="transport")
         return listed
 
     def progress(self) -> None:
         try:
-            self._agent.get_new_notifs()
+            self.engine.get_new_notifs()
         except Exception as error:
             raise _foreign("progress", error) from error
 
+    def num_engines(self, peer: str) -> int:
+        return 1
+
     @property
-    def another(self) -> "Callable[[], NixlTransport]":
-        return NixlTransport
+    def several_are_faster(self) -> bool:
+        return True
+
+    def fresh(self) -> "NixlTransport":
+        return NixlTransport(listen=self._listen, num_threads=self._num_threads)
 
     def close(self) -> None:
-        for peer in list(self._posts):
-            self.disconnect(peer)
-        for listed in self._registered:
-            self._agent.deregister_memory(listed)
+        """Destroy the NIXL agent, whatever it says while it is taken down."""
+        if self._agent is None:
+            return
+        steps: list[Callable[[], None]] = [partial(self.disconnect, peer) for peer in self._peers]
+        steps += [partial(self._agent.deregister_memory, listed) for listed in self._registered]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                log.warning("nixl: close: %s", error)
         self._registered.clear()
+        self._agent.agent = None  # destroyed even if somebody keeps an error and its frames
         self._agent = None
 
 
 class _NixlPost:
-    """A NIXL transfer request."""
+    """A NIXL transfer request. It holds the engine only through its transport, so that
+    closing that destroys it."""
 
-    def __init__(self, agent: Any, handle: Any, peer: str, live: "set[_NixlPost]") -> None:
-        self._agent = agent
+    def __init__(self, owner: NixlTransport, handle: Any, peer: str) -> None:
+        self.peer = peer
+        self._owner = owner
         self._handle: Any = handle
-        self._peer = peer
-        self._live = live
-        self._done = False
+        self._runs = False
         self._error: TransferError | None = None
-        live.add(self)
+
+    @property
+    def ended(self) -> bool:
+        """An error is never the last word: it may be that of one copy among many."""
+        return self._owner.is_closed or not self._runs
 
     def start(self) -> None:
         if self._error is not None:
             raise self._error
-        self._done = False
+        self._runs = True
         try:
-            self._note(self._agent.transfer(self._handle))
+            self._note(self._owner.engine.transfer(self._handle))
         except Exception as error:
-            self._error = _foreign("start", error, self._peer)
+            self._error = _foreign("start", error, self.peer)
             raise self._error from error
 
     def poll(self) -> bool:
-        if self._done:
-            return True
         if self._error is not None:
             raise self._error
+        if not self._runs:
+            return True
         try:
-            state = self._agent.check_xfer_state(self._handle)
+            state = self._owner.engine.check_xfer_state(self._handle)
         except Exception as error:
-            self._error = _foreign("poll", error, self._peer)
+            self._error = _foreign("poll", error, self.peer)
             raise self._error from error
         self._note(state)
-        return self._done
+        if self._error is not None:
+            raise self._error
+        return not self._runs
 
     def _note(self, state: str | None) -> None:
         """Take in a state that NIXL has reported."""
         if state == "DONE":
-            self._done = True
+            self._runs = False
         elif state != "PROC":
-            self._error = TransferError(f"nixl: peer {self._peer!r}: transfer state {state!r}",
-                                        kind="transport", peer=self._peer)  # fmt: skip
+            self._error = TransferError(
+                f"nixl: peer {self.peer!r}: transfer state {state!r}",
+                kind="transport",
+                peer=self.peer,
+            )
 
     def release(self) -> None:
-        self._live.discard(self)
-        if self._handle is not None:
+        self._owner.forget(self)
+        if self._handle is not None and not self._owner.is_closed:
             try:
                 self._handle.release()
             except Exception as error:
-                raise _foreign("release", error, self._peer) from error
-            self._handle = None
+                raise _foreign("release", error, self.peer) from error
+        self._handle = None
 
-    def abandon(self) -> None:
-        """Its peer is being removed: it will never copy again."""
-        self._error = TransferError(f"peer {self._peer!r} is gone: disconnected here",
-                                    kind="peer", peer=self._peer)  # fmt: skip
+    def give_up(self, error: TransferError) -> None:
+        """Fail; what it has under way goes on."""
+        self._error = self._error or error
         try:
-            self._handle.release()
-            self._handle = None
-        except Exception as error:
-            logging.getLogger(__name__).warning("nixl: release: %s", error)
+            self.release()
+        except TransferError as why:
+            log.warning("%s", why)
+        self._handle = None
+
+
+def backend_options(listen: str, num_threads: int) -> dict[str, str]:
+    """What the UCX backend is made with."""
+    options = {"ucx_error_handling_mode": "peer"}
+    if num_threads:
+        options["num_threads"] = str(num_threads)
+    if is_loopback(listen) and "UCX_NET_DEVICES" not in os.environ:
+        options["engine_config"] = f"NET_DEVICES={LOOPBACK}"
+    return options
 
 
 def _api() -> Any:
@@ -238,5 +324,5 @@ def _foreign(what: str, error: Exception, peer: str = "") -> TransferError:
         return error
     kind: FaultKind = "peer" if type(error).__name__ in GONE else "transport"
     where = f"peer {peer!r}: " if peer else ""
-    return TransferError(f"nixl: {where}{what}: {type(error).__name__}: {error}",
-                         kind=kind, peer=peer)  # fmt: skip
+    text = f"nixl: {where}{what}: {type(error).__name__}: {error}"
+    return TransferError(text, kind=kind, peer=peer)

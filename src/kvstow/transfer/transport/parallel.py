@@ -1,34 +1,48 @@
-"""Tracks: engines beside the agent's own, each in a thread of its own.
+"""One transport made of several engines, each in a thread of its own.
 
 Between processes of one host an engine copies inside the call that starts a post, so bytes
-move as fast as one processor copies. A track takes chunks of the same transfer from the
-other end; of many chunks, the faster of the two takes more:
+move as fast as one processor copies. A second engine takes half of a long read:
 
-    chunks   0 1 2 3 4 5 6 7
-    agent    ▶ ▶ ▶ ▶ ▶
-    track              ◀ ◀ ◀
+    chunks     0    1
+    caller     ▶▶▶▶
+    helper          ▶▶▶▶
 
-A track is connected to the same engine of the peer as the agent itself, and disconnected
-with it: nobody else needs to know of it.
+Peers know the first engine only. A helper is connected to the same engine of the peer and
+needs nothing from it. It is used for reads between host memories, with peers of which a
+first read was over when the call that started it returned, once it has read something itself.
+
+A read is done when every chunk was confirmed by the engine that copied it, and has ended when
+every chunk has that was taken.
 """
 
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from queue import SimpleQueue
 
+import numpy as np
+
 from kvstow.errors import TransferError
-from kvstow.transfer.latch import Latch
-from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, Spans, Transport, lost
+from kvstow.route.copies import Copies, chunks
+from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, Transport, lost
 
-TRACKS = 2
-"""Engines that work on one transfer at most, the agent's own included."""
+ENGINES = 2
+"""Engines that work on one read at most."""
 
-TRACK_NAME = "kvstow-track"
+LEAST_CHUNK = 16 << 20
+"""Shorter ones are not worth the second thread."""
+
+TELLING_BYTES = 1 << 20
+"""A read of at least so many bytes tells whether the caller's processor copies."""
+
 PAUSE_SECONDS = 20e-6
+WAIT_SECONDS = 1e-3
+"""So long a poll waits for the last chunk of a helper: looking again would only hold it up."""
+
+THREAD_NAME = "kvstow-engine"
+_SCRATCH_BYTES = 4096
 
 
 def processors() -> int:
@@ -36,143 +50,334 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Connection:
-    """A track's connection to a peer, from one `connect` to the next `disconnect`."""
+def parallel(transport: Transport, engines: int | None = None) -> Transport:
+    """The transport with helpers, or itself where they would be of no use."""
+    most = min(ENGINES, processors()) if engines is None else engines
+    if most < 2 or not transport.several_are_faster:
+        return transport
+    return ParallelTransport(transport, most)
 
-    def __init__(self) -> None:
-        self.is_open = True
+
+class ParallelTransport:
+    """`first`, and up to `engines - 1` helpers that are made when they are first of use."""
+
+    def __init__(self, first: Transport, engines: int = ENGINES) -> None:
+        self._first = first
+        self.engines = engines
+        self._regions: list[Region] = []
+        self._peers: dict[str, bytes] = {}
+        self._copies_inside: dict[str, bool] = {}
+        self._helpers: list[_Helper] = []
+        self._posts: set[_ParallelPost] = set()
+        self.is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._first.name
+
+    @property
+    def several_are_faster(self) -> bool:
+        return False
+
+    def register(self, region: Region) -> None:
+        self._first.register(region)
+        self._regions.append(region)
+        for helper in self._helpers:
+            helper.register(region)
+
+    def metadata(self) -> bytes:
+        return self._first.metadata()
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        self._first.connect(peer, metadata)
+        self._peers[peer] = metadata
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._copies_inside.pop(peer, None)
+        for post in tuple(self._posts):
+            if post.peer == peer:
+                post.give_up(lost(peer, "disconnected here"))
+        for helper in self._helpers:
+            helper.disconnect(peer)
+        self._first.disconnect(peer)
+
+    def num_engines(self, peer: str) -> int:
+        """How many would work on a long read from this peer now."""
+        return 1 + sum(peer in helper.ready for helper in self._helpers)
+
+    def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
+        if direction == "write" or "VRAM" in kinds:
+            return self._first.prepare(direction, peer, kinds, copies)
+        if peer not in self._copies_inside and copies.total >= TELLING_BYTES:
+            return _TellingPost(self, peer, kinds, copies)
+        parts = chunks(copies, max(LEAST_CHUNK, -(-copies.total // self.engines)))
+        helpers = [h for h in self._helpers if peer in h.ready][: self.engines - 1]
+        if not helpers or len(parts) < 2:
+            return self._first.prepare(direction, peer, kinds, copies)
+        post = _ParallelPost(self, self._first, helpers, peer, kinds, parts)
+        self._posts.add(post)
+        return post
+
+    def prepare_alone(self, peer: str, kinds: Kinds, copies: Copies) -> Post:
+        """A read by the first engine."""
+        return self._first.prepare("read", peer, kinds, copies)
+
+    def forget(self, post: "_ParallelPost") -> None:
+        """A post was released."""
+        self._posts.discard(post)
+
+    def tell(self, peer: str, address: int, *, copies_inside: bool) -> None:
+        """Whether a read from a peer, here from that address, was over at once. Where it was,
+        helpers read a little from there, which connects them."""
+        if peer not in self._peers or peer in self._copies_inside:
+            return
+        self._copies_inside[peer] = copies_inside
+        if not copies_inside:
+            return
+        while len(self._helpers) < self.engines - 1:
+            self._helpers.append(_Helper(self._first.fresh, self._regions))
+        for helper in self._helpers:
+            helper.connect(peer, self._peers[peer], address)
+
+    def progress(self) -> None:
+        self._first.progress()
+
+    def fresh(self) -> "ParallelTransport":
+        return ParallelTransport(self._first.fresh(), self.engines)
+
+    def close(self) -> None:
+        self._first.close()
+        for helper in self._helpers:
+            helper.close()
+        self.is_closed = True
+        self._posts.clear()
 
 
-class Job:
-    """Chunks that a track copies: all that it finds, from the last one on, while the connection
-    is open that it was made for. The peer may be connected again: that is another one.
+class _TellingPost:
+    """A read by the first engine that tells whether the caller's processor copied."""
 
-    `over` says that nothing of it moves a byte any more; `error` then holds the first one.
-    """
+    def __init__(self, owner: ParallelTransport, peer: str, kinds: Kinds, copies: Copies) -> None:
+        self._owner = owner
+        self._peer = peer
+        self._address = int(copies.source[0])
+        self._inner = owner.prepare_alone(peer, kinds, copies)
+
+    def start(self) -> None:
+        self._inner.start()
+        self._owner.tell(self._peer, self._address, copies_inside=self._inner.poll())
+
+    def poll(self) -> bool:
+        return self._inner.poll()
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    def release(self) -> None:
+        self._inner.release()
+
+
+class _ParallelPost:
+    """A read whose chunks are taken by whoever is free: by the caller in `start` and `poll`
+    from the left, by helpers from the right."""
 
     def __init__(
         self,
-        direction: Direction,
+        owner: ParallelTransport,
+        first: Transport,
+        helpers: "list[_Helper]",
         peer: str,
         kinds: Kinds,
-        waiting: deque[Spans],
-        connection: Connection,
+        parts: list[Copies],
     ) -> None:
-        self.error: TransferError | None = None
-        self._connection = connection
-        self._over = Latch()
-        self._direction: Direction = direction
-        self._peer = peer
+        self.peer = peer
+        self._owner = owner
+        self._first = first
+        self._helpers = helpers
         self._kinds = kinds
-        self._waiting = waiting
-        self._has_begun = threading.Lock()
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._waiting: deque[Copies] = deque()
+        self._confirmed = len(parts)
+        self._under_way = 0
+        self._error: TransferError | None = None
+        self._over = threading.Event()
+        self._mine: Post | None = None
+
+    # ── for the caller's thread ───────────────────────────────────────────────────
+
+    def start(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._confirmed = 0
+        self._over.clear()
+        self._waiting.extend(self._parts)
+        for helper in self._helpers:
+            helper.copy(self)
+        self._copy_mine()
+
+    def poll(self) -> bool:
+        self._copy_mine()
+        if self._mine is None and not self._waiting:
+            self._over.wait(WAIT_SECONDS)
+        if self._error is not None:
+            raise self._error
+        return self._confirmed == len(self._parts)
 
     @property
-    def over(self) -> bool:
-        return self._over.is_set
+    def ended(self) -> bool:
+        return self._owner.is_closed or not (self._waiting or self._under_way)
 
-    def wait(self, seconds: float) -> None:
-        """Until it is over, but no longer than this."""
-        self._over.wait(seconds)
+    def release(self) -> None:
+        self._owner.forget(self)
+        self._waiting.clear()
+        if self._mine is not None:
+            self._mine.release()
 
-    def withdraw(self) -> None:
-        """Over, unless it has begun."""
-        if self._has_begun.acquire(blocking=False):
+    def give_up(self, error: TransferError) -> None:
+        """Fail; nothing more is taken, and what was goes on."""
+        with self._lock:
+            self._error = self._error or error
+            self._waiting.clear()
             self._over.set()
 
-    def run(self, transport: Transport, using: threading.Lock) -> None:
-        """Copy chunk after chunk, holding `using` in every call of the engine."""
-        if not self._has_begun.acquire(blocking=False):
-            return
+    def _copy_mine(self) -> None:
         try:
-            while self._waiting:
-                self._copy(transport, using)
+            if self._mine is not None and self._mine.poll():
+                self._end_mine(self._mine)
+            if self._mine is None and (part := self.take(from_left=True)) is not None:
+                self._mine = self._first.prepare("read", self.peer, self._kinds, part)
+                self._mine.start()
+                if self._mine.poll():
+                    self._end_mine(self._mine)
         except TransferError as error:
-            self.error = error
-        except Exception as error:  # nobody else would ever hear of it
-            self.error = TransferError(f"track: {error!r}", kind="transport", peer=self._peer)
-        finally:
-            self._over.set()
+            self.give_up(error)
+            if self._mine is None or self._mine.ended:
+                self.put_down()
+                self._mine = None
 
-    def _copy(self, transport: Transport, using: threading.Lock) -> None:
-        try:
-            spans = self._waiting.pop()
-        except IndexError:  # the agent was faster
-            return
-        with using:
-            self._check()
-            post = transport.prepare(self._direction, self._peer, self._kinds, spans)
-        with using:
-            self._check()
-            post.start()
-        while not self._polled(post, using):
-            time.sleep(PAUSE_SECONDS)
+    def _end_mine(self, post: Post) -> None:
+        self._mine = None
+        post.release()
+        self.confirm()
 
-    def _check(self) -> None:
-        if not self._connection.is_open:
-            raise lost(self._peer, "disconnected")
+    # ── for any thread ────────────────────────────────────────────────────────────
 
-    def _polled(self, post: Post, using: threading.Lock) -> bool:
-        with using:
-            if not post.poll():
-                return False
-            post.release()
-        return True
+    def take(self, *, from_left: bool = False) -> Copies | None:
+        """A chunk that nobody else has, under way from now on."""
+        with self._lock:
+            if not self._waiting or self._error is not None:
+                return None
+            self._under_way += 1
+            return self._waiting.popleft() if from_left else self._waiting.pop()
+
+    def confirm(self) -> None:
+        """A chunk that was taken has arrived."""
+        with self._lock:
+            self._under_way -= 1
+            self._confirmed += 1
+            if self._confirmed == len(self._parts):
+                self._over.set()
+
+    def put_down(self) -> None:
+        """A chunk that was taken is not copied any more, and has not arrived."""
+        with self._lock:
+            self._under_way -= 1
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def copy_rest(self, engine: Transport, stop: Callable[[], bool]) -> None:
+        """Take chunks until none is left, and copy each with this engine."""
+        while (part := self.take()) is not None:
+            post: Post | None = None
+            try:
+                post = engine.prepare("read", self.peer, self._kinds, part)
+                post.start()
+                while not post.poll():
+                    if stop() or self.has_failed:
+                        raise lost(self.peer, "given up")
+                    time.sleep(PAUSE_SECONDS)
+                post.release()
+                self.confirm()
+            except Exception as error:
+                if post is None or post.ended:
+                    self.put_down()
+                if not isinstance(error, TransferError):
+                    error = TransferError(f"helper: {error!r}", kind="transport", peer=self.peer)
+                self.give_up(error)
 
 
-class Track:
-    """An engine and its thread, which also makes it. All calls but `copy` may wait: for the
-    engine to be made, or for a copy that is under way."""
+Command = Callable[[Transport], None]
 
-    def __init__(self, make: Callable[[], Transport], regions: Sequence[Region]) -> None:
-        self._made: Future[Transport] = Future()
+
+class _Helper:
+    """An engine and the thread that makes it, uses it and closes it."""
+
+    def __init__(self, make: Callable[[], Transport], regions: list[Region]) -> None:
+        self.ready: set[str] = set()
+        self._scratch = np.zeros(_SCRATCH_BYTES, np.uint8)
         self._make = make
-        self._regions = regions
-        self._peers: dict[str, Connection] = {}
-        self._using = threading.Lock()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=TRACK_NAME, daemon=True)
+        self._regions = [*regions, Region(self._scratch.ctypes.data, _SCRATCH_BYTES)]
+        self._wanted: dict[str, bytes] = {}
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def connect(self, peer: str, metadata: bytes) -> None:
-        """Be connected to a peer. Raises TransferError."""
-        if peer not in self._peers:
-            transport = self._made.result()
-            with self._using:
-                transport.connect(metadata)
-            self._peers[peer] = Connection()
+    def register(self, region: Region) -> None:
+        self._commands.put(lambda engine: engine.register(region))
+
+    def connect(self, peer: str, metadata: bytes, address: int) -> None:
+        """Connect, and read a little from that address; then the peer is in `ready`."""
+        self._wanted[peer] = metadata
+        self._commands.put(lambda engine: self._meet(engine, peer, metadata, address))
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer: nothing here reads from it or writes to it any more."""
-        connection = self._peers.pop(peer, None)
-        if connection is not None:
-            with self._using:
-                connection.is_open = False
-                self._made.result().disconnect(peer)
+        self.ready.discard(peer)
+        if self._wanted.pop(peer, None) is not None:
+            self._commands.put(lambda engine: engine.disconnect(peer))
 
-    def copy(self, direction: Direction, peer: str, kinds: Kinds, waiting: deque[Spans]) -> Job:
-        """Begin to take chunks off the right end of `waiting`, when earlier jobs are over.
-        Raises TransferError if the peer is not connected."""
-        if peer not in self._peers:
-            raise lost(peer, "not connected")
-        job = Job(direction, peer, kinds, waiting, self._peers[peer])
-        self._jobs.put(job)
-        return job
+    def copy(self, post: _ParallelPost) -> None:
+        """Take chunks of a post, when earlier commands are done."""
+        self._commands.put(lambda engine: post.copy_rest(engine, self._closing.is_set))
+
+    def close(self) -> None:
+        """End the thread; its engine is closed when this returns."""
+        self._closing.set()
+        self._commands.put(None)
+        self._thread.join()
+
+    def _meet(self, engine: Transport, peer: str, metadata: bytes, address: int) -> None:
+        engine.connect(peer, metadata)
+        one = Copies.one(address, self._scratch.ctypes.data, _SCRATCH_BYTES)
+        post = engine.prepare("read", peer, Kinds(), one)
+        post.start()
+        while not post.poll():
+            if self._closing.is_set() or peer not in self._wanted:
+                return
+            time.sleep(PAUSE_SECONDS)
+        post.release()
+        if self._wanted.get(peer) is metadata:
+            self.ready.add(peer)
 
     def _run(self) -> None:
         try:
-            transport = self._make()
-            for region in self._regions:
-                transport.register(region)
-        except Exception as error:
-            self._made.set_exception(error)
+            engine = self._make()
+        except Exception:  # reads go on without it
             return
-        self._made.set_result(transport)
-        while (job := self._jobs.get()) is not None:
-            job.run(transport, self._using)
-        transport.close()
+        try:
+            self._serve(engine)
+        finally:
+            engine.close()
 
-    def close(self) -> None:
-        """Let go of everything; jobs that go on must have been disconnected."""
-        self._jobs.put(None)
-        self._thread.join()
+    def _serve(self, engine: Transport) -> None:
+        for region in self._regions:
+            engine.register(region)
+        while (command := self._commands.get()) is not None:
+            try:
+                command(engine)
+            except TransferError:
+                continue  # the peer is not ready: others read
