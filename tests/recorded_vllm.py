@@ -4,6 +4,7 @@ tests/adapters/vllm uses it without vLLM; tests/vllm compares it with what runni
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredPage, DeclaredRegion
 from kvstow.plan.retention import Full, Retention, Window
@@ -74,5 +75,29 @@ def gemma3(order: str, num_blocks: int = 1365) -> CacheDeclaration:
                 offset=0,
             )
             for names in groups
+        ),
+    )
+
+
+def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> CacheDeclaration:
+    """Two groups that overlay each other: one set of block ids, shared columns."""
+    page = 2 * 4 * 6 * 4
+    windows, fulls = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
+    rows = order.startswith("B")
+    region = DeclaredRegion(
+        layers=(),
+        nbytes=2 * page * num_blocks,
+        layer_stride=page if rows else page * num_blocks,
+        block_stride=2 * page if rows else page,
+        offset=0,
+    )
+    return CacheDeclaration(
+        model="hybrid",
+        order=order,
+        num_blocks=num_blocks,
+        groups=(pages(windows, Window(8), 2, 4, 6), pages(fulls, FULL, 2, 4, 6)),
+        regions=(
+            replace(region, layers=tuple(windows)),
+            replace(region, layers=tuple(fulls)),
         ),
     )

@@ -1,22 +1,13 @@
-"""The vLLM connector's bookkeeping, against what vLLM 0.32 was seen to declare and to ask.
-
-No engine is needed: its words are recorded here as plain values. The same values are compared
-with the engine itself in tests/vllm (see recorded_vllm).
-"""
+"""The scheduler's side of the connector, asked as vLLM asks it; no engine is needed."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
-    DeclaredRegion,
-    axes_of,
     declared_groups,
-    declared_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -33,229 +24,10 @@ from kvstow.adapters.vllm.scheduler import (
     block_keys,
     held,
 )
-from kvstow.errors import LayoutError, MemoryLayoutError, RouteError, SpecError, TransferError
-from kvstow.memory.arena import Arena
-from kvstow.plan.retention import Window
+from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.route.route import route
 from kvstow.transfer.ticket import Ticket
-from recorded_vllm import FULL, gemma3, pages, smollm2
-
-WINDOW = Window(8)
-
-
-def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> CacheDeclaration:
-    """Two groups that overlay each other: one set of block ids, shared columns."""
-    page = 2 * 4 * 6 * 4
-    windows, fulls = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
-    rows = order.startswith("B")
-    region = DeclaredRegion(
-        layers=(),
-        nbytes=2 * page * num_blocks,
-        layer_stride=page if rows else page * num_blocks,
-        block_stride=2 * page if rows else page,
-        offset=0,
-    )
-    return CacheDeclaration(
-        model="hybrid",
-        order=order,
-        num_blocks=num_blocks,
-        groups=(pages(windows, WINDOW, 2, 4, 6), pages(fulls, FULL, 2, 4, 6)),
-        regions=(
-            replace(region, layers=tuple(windows)),
-            replace(region, layers=tuple(fulls)),
-        ),
-    )
-
-
-# ── declarations ──────────────────────────────────────────────────────────────────────────
-
-
-def test_in_rows_a_block_of_smollm2_is_one_run_of_5898240_bytes():
-    layout = declared_layout(smollm2("BLHNC"), base_align=64)
-    assert [run.nbytes for run in layout.runs(0, 5)] == [5_898_240]
-    assert layout.num_blocks(0) == 182
-
-
-def test_layer_by_layer_a_block_of_smollm2_is_30_runs():
-    layout = declared_layout(smollm2("LBHNC"), base_align=64)
-    assert [run.nbytes for run in layout.runs(0, 5)] == [196_608] * 30
-
-
-@pytest.mark.parametrize(("order", "runs"), [("LBHNC", [262_144] * 3), ("BLHNC", [786_432])])
-def test_six_groups_of_gemma_overlay_each_other(order: str, runs: list[int]):
-    layout = declared_layout(gemma3(order), base_align=64)
-    assert layout.sharing == (tuple(range(6)),)
-    for group in range(6):
-        assert [run.nbytes for run in layout.runs(group, 1364)] == runs
-
-
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
-def test_groups_that_overlay_each_other_share_slabs(order: str):
-    layout = declared_layout(hybrid(order), base_align=64)
-    assert layout.sharing == ((0, 1),)
-    assert [rows.group.name for rows in layout.groups] == ["window8.0", "full.1"]
-
-
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC"])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("num_blocks", [2, 3])
-def test_memory_that_is_as_declared_is_adopted(order: str, heads: int, num_blocks: int):
-    declared, views = engine_memory(order, heads, num_blocks)
-    layout = declared_layout(declared, base_align=64)
-    arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
-    views["b"].fill_(3.0)
-    assert (arena.tensor("b") == 3.0).all()
-    assert (arena.tensor("a") == 0.0).all()
-
-
-def engine_memory(
-    order: str, heads: int, num_blocks: int
-) -> tuple[CacheDeclaration, dict[str, torch.Tensor]]:
-    """Two layers in one allocation, strides by torch's own permutation of a dense tensor."""
-    sizes = {"L": 2, "B": num_blocks, "H": heads, "N": 4, "C": 6}
-    dense = torch.zeros([sizes[letter] for letter in order])
-    logical = dense.permute([order.index(letter) for letter in "LBHNC"])
-    declared = CacheDeclaration(
-        model="m",
-        order=order,
-        num_blocks=num_blocks,
-        groups=(pages(["a", "b"], FULL, heads, tokens=4, content=6),),
-        regions=(
-            DeclaredRegion(
-                layers=("a", "b"),
-                nbytes=dense.numel() * 4,
-                layer_stride=logical.stride(0) * 4,
-                block_stride=logical.stride(1) * 4,
-                offset=0,
-            ),
-        ),
-    )
-    views: dict[str, torch.Tensor] = {}
-    for layer, name in enumerate(["a", "b"]):
-        cache = logical[layer]
-        if order.index("H") < order.index("N"):
-            views[name] = cache.view(num_blocks, heads, 24)
-        else:
-            views[name] = cache.transpose(1, 2).view(num_blocks, -1)
-    return declared, views
-
-
-def test_memory_in_another_order_than_declared_is_refused():
-    declared, _ = engine_memory("BLHNC", 2, 3)
-    _, views = engine_memory("LBHNC", 2, 3)
-    layout = declared_layout(declared, base_align=64)
-    with pytest.raises(MemoryLayoutError, match="stride"):
-        Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
-
-
-def test_an_order_that_nobody_knows_is_refused():
-    with pytest.raises(MemoryLayoutError, match="'NHD'"):
-        declared_groups(smollm2("NHD"))
-
-
-def test_a_layer_without_a_place_is_refused():
-    declared = smollm2("BLHNC")
-    region = replace(declared.regions[0], layers=declared.regions[0].layers[1:])
-    with pytest.raises(MemoryLayoutError, match=r"model\.layers\.0\."):
-        declared_layout(replace(declared, regions=(region,)), base_align=64)
-
-
-def test_pages_that_overlap_inside_a_group_are_refused():
-    declared = smollm2("BLHNC")
-    region = replace(declared.regions[0], layer_stride=declared.regions[0].layer_stride // 2)
-    with pytest.raises(LayoutError):
-        declared_layout(replace(declared, regions=(region,)), base_align=64)
-
-
-def test_rows_and_layers_of_one_model_are_joined():
-    rows, layers = (declared_layout(smollm2(order), base_align=64) for order in ("BLHNC", "LBHNC"))
-    blocks = {0: Blocks.first([3, 4])}
-    moves = route(rows, layers).copies(blocks, blocks, 200)
-    assert moves.total == 2 * 5_898_240
-
-
-def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
-    """vLLM's CPU kernels keep keys transposed over the whole block."""
-    other = smollm2("BLHNC")
-    halved = tuple(replace(page, block_tokens=64, states=64) for page in other.groups[0])
-    region = replace(
-        other.regions[0],
-        nbytes=other.regions[0].nbytes // 2,
-        layer_stride=98_304,
-        block_stride=98_304 * 30,
-    )
-    small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
-    with pytest.raises(RouteError, match="tokens per state"):
-        route(declared_layout(smollm2("BLHNC"), base_align=64), small)
-
-
-# ── settings ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_an_option_that_nobody_knows_is_refused():
-    with pytest.raises(SpecError, match="'lease'"):
-        ConnectorOptions.of({"lease": 3})
-
-
-def test_an_option_of_another_type_is_refused():
-    with pytest.raises(SpecError, match="host_bytes"):
-        ConnectorOptions.of({"host_bytes": "1GiB"})
-
-
-def test_whole_seconds_are_seconds():
-    assert ConnectorOptions.of({"lease_seconds": 3}).lease_seconds == 3
-
-
-def test_times_and_digests_reach_the_agent():
-    times = {"lease_seconds": 3, "transfer_seconds": 4, "contact_seconds": 2.5}
-    made = ConnectorOptions.of({**times, "digest": "off"}).agent
-    assert {name: getattr(made, name) for name in times} == times
-    assert made.digest == "off"
-
-
-def test_a_disk_without_a_host_tier_is_refused():
-    with pytest.raises(SpecError, match="disk tier"):
-        ConnectorOptions.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})
-
-
-# ── generations ───────────────────────────────────────────────────────────────────────────
-
-
-def listed(*ids: int) -> Mapping[int, Blocks]:
-    return {0: Blocks.first(list(ids))}
-
-
-def test_a_generation_ends_with_the_last_lease_on_a_block():
-    pins = PinnedBlocks(1, 8)
-    first = pins.pin(listed(1, 2))
-    second = pins.pin(listed(2, 3))
-    assert first[0][1] == second[0][0]
-    pins.unpin(listed(1, 2))
-    assert pins.pin(listed(2))[0][0] == second[0][0]
-    pins.unpin(listed(2, 3))
-    pins.unpin(listed(2))
-    assert pins.pin(listed(1, 2, 3))[0].tolist() == [first[0][0] + 1] * 3
-
-
-def test_no_generation_of_a_block_ever_comes_again():
-    pins = PinnedBlocks(1, 4)
-    rng = np.random.default_rng(1)
-    held_now: list[Mapping[int, Blocks]] = []
-    seen: dict[int, int] = {}
-    for _ in range(300):
-        if held_now and rng.random() < 0.5:
-            pins.unpin(held_now.pop(rng.integers(len(held_now))))
-            continue
-        blocks = listed(int(rng.integers(1, 4)))
-        block, generation = int(blocks[0].ids[0]), int(pins.pin(blocks)[0][0])
-        unbroken = any(int(b[0].ids[0]) == block for b in held_now)
-        assert generation == seen[block] if unbroken else generation > seen.get(block, 0)
-        seen[block] = generation
-        held_now.append(blocks)
-
-
-# ── the scheduler's side ──────────────────────────────────────────────────────────────────
+from recorded_vllm import hybrid
 
 CARD = WorkerEndpoint(
     agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64
@@ -512,3 +284,39 @@ def test_a_block_key_names_everything_before_the_block():
     assert not set(first) & set(second)
     assert block_keys([1, 2], 2, b"") == first[:1]
     assert block_keys([1, 2], 2, b"salt") != first[:1]
+
+
+# ── generations ───────────────────────────────────────────────────────────────────────────
+
+
+def listed(*ids: int) -> Mapping[int, Blocks]:
+    return {0: Blocks.first(list(ids))}
+
+
+def test_a_generation_ends_with_the_last_lease_on_a_block():
+    pins = PinnedBlocks(1, 8)
+    first = pins.pin(listed(1, 2))
+    second = pins.pin(listed(2, 3))
+    assert first[0][1] == second[0][0]
+    pins.unpin(listed(1, 2))
+    assert pins.pin(listed(2))[0][0] == second[0][0]
+    pins.unpin(listed(2, 3))
+    pins.unpin(listed(2))
+    assert pins.pin(listed(1, 2, 3))[0].tolist() == [first[0][0] + 1] * 3
+
+
+def test_no_generation_of_a_block_ever_comes_again():
+    pins = PinnedBlocks(1, 4)
+    rng = np.random.default_rng(1)
+    held_now: list[Mapping[int, Blocks]] = []
+    seen: dict[int, int] = {}
+    for _ in range(300):
+        if held_now and rng.random() < 0.5:
+            pins.unpin(held_now.pop(rng.integers(len(held_now))))
+            continue
+        blocks = listed(int(rng.integers(1, 4)))
+        block, generation = int(blocks[0].ids[0]), int(pins.pin(blocks)[0][0])
+        unbroken = any(int(b[0].ids[0]) == block for b in held_now)
+        assert generation == seen[block] if unbroken else generation > seen.get(block, 0)
+        seen[block] = generation
+        held_now.append(blocks)

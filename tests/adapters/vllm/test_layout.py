@@ -1,0 +1,138 @@
+"""What vLLM declares of its cache as a layout, and its memory adopted: recorded values, no vLLM."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvstow.adapters.vllm.layout import (
+    CacheDeclaration,
+    DeclaredRegion,
+    axes_of,
+    declared_groups,
+    declared_layout,
+)
+from kvstow.errors import LayoutError, MemoryLayoutError, RouteError
+from kvstow.memory.arena import Arena
+from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
+from recorded_vllm import FULL, gemma3, hybrid, pages, smollm2
+
+
+def test_in_rows_a_block_of_smollm2_is_one_run_of_5898240_bytes():
+    layout = declared_layout(smollm2("BLHNC"), base_align=64)
+    assert [run.nbytes for run in layout.runs(0, 5)] == [5_898_240]
+    assert layout.num_blocks(0) == 182
+
+
+def test_layer_by_layer_a_block_of_smollm2_is_30_runs():
+    layout = declared_layout(smollm2("LBHNC"), base_align=64)
+    assert [run.nbytes for run in layout.runs(0, 5)] == [196_608] * 30
+
+
+@pytest.mark.parametrize(("order", "runs"), [("LBHNC", [262_144] * 3), ("BLHNC", [786_432])])
+def test_six_groups_of_gemma_overlay_each_other(order: str, runs: list[int]):
+    layout = declared_layout(gemma3(order), base_align=64)
+    assert layout.sharing == (tuple(range(6)),)
+    for group in range(6):
+        assert [run.nbytes for run in layout.runs(group, 1364)] == runs
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+def test_groups_that_overlay_each_other_share_slabs(order: str):
+    layout = declared_layout(hybrid(order), base_align=64)
+    assert layout.sharing == ((0, 1),)
+    assert [rows.group.name for rows in layout.groups] == ["window8.0", "full.1"]
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_memory_that_is_as_declared_is_adopted(order: str, heads: int, num_blocks: int):
+    declared, views = engine_memory(order, heads, num_blocks)
+    layout = declared_layout(declared, base_align=64)
+    arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+    views["b"].fill_(3.0)
+    assert (arena.tensor("b") == 3.0).all()
+    assert (arena.tensor("a") == 0.0).all()
+
+
+def engine_memory(
+    order: str, heads: int, num_blocks: int
+) -> tuple[CacheDeclaration, dict[str, torch.Tensor]]:
+    """Two layers in one allocation, strides by torch's own permutation of a dense tensor."""
+    sizes = {"L": 2, "B": num_blocks, "H": heads, "N": 4, "C": 6}
+    dense = torch.zeros([sizes[letter] for letter in order])
+    logical = dense.permute([order.index(letter) for letter in "LBHNC"])
+    declared = CacheDeclaration(
+        model="m",
+        order=order,
+        num_blocks=num_blocks,
+        groups=(pages(["a", "b"], FULL, heads, tokens=4, content=6),),
+        regions=(
+            DeclaredRegion(
+                layers=("a", "b"),
+                nbytes=dense.numel() * 4,
+                layer_stride=logical.stride(0) * 4,
+                block_stride=logical.stride(1) * 4,
+                offset=0,
+            ),
+        ),
+    )
+    views: dict[str, torch.Tensor] = {}
+    for layer, name in enumerate(["a", "b"]):
+        cache = logical[layer]
+        if order.index("H") < order.index("N"):
+            views[name] = cache.view(num_blocks, heads, 24)
+        else:
+            views[name] = cache.transpose(1, 2).view(num_blocks, -1)
+    return declared, views
+
+
+def test_memory_in_another_order_than_declared_is_refused():
+    declared, _ = engine_memory("BLHNC", 2, 3)
+    _, views = engine_memory("LBHNC", 2, 3)
+    layout = declared_layout(declared, base_align=64)
+    with pytest.raises(MemoryLayoutError, match="stride"):
+        Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+
+
+def test_an_order_that_nobody_knows_is_refused():
+    with pytest.raises(MemoryLayoutError, match="'NHD'"):
+        declared_groups(smollm2("NHD"))
+
+
+def test_a_layer_without_a_place_is_refused():
+    declared = smollm2("BLHNC")
+    region = replace(declared.regions[0], layers=declared.regions[0].layers[1:])
+    with pytest.raises(MemoryLayoutError, match=r"model\.layers\.0\."):
+        declared_layout(replace(declared, regions=(region,)), base_align=64)
+
+
+def test_pages_that_overlap_inside_a_group_are_refused():
+    declared = smollm2("BLHNC")
+    region = replace(declared.regions[0], layer_stride=declared.regions[0].layer_stride // 2)
+    with pytest.raises(LayoutError):
+        declared_layout(replace(declared, regions=(region,)), base_align=64)
+
+
+def test_rows_and_layers_of_one_model_are_joined():
+    rows, layers = (declared_layout(smollm2(order), base_align=64) for order in ("BLHNC", "LBHNC"))
+    blocks = {0: Blocks.first([3, 4])}
+    moves = route(rows, layers).copies(blocks, blocks, 200)
+    assert moves.total == 2 * 5_898_240
+
+
+def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
+    """vLLM's CPU kernels keep keys transposed over the whole block."""
+    other = smollm2("BLHNC")
+    halved = tuple(replace(page, block_tokens=64, states=64) for page in other.groups[0])
+    region = replace(
+        other.regions[0],
+        nbytes=other.regions[0].nbytes // 2,
+        layer_stride=98_304,
+        block_stride=98_304 * 30,
+    )
+    small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
+    with pytest.raises(RouteError, match="tokens per state"):
+        route(declared_layout(smollm2("BLHNC"), base_align=64), small)
