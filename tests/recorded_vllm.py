@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredPage, DeclaredRegion
+from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
 
 FULL = Full()
+
+IDENTITY = Identity.unverified("made for tests", model="m")
 
 
 def pages(

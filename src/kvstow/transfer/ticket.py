@@ -101,27 +101,29 @@ class Ticket:
         return PREFIX + base64.urlsafe_b64encode(self.to_bytes()).decode().rstrip("=")
 
     @staticmethod
-    def from_bytes(data: bytes) -> "Ticket":
+    def from_bytes(data: bytes, *, max_body_bytes: int = MAX_BODY_BYTES) -> "Ticket":
         """The ticket in a message; TransferError for anything else."""
         if len(data) > MAX_BYTES:
             raise _bad(f"{len(data)} bytes, at most {MAX_BYTES}")
         try:
             inflate = zlib.decompressobj()
-            body = inflate.decompress(data[_CHECKSUM:], MAX_BODY_BYTES)
+            body = inflate.decompress(data[_CHECKSUM:], max_body_bytes)
             whole = inflate.eof and not inflate.unused_data
         except zlib.error as error:
             raise _bad(str(error)) from None
+        if not whole and len(body) >= max_body_bytes:
+            raise _bad(f"it inflates to more than {max_body_bytes} bytes")
         if not whole or blake2b(body, digest_size=_CHECKSUM).digest() != data[:_CHECKSUM]:
             raise _bad("the checksum does not match: it was cut or changed on the way")
         try:
             ticket = _ticket(msgspec.msgpack.decode(body, type=_Body))
-        except (msgspec.MsgspecError, SpecError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, SpecError) as error:
             raise _bad(str(error)) from None
         ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
         return ticket
 
     @staticmethod
-    def parse(text: str) -> "Ticket":
+    def parse(text: str, *, max_body_bytes: int = MAX_BODY_BYTES) -> "Ticket":
         """The ticket that `str` has printed; TransferError for anything else."""
         if not text.startswith(PREFIX):
             raise _bad(f"it starts with {text[:8]!r}, not with {PREFIX!r}")
@@ -132,7 +134,7 @@ class Ticket:
             )  # fmt: skip
         except (binascii.Error, ValueError) as error:
             raise _bad(str(error)) from None
-        return Ticket.from_bytes(data)
+        return Ticket.from_bytes(data, max_body_bytes=max_body_bytes)
 
     @property
     def num_blocks(self) -> int:

@@ -1,6 +1,7 @@
 """The scheduler's side of the connector, asked as vLLM asks it; no engine is needed."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,19 +16,16 @@ from kvstow.adapters.vllm.protocol import (
     StepOrders,
     WorkerEndpoint,
     handover_in,
-    prompt_digest,
 )
 from kvstow.adapters.vllm.scheduler import (
     EngineRequest,
     PinnedBlocks,
     SchedulerSide,
-    block_keys,
     held,
 )
-from kvstow.errors import TransferError
+from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import Ticket
-from recorded_vllm import hybrid
+from recorded_vllm import IDENTITY, hybrid
 
 CARD = WorkerEndpoint(
     agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64
@@ -43,21 +41,19 @@ def side(
         declared_groups(declared),
         declared.num_blocks,
         settings or ConnectorOptions(),
-        model="hybrid",
+        identity=IDENTITY,
     )
     made.meet([CARD])
     return made
 
 
-def asked(
-    id: str, tokens: list[int] = PROMPT, params: object = None, salt: bytes = b""
-) -> EngineRequest:
-    return EngineRequest(id=id, tokens=tokens, salt=salt, params=params)  # pyright: ignore
+def asked(id: str, tokens: list[int] = PROMPT, **more: object) -> EngineRequest:
+    return EngineRequest(id=id, tokens=tokens, **more)  # pyright: ignore
 
 
 def offered(prefill: SchedulerSide) -> dict[str, object]:
     """The answer of a prefill of ten tokens in blocks 1 … 3, of which the window lost one."""
-    request = asked("r", [*PROMPT, 99], {"do_remote_decode": True})
+    request = asked("r", [*PROMPT, 99], params={"do_remote_decode": True})
     stays, params = prefill.finished(request, ((0, 2, 4), (1, 3, 2)), 10)
     assert stays
     assert params is not None
@@ -70,7 +66,7 @@ def test_a_request_that_does_not_ask_gets_no_tickets():
 
 def test_tickets_list_the_blocks_of_every_group_and_none_that_are_null():
     prefill = side()
-    handover = handover_in(offered(prefill))
+    handover = handover_in(asked("d", params=offered(prefill)))
     assert handover is not None
     ticket = handover.tickets[0]
     assert ticket.blocks[0].ids.tolist() == [2, 4]
@@ -88,9 +84,9 @@ def test_blocks_beyond_the_computed_tokens_are_not_offered():
 
 def test_the_generation_grows_when_the_workers_have_sent():
     prefill = side()
-    first = handover_in(offered(prefill))
+    first = handover_in(asked("d", params=offered(prefill)))
     prefill.sent("r")
-    second = handover_in(offered(prefill))
+    second = handover_in(asked("d", params=offered(prefill)))
     assert first is not None
     assert second is not None
     assert second.tickets[0].generations[1][0] == first.tickets[0].generations[1][0] + 1
@@ -151,7 +147,10 @@ def test_a_request_that_was_loaded_and_then_computed_hands_over():
     [
         {"tokens": [*PROMPT[:-1], 77]},
         {"tokens": PROMPT[:-1]},
-        {"salt": b"another adapter"},
+        {"salt": "another tenant"},
+        {"adapter": "another adapter"},
+        {"extra": ((3, b"an image"),)},
+        {"shareable": False},
     ],
 )
 def test_tickets_serve_only_the_prompt_they_were_made_for(change: dict[str, object]):
@@ -170,37 +169,37 @@ def test_tickets_serve_only_the_prompt_they_were_made_for(change: dict[str, obje
         {"do_remote_prefill": True, "kvstow": {"tickets": ["x"], "num_tokens": 4, "prompt": ""}},
     ],
 )
-def test_parameters_that_are_no_handover_are_refused(params: dict[str, object]):
-    with pytest.raises(TransferError):
-        handover_in(params)
+def test_parameters_that_are_no_handover_are_counted_and_the_prompt_is_computed(
+    params: dict[str, object],
+):
     decode = side()
     decode.arrived(asked("d", params=params))
     assert decode.counts["refused"] == 1
+    assert decode.matched("d", 0) == 0
+    assert decode.take_step(idle=True) == StepOrders(idle=True)
 
 
-def test_parameters_survive_json():
-    import json
-
-    params = offered(side())
-    again = handover_in(json.loads(json.dumps(params)))
-    assert again is not None
-    assert again.params() == params
-    assert isinstance(again.tickets[0], Ticket)
+def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
+    prefill = side()
+    prefill.meet([])
+    request = asked("r", params={"do_remote_decode": True})
+    assert prefill.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
+    assert prefill.counts["not offered"] == 1
 
 
-def test_the_digest_of_a_prompt_depends_on_every_token_and_on_the_salt():
-    digests = {
-        prompt_digest(tokens, salt)
-        for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])
-        for salt in (b"", b"a")
-    }
-    assert len(digests) == 8
+def test_the_worker_of_this_process_adopts_an_offer_before_its_tickets_leave():
+    prefill = side()
+    adopted: list[str] = []
+    prefill.meet([CARD], adopt=lambda offer: adopted.append(str(offer.tickets[0])))
+    assert offered(prefill)["kvstow"]["tickets"] == adopted  # pyright: ignore
+    assert len(prefill.take_step(idle=True).offers) == 1
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────
 
 OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
 LONG = list(range(100, 125))
+NAMED = Identity(model="m", weights="w", config=(("rope_theta", "10000"),), kv_dtype="fp8_e4m3")
 
 
 def answered(desk: SchedulerSide, full: list[int], window: list[int], id: str = "d") -> None:
@@ -208,7 +207,7 @@ def answered(desk: SchedulerSide, full: list[int], window: list[int], id: str = 
     lookup = desk.take_step(idle=True).lookups[0]
     assert [len(keys) for keys in lookup.keys] == [6, 6]
     present = tuple(tuple(k in have for k in range(6)) for have in (window, full))
-    desk.found([KeysPresent(request=id, present=present)])
+    desk.present([KeysPresent(request=id, present=present)])
 
 
 def test_the_engine_is_told_later_until_the_workers_have_answered():
@@ -244,9 +243,9 @@ def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks()
     desk = side(OFFLOADS)
     desk.arrived(asked("d", LONG))
     lookup = desk.take_step(idle=True).lookups[0]
-    desk.found([KeysPresent(request="d", present=((True,) * 6, (True,) * 6))])
+    desk.present([KeysPresent(request="d", present=((True,) * 6, (True,) * 6))])
     desk.allocated("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
-    restore = desk.take_step(idle=True).restores[0]
+    restore = desk.take_step(idle=True).loads[0]
     assert restore.rows[0] == (lookup.keys[0][4:], (7, 8))
     assert restore.rows[1] == (lookup.keys[1][2:], (3, 4, 5, 6))
     assert desk.matched("d", 0) == 0
@@ -278,12 +277,57 @@ def test_what_two_ranks_have_alike_is_found():
     assert one.both(other).present == ((True, False), (False, True))
 
 
+def keys_of(request: EngineRequest, identity: Identity = IDENTITY) -> tuple[bytes, ...]:
+    """The keys that a request's blocks of the full group are looked up by."""
+    desk = SchedulerSide(declared_groups(hybrid()), 5, OFFLOADS, identity=identity)
+    desk.arrived(request)
+    return desk.take_step(idle=True).lookups[0].keys[1]
+
+
 def test_a_block_key_names_everything_before_the_block():
-    first, second = block_keys([1, 2, 3, 4, 5], 2, b""), block_keys([9, 2, 3, 4], 2, b"")
-    assert len(first) == len(second) == 2
+    first, second = keys_of(asked("d", LONG)), keys_of(asked("d", [9, *LONG[1:]]))
+    assert len(first) == len(second) == 6
     assert not set(first) & set(second)
-    assert block_keys([1, 2], 2, b"") == first[:1]
-    assert block_keys([1, 2], 2, b"salt") != first[:1]
+    assert keys_of(asked("d", LONG[:9])) == first[:2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"salt": "t"}, {"adapter": "t"}, {"extra": ((0, b"image"),)}], ids=str
+)
+def test_requests_that_differ_in_more_than_tokens_share_no_keys(change: dict[str, object]):
+    assert not set(keys_of(asked("d", LONG))) & set(keys_of(asked("d", LONG, **change)))
+
+
+def test_blocks_before_an_image_are_shared_and_those_from_it_on_are_not():
+    plain, image = keys_of(asked("d", LONG)), keys_of(asked("d", LONG, extra=((10, b"image"),)))
+    assert plain[:2] == image[:2]
+    assert not set(plain[2:]) & set(image[2:])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(NAMED, weights="another checkpoint"),
+        replace(NAMED, config=(("rope_theta", "5000"),)),
+        replace(NAMED, kv_dtype="fp8_e5m2"),
+        replace(NAMED, interior="cpu-transposed"),
+        replace(NAMED, tokenizer="another"),
+    ],
+    ids=["weights", "rope", "dtype", "interior", "tokenizer"],
+)
+def test_models_of_one_name_that_compute_otherwise_share_no_keys(other: Identity):
+    ours, theirs = keys_of(asked("d", LONG), NAMED), keys_of(asked("d", LONG), other)
+    assert not set(ours) & set(theirs)
+
+
+def test_a_request_with_embeddings_is_neither_looked_up_nor_stored_nor_offered():
+    """Its token ids say nothing about its cache."""
+    desk = side(OFFLOADS)
+    request = asked("e", LONG, shareable=False, params={"do_remote_decode": True})
+    desk.arrived(request)
+    assert desk.matched("e", 0) == 0
+    assert desk.finished(request, ((0, 0, 0, 0, 3, 4), (1, 2, 3, 4, 2, 3)), 24) == (False, None)
+    assert desk.take_step(idle=True) == StepOrders(idle=True)
 
 
 # ── generations ───────────────────────────────────────────────────────────────────────────

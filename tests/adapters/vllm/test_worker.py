@@ -21,13 +21,14 @@ from kvstow.adapters.vllm.layout import (
     declared_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import StepResults, handover_in
-from kvstow.adapters.vllm.scheduler import EngineRequest, SchedulerSide
+from kvstow.adapters.vllm.protocol import EngineRequest, Handover, StepResults, handover_in
+from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
 from kvstow.transfer.transport.local import Fabric, LocalTransport
+from recorded_vllm import IDENTITY
 
 TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
 PROMPT = list(range(500, 518))
@@ -96,14 +97,21 @@ class Engine:
     views: dict[str, torch.Tensor]
 
     @staticmethod
-    def start(fabric: Fabric, name: str, settings: ConnectorOptions, order: str) -> "Engine":
+    def start(
+        fabric: Fabric,
+        name: str,
+        settings: ConnectorOptions,
+        order: str,
+        *,
+        in_process: bool = False,
+    ) -> "Engine":
         declared = declaration(order)
         _, views = memory(declared)
         layout = declared_layout(declared, base_align=64)
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
-        desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, model="m")
+        desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
-        desk.meet([hands.card])
+        desk.meet([hands.endpoint], adopt=hands.adopt if in_process else None)
         return Engine(desk, hands, views)
 
     def step(self) -> StepResults:
@@ -112,7 +120,7 @@ class Engine:
         self.hands.promise(step)
         self.hands.begin(step)
         results = self.hands.results(idle=True)
-        self.desk.found(results.found)
+        self.desk.present(results.present)
         for request in results.sent:
             self.desk.sent(request)
         return results
@@ -132,9 +140,7 @@ class Engine:
 
     def prefill(self, ids: tuple[tuple[int, ...], ...]) -> dict[str, object]:
         """Finish a request whose cache is in these blocks; what its answer carries."""
-        request = EngineRequest(
-            id="p", tokens=[*PROMPT, 1], salt=b"", params={"do_remote_decode": True}
-        )
+        request = EngineRequest(id="p", tokens=[*PROMPT, 1], params={"do_remote_decode": True})
         stays, params = self.desk.finished(request, ids, len(PROMPT))
         assert stays
         assert params is not None
@@ -142,7 +148,7 @@ class Engine:
 
     def decode(self, params: object, ids: tuple[tuple[int, ...], ...], computed: int = 0) -> int:
         """Queue a request with tickets, and give it blocks; how many tokens it waits for."""
-        request = EngineRequest(id="d", tokens=PROMPT, salt=b"", params=params)  # pyright: ignore
+        request = EngineRequest(id="d", tokens=PROMPT, params=params)  # pyright: ignore
         self.desk.arrived(request)
         count = self.desk.matched("d", computed)
         assert count is not None
@@ -262,6 +268,80 @@ def test_a_producer_that_is_gone_fails_the_load(engines: tuple[Engine, Engine]):
     assert found.failed == {"d"}
 
 
+# ── engines whose scheduler and worker share a process ────────────────────────────────────
+
+
+@pytest.fixture
+def in_process() -> Iterator[tuple[Engine, Engine]]:
+    fabric = Fabric()
+    made = [
+        Engine.start(fabric, f"engine-{i}", SETTINGS, "BLHNC", in_process=True) for i in range(2)
+    ]
+    yield made[0], made[1]
+    for engine in made:
+        engine.hands.close()
+
+
+def test_a_ticket_holds_though_the_engine_that_gave_it_never_steps_again(
+    in_process: tuple[Engine, Engine],
+):
+    """`LLM.generate` returns with the last request, and nobody steps until it is called again."""
+    prefill, decode = in_process
+    prefill.fill(1)
+    assert decode.decode(prefill.prefill(THERE), HERE) == len(PROMPT)
+    found = decode.until(lambda found: bool(found.received))
+    assert (found.received, found.failed) == ({"d"}, frozenset())
+    assert torch.equal(decode.views["f.0"][1], prefill.views["f.0"][7])
+    assert torch.equal(decode.views["w.1"][20], prefill.views["w.1"][4])
+
+
+def test_blocks_read_before_the_next_step_are_let_go_in_that_step_and_once(
+    in_process: tuple[Engine, Engine],
+):
+    prefill, decode = in_process
+    decode.decode(prefill.prefill(THERE), HERE)
+    decode.until(lambda found: bool(found.received))
+    wait_until_read(prefill)
+    sent = [prefill.step().sent for _ in range(5)]
+    assert [bool(each) for each in sent].count(True) == 1
+    assert frozenset().union(*sent) == {"p"}
+
+
+def wait_until_read(prefill: Engine) -> None:
+    """The consumer's last word reaches the producer's agent, which nobody calls meanwhile."""
+    limit = time.monotonic() + 10
+    while prefill.hands.agent.service.leases and time.monotonic() < limit:
+        time.sleep(0.005)
+    assert not prefill.hands.agent.service.leases
+
+
+def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again(
+    in_process: tuple[Engine, Engine],
+):
+    prefill, decode = in_process
+    stale = prefill.prefill(THERE)
+    prefill.until(lambda found: "p" in found.sent)
+    prefill.fill(3)
+    prefill.prefill(THERE)
+    decode.decode(stale, HERE)
+    assert decode.until(lambda found: bool(found.received)).failed == {"d"}
+
+
+def test_blocks_that_are_stored_too_stay_when_the_lease_ends_before_the_step(tmp_path: Path):
+    fabric = Fabric()
+    prefill = Engine.start(fabric, "p", offloading(tmp_path), "BLHNC", in_process=True)
+    decode = Engine.start(fabric, "d", SETTINGS, "BLHNC", in_process=True)
+    decode.decode(prefill.prefill(THERE), HERE)
+    decode.until(lambda found: bool(found.received))
+    wait_until_read(prefill)
+    prefill.hands.agent.tend()
+    assert prefill.hands.results(idle=True).sent == frozenset()
+    ended = prefill.until(lambda found: "p" in found.sent)
+    assert ended.counts["stored rows"] == 6
+    prefill.hands.close()
+    decode.hands.close()
+
+
 # ── tiers ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -274,7 +354,7 @@ def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str
     first = Engine.start(Fabric(), "first", offloading(tmp_path), order)
     first.fill(5)
     kept = {name: view.clone() for name, view in first.views.items()}
-    request = EngineRequest(id="r", tokens=PROMPT, salt=b"", params=None)
+    request = EngineRequest(id="r", tokens=PROMPT, params=None)
     assert first.desk.finished(request, THERE, len(PROMPT)) == (True, None)
     stored = first.until(lambda found: "r" in found.sent)
     assert stored.counts["stored rows"] == 6
@@ -288,7 +368,7 @@ def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str
 def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
     for view in engine.views.values():
         view.zero_()
-    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, salt=b"", params=None))
+    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, params=None))
     assert engine.desk.matched("d", 0) is None
     engine.step()
     assert engine.desk.matched("d", 0) == 16
@@ -303,10 +383,10 @@ def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
 
 def test_rows_that_went_away_fail_the_restore(tmp_path: Path):
     engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
-    request = EngineRequest(id="r", tokens=PROMPT, salt=b"", params=None)
+    request = EngineRequest(id="r", tokens=PROMPT, params=None)
     engine.desk.finished(request, THERE, len(PROMPT))
     engine.until(lambda found: "r" in found.sent)
-    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, salt=b"", params=None))
+    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, params=None))
     engine.step()
     assert engine.desk.matched("d", 0) == 16
     engine.desk.allocated("d", HERE, 16)
@@ -318,20 +398,25 @@ def test_rows_that_went_away_fail_the_restore(tmp_path: Path):
 
 def forget_everything(engine: Engine) -> None:
     """Another tenant's rows have pushed ours out of both tiers."""
-    shelf = engine.hands._shelf
-    assert shelf is not None
-    shelf._mover.drain(10)
-    for tier in (shelf._host, shelf._disk):
+    offload = engine.hands._offload
+    assert offload is not None
+    offload._mover.drain(10)
+    for tier in (offload._host, offload._disk):
         assert tier is not None
         for group in range(2):
-            keys = [key for order in [engine.desk._restores[0]] for key in order.rows[group][0]]
+            keys = [key for order in [engine.desk._loads[0]] for key in order.rows[group][0]]
             tier.evict(group, keys)
+
+
+def carried(params: dict[str, object]) -> Handover:
+    found = handover_in(EngineRequest(id="d", tokens=PROMPT, params=params))
+    assert found is not None
+    return found
 
 
 def test_a_request_that_is_offered_and_stored_is_let_go_once(tmp_path: Path):
     engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
-    handover = handover_in(engine.prefill(THERE))
-    assert handover is not None
+    handover = carried(engine.prefill(THERE))
     assert engine.until(lambda found: "stored rows" in found.counts).sent == frozenset()
     engine.hands.agent.withdraw(handover.tickets[0])
     engine.until(lambda found: "p" in found.sent)

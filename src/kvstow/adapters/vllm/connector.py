@@ -51,14 +51,14 @@ class KvstowStep(KVConnectorMetadata):
 
 
 @dataclass
-class KvstowFound(KVConnectorWorkerMetadata):
+class KvstowPresent(KVConnectorWorkerMetadata):
     """Workers' answers to lookups, for the scheduler: what all ranks have."""
 
     found: dict[str, KeysPresent]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowFound":
-        assert isinstance(other, KvstowFound)
-        return KvstowFound(
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowPresent":
+        assert isinstance(other, KvstowPresent)
+        return KvstowPresent(
             {name: found.both(other.found[name]) for name, found in self.found.items()}
         )
 
@@ -205,8 +205,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             failed_recving=set(found.failed),
         )
 
-    def build_connector_worker_meta(self) -> KvstowFound | None:
-        return KvstowFound(self._found) if self._found else None
+    def build_connector_worker_meta(self) -> KvstowPresent | None:
+        return KvstowPresent(self._found) if self._found else None
 
     @property
     def _step(self) -> StepOrders:
@@ -264,7 +264,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta
-        if isinstance(answers, KvstowFound):
+        if isinstance(answers, KvstowPresent):
             self._desk.found(tuple(answers.found.values()))
         for request in connector_output.finished_sending or ():
             self._desk.sent(request)

@@ -1,6 +1,14 @@
-"""What the scheduler's side and the workers' sides of a connector tell each other.
+"""What scheduler, workers and other instances tell each other.
 
-The engine carries these: `WorkerEndpoint` once, `StepOrders` down and `StepResults` up every step.
+Inside an instance vLLM carries it: `WorkerEndpoint` once, `StepOrders` down and `StepResults` up
+in every step. From prefill to decode it travels with the request, in vLLM's own envelope:
+
+    {"do_remote_decode": true}                         to the prefill instance
+    {"do_remote_prefill": true, "kvstow": {…}}         its answer, and what decode is given
+
+`kvstow` holds one ticket per producer rank, how many tokens they cover, and a digest of those
+tokens: the consumer takes the blocks only for the very same prompt. Whoever may send requests may
+write these parameters, so they are bounded by the prompt before anything is unpacked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,7 +109,7 @@ class StepOrders:
     drops: tuple[Ticket, ...] = ()
     pulls: tuple[PullBlocks, ...] = ()
     stores: tuple[StoreBlocks, ...] = ()
-    restores: tuple[LoadBlocks, ...] = ()
+    loads: tuple[LoadBlocks, ...] = ()
     lookups: tuple[LookUpKeys, ...] = ()
     idle: bool = False
 
@@ -113,14 +121,64 @@ class StepResults:
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
-    found: tuple[KeysPresent, ...] = ()
+    present: tuple[KeysPresent, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
 
+
+# ── requests ──────────────────────────────────────────────────────────────────────────
+
+Extra = tuple[tuple[int, bytes], ...]
+"""Digests of images and the like, each with the position of the first token it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineRequest:
+    """A request as the engine knows it.
+
+    `adapter`, `salt` and `extra` are what its cache depends on besides the tokens and the model.
+    One that is not `shareable` depends on something that has no name (prompt embeddings): its
+    blocks are neither handed over nor stored, and never taken from elsewhere.
+    """
+
+    id: str
+    tokens: Sequence[int]
+    params: Mapping[str, Any] | None = None
+    adapter: str = ""
+    salt: str = ""
+    extra: Extra = ()
+    shareable: bool = True
+
+    def extra_before(self, num_tokens: int) -> Extra:
+        """What begins among the first tokens."""
+        return tuple((at, digest) for at, digest in self.extra if at < num_tokens)
+
+    @property
+    def asks_for_tickets(self) -> bool:
+        return bool(self.params and self.params.get(ASKS_FOR_TICKETS))
+
+
+def prompt_digest(request: EngineRequest, num_tokens: int) -> str:
+    """A digest of the first tokens, and of whatever else their cache depends on."""
+    about = (request.adapter, request.salt, request.extra_before(num_tokens))
+    hashed = blake2b(repr(about).encode(), digest_size=16, key=b"kvstow prompt")
+    hashed.update(np.asarray(request.tokens[:num_tokens], "<i8").tobytes())
+    return hashed.hexdigest()
+
+
+# ── from prefill to decode ────────────────────────────────────────────────────────────
 
 ASKS_FOR_TICKETS = "do_remote_decode"
 CARRIES_TICKETS = "do_remote_prefill"
 OURS = "kvstow"
-MAX_RANKS = 1024
+
+MAX_TICKETS = 256
+"""One per rank of the producer."""
+
+MAX_GROUPS = 64
+_BLOCK_BYTES = 3 * 8
+_HEAD_BYTES = 4096
+MAX_HANDOVER_BYTES = 64 << 20
+"""All tickets of a request together, inflated."""
 
 
 class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,43 +204,55 @@ class Handover:
         }
         return {CARRIES_TICKETS: True, OURS: carried}
 
-    def check(self, tokens: Sequence[int], salt: bytes) -> None:
-        """TransferError unless the request begins with the tokens that the tickets are for."""
-        if len(tokens) < self.num_tokens:
-            raise TransferError(
-                f"tickets cover {self.num_tokens} tokens, the request has {len(tokens)}",
-                kind="ticket",
-            )
-        if prompt_digest(tokens[: self.num_tokens], salt) != self.prompt:
-            raise TransferError(
-                f"the request's first {self.num_tokens} tokens are not those of the tickets\n\n"
-                "hint: send decode the same prompt, under the same model and adapter",
-                kind="ticket",
-            )
 
+def handover_in(request: EngineRequest) -> Handover | None:
+    """What a request carries; None where it carries nothing, TransferError where it is bad.
 
-def handover_in(params: Mapping[str, Any] | None) -> Handover | None:
-    """What a request carries; None where it carries nothing, TransferError where it is bad."""
-    if not params or not params.get(CARRIES_TICKETS):
+    The prompt is compared first, then the tickets are unpacked, within what a prompt of that
+    length can need.
+    """
+    if not request.params or not request.params.get(CARRIES_TICKETS):
         return None
-    if OURS not in params:
-        raise TransferError(f"the request's transfer parameters have no {OURS!r}", kind="ticket")
     try:
-        found = msgspec.convert(params[OURS], _Carried)
-    except msgspec.ValidationError as error:
-        raise TransferError(f"transfer parameters: {error}", kind="ticket") from None
-    if not 1 <= len(found.tickets) <= MAX_RANKS or found.num_tokens < 1:
-        raise TransferError(
-            f"{len(found.tickets)} tickets for {found.num_tokens} tokens", kind="ticket"
+        carried = msgspec.convert(request.params.get(OURS), _Carried)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise _refused(f"the transfer parameter {OURS!r}: {error}") from None
+    _check_prompt(request, carried)
+    tickets = _unpacked(carried)
+    if {ticket.num_tokens for ticket in tickets} != {carried.num_tokens}:
+        raise _refused(f"tickets are not all for {carried.num_tokens} tokens")
+    if len({ticket.agent for ticket in tickets}) < len(tickets):
+        raise _refused(f"{len(tickets)} tickets, some of them of the same agent")
+    return Handover(tickets=tickets, num_tokens=carried.num_tokens, prompt=carried.prompt)
+
+
+def _check_prompt(request: EngineRequest, carried: _Carried) -> None:
+    if not request.shareable:
+        raise _refused("the request has inputs that tickets cannot name, such as embeddings")
+    if not 1 <= carried.num_tokens <= len(request.tokens):
+        raise _refused(
+            f"tickets cover {carried.num_tokens} tokens, the request has {len(request.tokens)}"
         )
-    tickets = tuple(Ticket.parse(text) for text in found.tickets)
-    if {ticket.num_tokens for ticket in tickets} != {found.num_tokens}:
-        raise TransferError(f"tickets are not all for {found.num_tokens} tokens", kind="ticket")
-    return Handover(tickets=tickets, num_tokens=found.num_tokens, prompt=found.prompt)
+    if prompt_digest(request, carried.num_tokens) != carried.prompt:
+        raise _refused(
+            f"the request's first {carried.num_tokens} tokens are not those of the tickets\n\n"
+            "hint: send decode the same prompt, under the same adapter and cache salt"
+        )
 
 
-def prompt_digest(tokens: Sequence[int], salt: bytes) -> str:
-    """A digest of token ids, and of whatever else the cache depends on."""
-    hashed = blake2b(salt, digest_size=16, key=b"kvstow prompt")
-    hashed.update(np.asarray(tokens, "<i8").tobytes())
-    return hashed.hexdigest()
+def _unpacked(carried: _Carried) -> tuple[Ticket, ...]:
+    if not 1 <= len(carried.tickets) <= MAX_TICKETS:
+        raise _refused(f"{len(carried.tickets)} tickets, not 1 to {MAX_TICKETS}")
+    per_ticket = _HEAD_BYTES + MAX_GROUPS * carried.num_tokens * _BLOCK_BYTES
+    left = MAX_HANDOVER_BYTES
+    tickets: list[Ticket] = []
+    for text in carried.tickets:
+        tickets.append(Ticket.parse(text, max_body_bytes=min(per_ticket, left)))
+        left -= len(tickets[-1].body)
+        if left <= 0:
+            raise _refused(f"tickets inflate to more than {MAX_HANDOVER_BYTES} bytes")
+    return tuple(tickets)
+
+
+def _refused(why: str) -> TransferError:
+    return TransferError(why, kind="ticket")

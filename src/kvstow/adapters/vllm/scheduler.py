@@ -1,4 +1,4 @@
-"""The scheduler's side: which request hands over, takes over, is kept or comes back.
+"""The scheduler's side: which request hands over, takes over, is stored or comes back.
 
 Nothing here touches memory. Questions (`matched`) change nothing that a second question could
 see; what the workers have to do is collected and taken once per step.
@@ -6,9 +6,7 @@ see; what the workers have to do is collected and taken once per step.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any
 
@@ -16,8 +14,8 @@ import numpy as np
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
-    ASKS_FOR_TICKETS,
     BlockIds,
+    EngineRequest,
     Handover,
     KeyedBlocks,
     KeysPresent,
@@ -32,16 +30,28 @@ from kvstow.adapters.vllm.protocol import (
     prompt_digest,
 )
 from kvstow.blocks.prefix import blocks_seen, served
+from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError, TransferError
+from kvstow.offload.keys import block_keys
 from kvstow.plan.group import Group
+from kvstow.plan.identity import Identity
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.ticket import Ticket
 
+log = logging.getLogger(__name__)
+
 
 class PinnedBlocks:
-    """Generations and leases of every block of every group."""
+    """Generations and leases of every block, by group.
+
+    The scheduler's side writes the generations, because it alone knows who holds a block. A
+    block's generation names one unbroken time in which some lease has kept it. It grows when the
+    last lease on the block is known to be over, before the engine may reuse the block. A worker
+    that has ended its lease already counts one further on its own, and is set back only by a new
+    lease within that same unbroken time: see `LeasedGenerations`.
+    """
 
     def __init__(self, num_groups: int, num_blocks: int) -> None:
         self._generations = np.ones((num_groups, num_blocks), np.int64)
@@ -64,57 +74,42 @@ class PinnedBlocks:
             over = listed.ids[self._leases[group][listed.ids] == 0]
             self._generations[group][over] += 1
 
-    @property
-    def num_pinned(self) -> int:
-        return int((self._leases > 0).sum())
-
-
-KEY_BYTES = 32
-
-
-def block_keys(tokens: Sequence[int], block_tokens: int, salt: bytes) -> tuple[bytes, ...]:
-    """The key of every whole block."""
-    data = np.asarray(tokens, "<i8").tobytes()
-    size = block_tokens * 8
-    key = blake2b(salt, digest_size=KEY_BYTES, key=b"kvstow block").digest()
-    keys: list[bytes] = []
-    for start in range(0, len(data) - size + 1, size):
-        key = blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
-        keys.append(key)
-    return tuple(keys)
-
 
 class RecallKeys:
-    """What is asked, known and planned for requests that may find their beginning again."""
+    """What is asked, known and planned for requests that may find their beginning again.
 
-    def __init__(self, groups: Sequence[Group], root: bytes) -> None:
+    Whether rows are still there only the workers know: the scheduler's side asks them, and
+    answers "later" to the engine meanwhile.
+    """
+
+    def __init__(self, groups: Sequence[Group], identity: Identity) -> None:
         self._groups = tuple(groups)
-        self._root = root
+        self._identity = identity
         self._unit = lcm(*(group.block_tokens for group in groups))
         self._asked: dict[str, tuple[tuple[bytes, ...], ...]] = {}
         self._length: dict[str, int] = {}
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
-    def ask(self, request: str, tokens: Sequence[int], salt: bytes) -> LookUpKeys | None:
+    def ask(self, request: EngineRequest) -> LookUpKeys | None:
         """What to ask the workers for a new request; None where it has no whole block to
         spare (the last token is always computed anew)."""
-        limit = (len(tokens) - 1) // self._unit * self._unit
-        if limit == 0:
+        limit = (len(request.tokens) - 1) // self._unit * self._unit
+        if limit <= 0 or not request.shareable:
             return None
-        keys = self._keys(tokens[:limit], salt)
-        self._asked[request] = keys
-        return LookUpKeys(request=request, keys=keys)
+        keys = self._keys(request, limit)
+        self._asked[request.id] = keys
+        return LookUpKeys(request=request.id, keys=keys)
 
-    def answer(self, found: KeysPresent) -> None:
+    def answer(self, answer: KeysPresent) -> None:
         """Which rows are there: the longest beginning that every group can serve."""
-        keys = self._asked.get(found.request)
+        keys = self._asked.get(answer.request)
         if keys is None:
             return
         lengths = np.arange(0, len(keys[0]) * self._groups[0].block_tokens + 1, self._unit)
-        for group, present in zip(self._groups, found.present, strict=True):
+        for group, present in zip(self._groups, answer.present, strict=True):
             lengths = lengths[served(group, np.asarray(present, np.bool_), lengths)]
-        self._length[found.request] = int(lengths.max(initial=0))
+        self._length[answer.request] = int(lengths.max(initial=0))
 
     def matched(self, request: str, num_computed: int) -> int | None:
         """Tokens beyond `num_computed` that can be brought back; None while it is not known."""
@@ -143,50 +138,47 @@ class RecallKeys:
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
-    def store(
-        self, request: str, tokens: Sequence[int], salt: bytes, ids: BlockIds
-    ) -> StoreBlocks | None:
+    def store(self, request: EngineRequest, num_tokens: int, ids: BlockIds) -> StoreBlocks | None:
         """What to keep of a finished request: its whole blocks, as far as it holds them."""
+        if not request.shareable:
+            return None
         rows: dict[int, KeyedBlocks] = {}
-        for g, keys in enumerate(self._keys(tokens, salt)):
+        for g, keys in enumerate(self._keys(request, num_tokens)):
             places = [k for k, id in enumerate(ids[g][: len(keys)]) if id > 0]
             rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
         if not any(keys for keys, _ in rows.values()):
             return None
-        return StoreBlocks(request=request, rows=rows)
+        return StoreBlocks(request=request.id, rows=rows)
 
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> tuple[tuple[bytes, ...], ...]:
-        by_size: Mapping[int, tuple[bytes, ...]] = {
-            size: block_keys(tokens, size, self._root + salt)
-            for size in {group.block_tokens for group in self._groups}
-        }
+    def _keys(self, request: EngineRequest, num_tokens: int) -> tuple[tuple[bytes, ...], ...]:
+        """Per group, the keys of the whole blocks among the first tokens."""
+        identity = self._identity.for_request(adapter=request.adapter, salt=request.salt)
+        prompt = Prompt.of(
+            np.asarray(request.tokens[:num_tokens], np.int64),
+            extra=request.extra_before(num_tokens),
+        )
+        sizes = {group.block_tokens for group in self._groups}
+        by_size = {size: tuple(block_keys(identity, prompt, size)) for size in sizes}
         return tuple(by_size[group.block_tokens] for group in self._groups)
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineRequest:
-    """A request as the engine knows it: id, prompt, what else its cache depends on."""
-
-    id: str
-    tokens: Sequence[int]
-    salt: bytes
-    params: Mapping[str, Any] | None
 
 
 class SchedulerSide:
     """Bookkeeping of one engine."""
 
     def __init__(
-        self, groups: Sequence[Group], num_blocks: int, settings: ConnectorOptions, *, model: str
+        self,
+        groups: Sequence[Group],
+        num_blocks: int,
+        options: ConnectorOptions,
+        *,
+        identity: Identity,
     ) -> None:
         self._groups = tuple(groups)
-        self._settings = settings
-        self._recall = RecallKeys(groups, model.encode()) if settings.offloads else None
-        self._pins = PinnedBlocks(len(groups), num_blocks)
-        self._cards: tuple[WorkerEndpoint, ...] = ()
+        self._options = options
+        self._recall = RecallKeys(groups, identity) if options.offloads else None
+        self._pinned = PinnedBlocks(len(groups), num_blocks)
+        self._workers: tuple[WorkerEndpoint, ...] = ()
+        self._adopt: Callable[[OfferBlocks], None] | None = None
         self._incoming: dict[str, Handover] = {}
         self._loading: set[str] = set()
         """Requests whose blocks are not yet what the engine counts as computed."""
@@ -197,12 +189,19 @@ class SchedulerSide:
         self._pulls: list[PullBlocks] = []
         self._lookups: list[LookUpKeys] = []
         self._stores: list[StoreBlocks] = []
-        self._restores: list[LoadBlocks] = []
+        self._loads: list[LoadBlocks] = []
         self.counts: Counter[str] = Counter()
 
-    def meet(self, cards: Sequence[WorkerEndpoint]) -> None:
-        """The workers' agents, by rank."""
-        self._cards = tuple(cards)
+    def meet(
+        self,
+        workers: Sequence[WorkerEndpoint],
+        *,
+        adopt: Callable[[OfferBlocks], None] | None = None,
+    ) -> None:
+        """The workers' agents, by rank. `adopt` is there where the only worker runs in this
+        very process and thread: it is told of an offer before its tickets leave."""
+        self._workers = tuple(workers)
+        self._adopt = adopt
 
     # ── taking over ───────────────────────────────────────────────────────────────
 
@@ -212,25 +211,24 @@ class SchedulerSide:
         if self._carries(request):
             return
         if self._recall is not None:
-            lookup = self._recall.ask(request.id, request.tokens, request.salt)
+            lookup = self._recall.ask(request)
             self._lookups += [lookup] if lookup else []
 
     def _carries(self, request: EngineRequest) -> bool:
         """Whether the request came with tickets that may be used; they are kept alive then."""
         try:
-            handover = handover_in(request.params)
-            if handover is None:
-                return False
-            handover.check(request.tokens, request.salt)
+            handover = handover_in(request)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
+            return False
+        if handover is None:
             return False
         self._incoming[request.id] = handover
         self._keeps += handover.tickets
         return True
 
-    def found(self, answers: Sequence[KeysPresent]) -> None:
+    def present(self, answers: Sequence[KeysPresent]) -> None:
         """The workers' answers to what was looked up."""
         for answer in answers:
             if self._recall is not None:
@@ -256,7 +254,7 @@ class SchedulerSide:
         handover = self._incoming.pop(request, None)
         if handover is None:
             assert self._recall is not None
-            self._restores.append(self._recall.taken(request, ids, num_external))
+            self._loads.append(self._recall.taken(request, ids, num_external))
             return
         self._pulls.append(
             PullBlocks(
@@ -282,35 +280,66 @@ class SchedulerSide:
         if request.id in self._loading:
             self._loading.discard(request.id)
             return False, None
-        stays = self._kept(request, ids, num_tokens)
-        asks = bool(request.params and request.params.get(ASKS_FOR_TICKETS))
-        if not asks or num_tokens < 1:
+        stays = self._stored(request, ids, num_tokens)
+        if not request.asks_for_tickets or num_tokens < 1:
             return stays, None
-        blocks = self._listed(ids, num_tokens)
-        tickets = self._tickets(blocks, num_tokens)
-        self._outgoing[request.id] = blocks
-        self._offers.append(OfferBlocks(request=request.id, tickets=tickets))
-        self.counts["offered"] += 1
-        handover = Handover(
-            tickets=tickets,
-            num_tokens=num_tokens,
-            prompt=prompt_digest(request.tokens[:num_tokens], request.salt),
-        )
-        return True, handover.params()
+        if not request.shareable or not self._workers:
+            self.counts["not offered"] += 1
+            return stays, None
+        return True, self._offered(request, ids, num_tokens).params()
 
-    def _kept(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> bool:
+    def _stored(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> bool:
         """Whether some of the request goes to the tiers."""
         if self._recall is None:
             return False
-        order = self._recall.store(request.id, request.tokens[:num_tokens], request.salt, ids)
+        order = self._recall.store(request, num_tokens, ids)
         self._stores += [order] if order else []
         return order is not None
+
+    def _offered(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> Handover:
+        """Tickets for the request's blocks.
+
+        The blocks are pinned first, and a worker in this process keeps them before the tickets
+        leave. Other workers hear of them in the engine's next step.
+        """
+        blocks = {
+            g: held(group_ids, 0, num_tokens, self._groups[g].block_tokens)
+            for g, group_ids in enumerate(ids)
+        }
+        tickets = self._tickets(blocks, num_tokens)
+        offer = OfferBlocks(request=request.id, tickets=tickets)
+        self._outgoing[request.id] = blocks
+        self._offers.append(offer)
+        self.counts["offered"] += 1
+        if self._adopt is not None:
+            self._adopt(offer)
+        return Handover(
+            tickets=tickets, num_tokens=num_tokens, prompt=prompt_digest(request, num_tokens)
+        )
+
+    def _tickets(self, blocks: Mapping[int, Blocks], num_tokens: int) -> tuple[Ticket, ...]:
+        generations = self._pinned.pin(blocks)
+        return tuple(
+            Ticket(
+                agent=worker.agent,
+                start=worker.start,
+                address=worker.address,
+                key=worker.key,
+                lease=Leases.fresh_id(),
+                lease_seconds=self._options.lease_seconds,
+                fingerprint=worker.fingerprint,
+                num_tokens=num_tokens,
+                blocks=blocks,
+                generations=generations,
+            )
+            for worker in self._workers
+        )
 
     def sent(self, request: str) -> None:
         """The workers' leases of a request are over: the engine may reuse its blocks."""
         blocks = self._outgoing.pop(request, None)
         if blocks is not None:
-            self._pins.unpin(blocks)
+            self._pinned.unpin(blocks)
 
     def _forget(self, request: str) -> None:
         handover = self._incoming.pop(request, None)
@@ -318,33 +347,6 @@ class SchedulerSide:
             self._drops += handover.tickets
         if self._recall is not None:
             self._recall.forget(request)
-
-    def _listed(self, ids: BlockIds, num_tokens: int) -> dict[int, Blocks]:
-        """What the groups hold of the first tokens; blocks beyond and absent ones left out."""
-        return {
-            g: held(group_ids, 0, num_tokens, self._groups[g].block_tokens)
-            for g, group_ids in enumerate(ids)
-        }
-
-    def _tickets(self, blocks: Mapping[int, Blocks], num_tokens: int) -> tuple[Ticket, ...]:
-        if not self._cards:
-            raise TransferError("no worker has told its address yet", kind="refused")
-        generations = self._pins.pin(blocks)
-        return tuple(
-            Ticket(
-                agent=card.agent,
-                start=card.start,
-                address=card.address,
-                key=card.key,
-                lease=Leases.fresh_id(),
-                lease_seconds=self._settings.lease_seconds,
-                fingerprint=card.fingerprint,
-                num_tokens=num_tokens,
-                blocks=blocks,
-                generations=generations,
-            )
-            for card in self._cards
-        )
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
@@ -356,20 +358,14 @@ class SchedulerSide:
             drops=tuple(self._drops),
             pulls=tuple(self._pulls),
             stores=tuple(self._stores),
-            restores=tuple(self._restores),
+            loads=tuple(self._loads),
             lookups=tuple(self._lookups),
             idle=idle,
         )
-        for told in (
-            self._offers,
-            self._keeps,
-            self._drops,
-            self._pulls,
-            self._stores,
-            self._restores,
-            self._lookups,
-        ):
+        for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):
             told.clear()
+        self._stores.clear()
+        self._loads.clear()
         return step
 
 

@@ -42,11 +42,31 @@ from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.pulling import Transfer
+from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.002
+"""An engine that only waits for us asks again and again: it may as well sleep this long."""
+
+GRACE_SECONDS = 10.0
+"""A ticket may be shown before the producer's worker has heard of it: ask again so long."""
+
+RETRY_SECONDS = 0.1
 
 
 class LeasedGenerations(Generations):
-    """Generations that a lease may set."""
+    """The workers' generations: counters that peers read, set by the scheduler's leases.
+
+        lease A given out at generation 7      counter 7
+        lease A over, nobody else              counter 8    tickets of A are refused from now on
+        lease B of the same unbroken time      counter 7    its bytes are the ones that A covered
+        next time                              counter 8 … never 7 again
+
+    The scheduler's side never reuses a generation (see `PinnedBlocks`), so a counter that equals
+    a ticket's generation always means that the bytes are still those of the ticket.
+    """
 
     def set(self, group: int, ids: Ints, generations: Ints) -> None:
         """These blocks are, from now on, of these generations."""
@@ -55,48 +75,48 @@ class LeasedGenerations(Generations):
 
 @dataclass(slots=True, eq=False)
 class OffloadJob:
-    """The jobs of one request, one per group."""
+    """Rows of one request on their way to or from the tiers: a part per group."""
 
     request: str
-    jobs: list[MoverJob] = field(default_factory=list[MoverJob])
+    parts: list[MoverJob] = field(default_factory=list[MoverJob])
     num_tokens: int = 0
     error: StoreError | None = None
 
     @property
     def over(self) -> bool:
-        return all(job.over for job in self.jobs)
+        return all(part.over for part in self.parts)
 
 
 class OffloadJobs:
     """A host tier, and below it a disk tier where a path is set."""
 
-    def __init__(self, arena: Arena, settings: ConnectorOptions) -> None:
+    def __init__(self, arena: Arena, options: ConnectorOptions) -> None:
         layout = arena.layout
         self._disk: DiskTier | None = None
-        if settings.disk_path:
+        if options.disk_path:
             ranks = f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
             self._disk = DiskTier(
-                Path(settings.disk_path) / ranks, layout, capacity=settings.disk_bytes
+                Path(options.disk_path) / ranks, layout, capacity=options.disk_bytes
             )
         kept = self._disk.layout if self._disk else layout
         self._host = HostTier(
             kept,
-            capacity=settings.host_bytes,
+            capacity=options.host_bytes,
             numa_node=node_of(arena.device),
-            shared=settings.host_shared or None,
+            shared=options.host_shared or None,
         )
-        self._near = SharedTiers(self._host, self._disk) if settings.host_shared else None
+        self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._below: Tier | None = self._near or self._disk
         self._groups = [
             matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
         ]
         self._mover = Mover(arena, self._host, self._below)
         self._stores: list[OffloadJob] = []
-        self._restores: list[OffloadJob] = []
+        self._loads: list[OffloadJob] = []
 
     def __len__(self) -> int:
-        """Errands under way."""
-        return len(self._stores) + len(self._restores)
+        """Jobs under way."""
+        return len(self._stores) + len(self._loads)
 
     def look_up(self, lookup: LookUpKeys) -> KeysPresent:
         """Which rows are in one of the tiers now."""
@@ -109,51 +129,51 @@ class OffloadJobs:
         return KeysPresent(request=lookup.request, present=tuple(present))
 
     def store(self, order: StoreBlocks) -> None:
-        """Begin to keep rows. The blocks must stay as they are until the errand is over."""
-        self._stores.append(self._errand(order.request, order.rows, loads=False))
+        """Begin to keep rows. The blocks must stay as they are until the job is over."""
+        self._stores.append(self._begin(order.request, order.rows, loads=False))
 
-    def restore(self, order: LoadBlocks) -> None:
+    def load(self, order: LoadBlocks) -> None:
         """Begin to bring rows back."""
-        errand = self._errand(order.request, order.rows, loads=True)
-        errand.num_tokens = order.num_tokens
-        self._restores.append(errand)
+        job = self._begin(order.request, order.rows, loads=True)
+        job.num_tokens = order.num_tokens
+        self._loads.append(job)
 
-    def _errand(self, request: str, rows: Mapping[int, KeyedBlocks], *, loads: bool) -> OffloadJob:
-        errand = OffloadJob(request)
+    def _begin(self, request: str, rows: Mapping[int, KeyedBlocks], *, loads: bool) -> OffloadJob:
+        job = OffloadJob(request)
         for group, (keys, ids) in rows.items():
             if not keys:
                 continue
             try:
-                move = (
+                part = (
                     self._mover.load(group, keys, ids)
                     if loads
                     else self._mover.store(group, ids, keys)
                 )
-                errand.jobs.append(move)
+                job.parts.append(part)
             except StoreError as error:
-                errand.error = error
-        return errand
+                job.error = error
+        return job
 
     def stored(self) -> list[OffloadJob]:
         """Stores that are over since the last time."""
         return self._ended(self._stores)
 
-    def restored(self) -> list[OffloadJob]:
-        """Restores that are over since the last time; `error` says that not all rows came."""
-        ended = self._ended(self._restores)
-        for errand in ended:
-            failed = next((job.error for job in errand.jobs if job.error is not None), None)
-            lost = sum(int((~job.moved).sum()) for job in errand.jobs)
-            if errand.error is None and failed is not None:
-                errand.error = failed
-            elif errand.error is None and lost:
-                errand.error = StoreError(f"{lost} rows were gone when they were fetched")
+    def loaded(self) -> list[OffloadJob]:
+        """Loads that are over since the last time; `error` says that not all rows came."""
+        ended = self._ended(self._loads)
+        for job in ended:
+            failed = next((part.error for part in job.parts if part.error is not None), None)
+            lost = sum(int((~part.moved).sum()) for part in job.parts)
+            if job.error is None and failed is not None:
+                job.error = failed
+            elif job.error is None and lost:
+                job.error = StoreError(f"{lost} rows were gone when they were fetched")
         return ended
 
-    def _ended(self, errands: list[OffloadJob]) -> list[OffloadJob]:
+    def _ended(self, jobs: list[OffloadJob]) -> list[OffloadJob]:
         self._mover.reap()
-        ended = [errand for errand in errands if errand.over]
-        errands[:] = [errand for errand in errands if not errand.over]
+        ended = [job for job in jobs if job.over]
+        jobs[:] = [job for job in jobs if not job.over]
         return ended
 
     def close(self) -> None:
@@ -167,17 +187,6 @@ class OffloadJobs:
             self._disk.close()
 
 
-log = logging.getLogger(__name__)
-
-IDLE_SECONDS = 0.002
-"""An engine that only waits for us asks again and again: it may as well sleep this long."""
-
-GRACE_SECONDS = 10.0
-"""A ticket may be shown before the producer's worker has heard of it: ask again so long."""
-
-RETRY_SECONDS = 0.1
-
-
 @dataclass(slots=True, eq=False)
 class OpenPull:
     """A pull under way. A transfer that has failed may still be written to for a while."""
@@ -188,26 +197,37 @@ class OpenPull:
     again_at: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class AdoptedLease:
+    """A lease of one request's blocks. `ordered`: the engine's step has named it too, so that its
+    blocks are counted as kept for the request."""
+
+    lease: int
+    request: str
+    ordered: bool = False
+    ended: bool = False
+
+
 class WorkerSide:
     """One rank: its arena, its agent, its open business."""
 
     def __init__(
-        self, arena: Arena, settings: ConnectorOptions, *, transport: Transport, name: str
+        self, arena: Arena, options: ConnectorOptions, *, transport: Transport, name: str
     ) -> None:
         self.arena = arena
-        self._settings = settings
+        self._options = options
         self._owner = LeasedGenerations(arena.layout)
         self.agent = Agent(
             arena,
             self._owner,
             transport=transport,
             name=name,
-            listen=settings.listen,
-            keys=settings.keys(),
-            options=settings.agent,
+            listen=options.listen,
+            keys=options.keys(),
+            options=options.agent,
         )
-        keys = settings.keys()
-        self.card = WorkerEndpoint(
+        keys = options.keys()
+        self.endpoint = WorkerEndpoint(
             agent=name,
             start=transport.name,
             address=self.agent.address,
@@ -215,11 +235,12 @@ class WorkerSide:
             fingerprint=fingerprint(arena.layout),
         )
         self._loading: dict[str, OpenPull] = {}
-        self._shelf = OffloadJobs(arena, settings) if settings.offloads else None
+        self._offload = OffloadJobs(arena, options) if options.offloads else None
+        self._adopted: dict[int, AdoptedLease] = {}
         self._staying: Counter[str] = Counter()
         """Per request, leases and stores that still need its blocks."""
         self._sent: set[str] = set()
-        self._found: list[KeysPresent] = []
+        self._present: list[KeysPresent] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -239,8 +260,8 @@ class WorkerSide:
             layout.order,
             layout.num_blocks(0),
             "; ".join(rows),
-            self.card.agent,
-            self.card.address,
+            self.endpoint.agent,
+            self.endpoint.address,
         )
 
     # ── a step ────────────────────────────────────────────────────────────────────
@@ -251,13 +272,13 @@ class WorkerSide:
         for store in step.stores:
             self._staying[store.request] += 1
         for offer in step.offers:
-            self._honour(offer)
+            self._ordered(self.adopt(offer))
         for ticket in step.keeps:
             self.agent.keep(ticket)
         for ticket in step.drops:
             self.agent.drop(ticket)
-        if self._shelf is not None:
-            self._found += [self._shelf.look_up(lookup) for lookup in step.lookups]
+        if self._offload is not None:
+            self._present += [self._offload.look_up(lookup) for lookup in step.lookups]
 
     def begin(self, step: StepOrders) -> None:
         """Start to move what the scheduler's side has decided; `promise` comes first."""
@@ -265,46 +286,46 @@ class WorkerSide:
             loading = OpenPull(pull, time.monotonic())
             self._loading[pull.request] = loading
             self._try(loading)
-        if self._shelf is not None:
-            for restore in step.restores:
-                self._shelf.restore(restore)
+        if self._offload is not None:
+            for load in step.loads:
+                self._offload.load(load)
             for store in step.stores:
-                self._shelf.store(store)
+                self._offload.store(store)
 
     def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
-        if idle and not self._found:
+        if idle and not self._present:
             time.sleep(IDLE_SECONDS)
         self.agent.tend()
         for loading in tuple(self._loading.values()):
             self._follow(loading)
-        if self._shelf is not None:
-            self._settle(self._shelf)
-        found = StepResults(
+        if self._offload is not None:
+            self._settle(self._offload)
+        results = StepResults(
             sent=frozenset(self._sent),
             received=frozenset(self._received),
             failed=frozenset(self._failed),
-            found=tuple(self._found),
+            present=tuple(self._present),
             counts=dict(self._counts),
         )
-        for told in (self._sent, self._received, self._failed, self._found, self._counts):
+        for told in (self._sent, self._received, self._failed, self._present, self._counts):
             told.clear()
-        return found
+        return results
 
-    def _settle(self, shelf: OffloadJobs) -> None:
-        for errand in shelf.stored():
-            rows = sum(int(job.moved.sum()) for job in errand.jobs)
+    def _settle(self, offload: OffloadJobs) -> None:
+        for job in offload.stored():
+            rows = sum(int(part.moved.sum()) for part in job.parts)
             self._counts["stored rows"] += rows
-            self._counts["store failed"] += int(errand.error is not None)
-            self._let_go(errand.request)
-        for errand in shelf.restored():
-            self._received.add(errand.request)
-            if errand.error is None:
-                self._counts["restored tokens"] += errand.num_tokens
+            self._counts["store failed"] += int(job.error is not None)
+            self._let_go(job.request)
+        for job in offload.loaded():
+            self._received.add(job.request)
+            if job.error is None:
+                self._counts["restored tokens"] += job.num_tokens
             else:
-                log.warning("request %s: restore failed: %s", errand.request, errand.error)
+                log.warning("request %s: restore failed: %s", job.request, job.error)
                 self._counts["restore failed"] += 1
-                self._failed.add(errand.request)
+                self._failed.add(job.request)
 
     def _let_go(self, request: str) -> None:
         """One lease or store less; the last one frees the request's blocks."""
@@ -315,23 +336,49 @@ class WorkerSide:
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
-    def _honour(self, offer: OfferBlocks) -> None:
-        mine = next((t for t in offer.tickets if t.agent == self.card.agent), None)
-        if mine is None:
-            raise TransferError(
-                f"request {offer.request}: none of {len(offer.tickets)} tickets is "
-                f"of agent {self.card.agent!r}",
-                kind="ticket",
-            )
+    def adopt(self, offer: OfferBlocks) -> AdoptedLease:
+        """Keep what the ticket of this rank promises, from now on; an offer twice is one.
+
+        A scheduler in this process and thread calls it before the ticket leaves; the next step
+        orders the same offer again. Until then the lease may be read and end, yet the request's
+        blocks are not reported as sent: what else needs them comes with that step.
+        """
+        mine = self._ticket(offer)
+        adopted = self._adopted.get(mine.lease)
+        if adopted is not None:
+            return adopted
+        adopted = self._adopted[mine.lease] = AdoptedLease(mine.lease, offer.request)
         for group, blocks in mine.blocks.items():
             self._owner.set(group, blocks.ids, mine.generations[group])
-        self._staying[offer.request] += 1
 
         def ended(reason: EndReason) -> None:
-            self._let_go(offer.request)
+            adopted.ended = True
             self._counts[f"lease {reason}"] += 1
+            self._let_go_if_over(adopted)
 
-        self.agent.honour(mine, readers=self._settings.consumer_ranks, on_end=ended)
+        self.agent.honour(mine, readers=self._options.consumer_ranks, on_end=ended)
+        return adopted
+
+    def _ordered(self, adopted: AdoptedLease) -> None:
+        """A step has named the lease: its request's blocks stay until it is over."""
+        adopted.ordered = True
+        self._staying[adopted.request] += 1
+        self._let_go_if_over(adopted)
+
+    def _let_go_if_over(self, adopted: AdoptedLease) -> None:
+        if adopted.ordered and adopted.ended:
+            del self._adopted[adopted.lease]
+            self._let_go(adopted.request)
+
+    def _ticket(self, offer: OfferBlocks) -> Ticket:
+        for ticket in offer.tickets:
+            if ticket.agent == self.endpoint.agent:
+                return ticket
+        raise TransferError(
+            f"request {offer.request}: none of {len(offer.tickets)} tickets is of agent "
+            f"{self.endpoint.agent!r}",
+            kind="ticket",
+        )
 
     # ── pulls ─────────────────────────────────────────────────────────────────────
 
@@ -404,6 +451,6 @@ class WorkerSide:
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
         self.agent.close()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._offload is not None:
+            self._offload.close()
         self.arena.close()

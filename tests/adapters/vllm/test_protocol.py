@@ -1,0 +1,140 @@
+"""What a request may carry: tickets inside vLLM's transfer parameters, good and bad ones."""
+
+import base64
+import json
+import tracemalloc
+import zlib
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstow.adapters.vllm.protocol import (
+    MAX_TICKETS,
+    EngineRequest,
+    Handover,
+    handover_in,
+    prompt_digest,
+)
+from kvstow.errors import TransferError
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.ticket import Ticket
+
+TOKENS = list(range(64))
+
+
+def ticket(agent: str = "a") -> Ticket:
+    return Ticket(
+        agent=agent,
+        start="s",
+        address="tcp://127.0.0.1:5",
+        key="",
+        lease=5,
+        lease_seconds=3.0,
+        fingerprint="f" * 64,
+        num_tokens=64,
+        blocks={0: Blocks.first([1, 2, 3, 4])},
+        generations={0: np.array([0, 1, 2, 3])},
+    )
+
+
+def word(body: bytes) -> str:
+    """A ticket's text around any body, with a checksum that holds."""
+    data = blake2b(body, digest_size=8).digest() + zlib.compress(body, 9)
+    return "kvt1." + base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def request(tickets: object, **changed: object) -> EngineRequest:
+    carried = {
+        "tickets": tickets,
+        "num_tokens": 64,
+        "prompt": prompt_digest(EngineRequest(id="r", tokens=TOKENS), 64),
+        **changed,
+    }
+    params = {"do_remote_prefill": True, "kvstow": carried}
+    return EngineRequest(id="r", tokens=TOKENS, params=params)
+
+
+def bomb() -> str:
+    """62 MiB of block lists in about 110 KiB of text."""
+    count = 2_700_000
+    ones = np.ones(count, "<i8")
+    index = ones.copy()
+    index[0] = 0
+    lists = [0, ones.tobytes(), index.tobytes(), np.zeros(count, "<i8").tobytes()]
+    head = ["a", "s", "tcp://127.0.0.1:5", "", 5, 3.0, "f" * 64, 64]
+    return word(msgspec.msgpack.encode([*head, [lists]]))
+
+
+def test_parameters_survive_json():
+    given = Handover(tickets=(ticket(),), num_tokens=64, prompt="").params()["kvstow"]
+    found = handover_in(request(json.loads(json.dumps(given))["tickets"]))
+    assert found is not None
+    assert found.tickets[0].digest == ticket().digest
+
+
+def test_a_request_that_carries_nothing_is_no_handover():
+    assert handover_in(EngineRequest(id="r", tokens=TOKENS)) is None
+    assert handover_in(EngineRequest(id="r", tokens=TOKENS, params={"x": 1})) is None
+
+
+@pytest.mark.parametrize(
+    "tickets",
+    [
+        None,
+        [],
+        [5],
+        ["kvt1.xxxx"],
+        ["kvt1.\u00e9\u0661"],
+        ["kvt1.\ud800"],
+        [word(ticket().body.replace(b"127.0.0.1", b"\xff27.0.0.1"))],
+        [str(ticket("a")), str(ticket("a"))],
+        [str(ticket())] * (MAX_TICKETS + 1),
+    ],
+    ids=["none", "empty", "number", "garbage", "not-ascii", "surrogate", "not-utf-8", "twice",
+         "too-many"],
+)  # fmt: skip
+def test_bad_tickets_are_a_transfer_error(tickets: object):
+    with pytest.raises(TransferError):
+        handover_in(request(tickets))
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 0, 65, 2**70])
+def test_tokens_that_the_request_does_not_have_are_a_transfer_error(num_tokens: int):
+    with pytest.raises(TransferError):
+        handover_in(request([str(ticket())], num_tokens=num_tokens))
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+def test_a_ticket_that_inflates_beyond_its_prompt_is_refused_before_it_is_unpacked(copies: int):
+    text = bomb()
+    assert len(text) < 200_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(TransferError, match="bytes"):
+            handover_in(request([text] * copies))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+def test_the_digest_of_a_prompt_depends_on_all_that_its_cache_depends_on():
+    requests = [
+        EngineRequest(id="r", tokens=[1, 2, 3]),
+        EngineRequest(id="r", tokens=[2, 1, 3]),
+        EngineRequest(id="r", tokens=[1, 2, 3], salt="s"),
+        EngineRequest(id="r", tokens=[1, 2, 3], adapter="s"),
+        EngineRequest(id="r", tokens=[1, 2, 3], extra=((0, b"image"),)),
+        EngineRequest(id="r", tokens=[1, 2, 3], extra=((1, b"image"),)),
+        EngineRequest(id="r", tokens=[1, 2, 3], extra=((1, b"other"),)),
+    ]
+    digests = {prompt_digest(each, length) for each in requests for length in (2, 3)}
+    assert len(digests) == 2 * len(requests)
+
+
+def test_inputs_behind_the_tokens_do_not_change_their_digest():
+    plain = EngineRequest(id="r", tokens=[1, 2, 3])
+    image = EngineRequest(id="r", tokens=[1, 2, 3], extra=((2, b"image"),))
+    assert prompt_digest(plain, 2) == prompt_digest(image, 2)
