@@ -39,7 +39,7 @@ def smollm2(order: str, num_blocks: int = 182) -> CacheDeclaration:
     names = [f"model.layers.{i}.self_attn.attn" for i in range(30)]
     rows = order.startswith("B")
     return CacheDeclaration(
-        model="smollm2",
+        identity=IDENTITY,
         order=order,
         num_blocks=num_blocks,
         groups=(pages(names, FULL, heads=3, tokens=128, content=128),),
@@ -62,7 +62,7 @@ def gemma3(order: str, num_blocks: int = 1365) -> CacheDeclaration:
     rows = order.startswith("B")
     groups = [[f"model.layers.{i}.self_attn.attn" for i in range(g, 18, 6)] for g in range(6)]
     return CacheDeclaration(
-        model="gemma3",
+        identity=IDENTITY,
         order=order,
         num_blocks=num_blocks,
         groups=tuple(
@@ -95,7 +95,7 @@ def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> CacheDeclaration:
         offset=0,
     )
     return CacheDeclaration(
-        model="hybrid",
+        identity=IDENTITY,
         order=order,
         num_blocks=num_blocks,
         groups=(pages(windows, Window(8), 2, 4, 6), pages(fulls, FULL, 2, 4, 6)),

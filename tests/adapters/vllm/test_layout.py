@@ -1,6 +1,10 @@
 """What vLLM declares of its cache as a layout, and its memory adopted: recorded values, no vLLM."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +15,14 @@ from kvstow.adapters.vllm.layout import (
     axes_of,
     declared_groups,
     declared_layout,
+    identity_of,
 )
-from kvstow.errors import LayoutError, MemoryLayoutError, RouteError
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import route
-from recorded_vllm import FULL, gemma3, hybrid, pages, smollm2
+from recorded_vllm import FULL, IDENTITY, gemma3, hybrid, pages, smollm2
 
 
 def test_in_rows_a_block_of_smollm2_is_one_run_of_5898240_bytes():
@@ -65,7 +71,7 @@ def engine_memory(
     dense = torch.zeros([sizes[letter] for letter in order])
     logical = dense.permute([order.index(letter) for letter in "LBHNC"])
     declared = CacheDeclaration(
-        model="m",
+        identity=IDENTITY,
         order=order,
         num_blocks=num_blocks,
         groups=(pages(["a", "b"], FULL, heads, tokens=4, content=6),),
@@ -136,3 +142,101 @@ def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
     small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
     with pytest.raises(RouteError, match="tokens per state"):
         route(declared_layout(smollm2("BLHNC"), base_align=64), small)
+
+
+# ── which computation ─────────────────────────────────────────────────────────────────────
+
+
+def checkpoint(folder: Path, *, byte: int = 0, **fields: object) -> Path:
+    """A folder with a configuration and one tensor."""
+    folder.mkdir()
+    config = {"model_type": "llama", "rope_theta": 10000.0, **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    head = json.dumps({"w": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}).encode()
+    data = len(head).to_bytes(8, "little") + head + bytes([byte]) * 256
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def engine(model: Path, **changed: object) -> SimpleNamespace:
+    """What an identity is made of, as vLLM holds it."""
+    given: dict[str, Any] = {
+        "cache": "auto",
+        "device": "cuda",
+        "load": "auto",
+        "window": None,
+        "quantization": None,
+        **changed,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(model),
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=given["quantization"],
+            hf_text_config=SimpleNamespace(rope_theta=10000.0, sliding_window=given["window"]),
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype=given["cache"], calculate_kv_scales=given.get("scales", False)
+        ),
+        device_config=SimpleNamespace(device_type=given["device"]),
+        load_config=SimpleNamespace(load_format=given["load"]),
+    )
+
+
+NO_OPTIONS = ConnectorOptions()
+
+
+def test_copies_of_a_checkpoint_are_the_same_computation(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    found = [
+        identity_of(engine(checkpoint(folder / "m")), NO_OPTIONS)
+        for folder in (tmp_path, tmp_path / "elsewhere")
+    ]
+    assert found[0] == found[1]
+    assert found[0].is_verified
+    assert (found[0].model, found[0].kv_dtype) == ("m", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cache": "fp8_e4m3"}, "cache dtype"),
+        ({"device": "cpu"}, "page interior"),
+        ({"window": 512}, "sliding_window"),
+        ({"quantization": "fp8"}, "quantization"),
+    ],
+)
+def test_engines_that_compute_otherwise_differ_in_words(
+    tmp_path: Path, change: dict[str, object], says: str
+):
+    folder = checkpoint(tmp_path / "m")
+    ours = identity_of(engine(folder), NO_OPTIONS)
+    theirs = identity_of(engine(folder, **change), NO_OPTIONS)
+    assert any(says in each for each in ours.differences(theirs))
+
+
+def test_another_checkpoint_of_the_same_name_and_shape_differs(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    ours = identity_of(engine(checkpoint(tmp_path / "m")), NO_OPTIONS)
+    theirs = identity_of(engine(checkpoint(tmp_path / "other" / "m", byte=1)), NO_OPTIONS)
+    assert [each.split()[0] for each in ours.differences(theirs)] == ["weights"]
+
+
+@pytest.mark.parametrize("change", [{"load": "dummy"}, {"scales": True}])
+def test_weights_that_cannot_be_looked_at_are_refused_unless_somebody_vouches(
+    tmp_path: Path, change: dict[str, object]
+):
+    config = engine(checkpoint(tmp_path / "m"), **change)
+    with pytest.raises(ModelError, match="hint"):
+        identity_of(config, NO_OPTIONS)
+    assert not identity_of(config, ConnectorOptions(unverified="a bench")).is_verified
+
+
+def test_a_model_that_is_nowhere_on_disk_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="neither a folder nor in the hub's cache"):
+        identity_of(engine(Path("nobody/nothing-of-this-name")), NO_OPTIONS)
+
+
+def test_the_layout_of_an_engine_carries_its_identity():
+    assert declared_layout(smollm2("BLHNC"), base_align=64).identity == IDENTITY

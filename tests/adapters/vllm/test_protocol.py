@@ -5,6 +5,8 @@ import json
 import tracemalloc
 import zlib
 from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from kvstow.adapters.vllm.protocol import (
     Handover,
     handover_in,
     prompt_digest,
+    request_of,
 )
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
@@ -92,9 +95,18 @@ def test_a_request_that_carries_nothing_is_no_handover():
         [str(ticket("a")), str(ticket("a"))],
         [str(ticket())] * (MAX_TICKETS + 1),
     ],
-    ids=["none", "empty", "number", "garbage", "not-ascii", "surrogate", "not-utf-8", "twice",
-         "too-many"],
-)  # fmt: skip
+    ids=[
+        "none",
+        "empty",
+        "number",
+        "garbage",
+        "not-ascii",
+        "surrogate",
+        "not-utf-8",
+        "twice",
+        "too-many",
+    ],
+)
 def test_bad_tickets_are_a_transfer_error(tickets: object):
     with pytest.raises(TransferError):
         handover_in(request(tickets))
@@ -138,3 +150,60 @@ def test_inputs_behind_the_tokens_do_not_change_their_digest():
     plain = EngineRequest(id="r", tokens=[1, 2, 3])
     image = EngineRequest(id="r", tokens=[1, 2, 3], extra=((2, b"image"),))
     assert prompt_digest(plain, 2) == prompt_digest(image, 2)
+
+
+# ── vLLM's requests ───────────────────────────────────────────────────────────────────────
+
+
+def vllm_request(**changed: object) -> SimpleNamespace:
+    given: dict[str, object] = {
+        "request_id": "r",
+        "all_token_ids": TOKENS,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": None,
+        "prompt_embeds": None,
+    }
+    return SimpleNamespace(**given | changed)
+
+
+def lora(name: str, path: str) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name, lora_path=path)
+
+
+def image(digest: str, offset: int) -> SimpleNamespace:
+    return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=offset))
+
+
+def test_requests_that_vllm_computes_otherwise_have_different_prompts():
+    changes: list[dict[str, object]] = [
+        {},
+        {"cache_salt": "tenant"},
+        {"lora_request": lora("a", "/adapters/1")},
+        {"lora_request": lora("a", "/adapters/2")},
+        {"lora_request": lora("b", "/adapters/1")},
+        {"mm_features": [image("cat", 3)]},
+        {"mm_features": [image("dog", 3)]},
+        {"mm_features": [image("cat", 4)]},
+    ]
+    made = [request_of(vllm_request(**change)) for change in changes]
+    assert len({prompt_digest(each, 64) for each in made}) == len(changes)
+    assert all(each.shareable for each in made)
+
+
+def test_a_request_with_prompt_embeddings_is_not_shareable():
+    assert not request_of(vllm_request(prompt_embeds=object())).shareable
+
+
+def test_an_adapter_is_known_by_its_weights_where_they_lie_on_disk(tmp_path: Path):
+    for folder in ("one", "two"):
+        (tmp_path / folder / "lora").mkdir(parents=True)
+        content = b"\x00" * 512 if folder == "one" else b"\x01" * 512
+        (tmp_path / folder / "lora" / "adapter_model.bin").write_bytes(content)
+    found = [
+        request_of(vllm_request(lora_request=lora("a", str(tmp_path / folder / "lora")))).adapter
+        for folder in ("one", "two")
+    ]
+    assert found[0] != found[1]
+    assert str(tmp_path) not in found[0]

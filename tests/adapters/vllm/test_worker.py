@@ -56,7 +56,7 @@ def declaration(order: str) -> CacheDeclaration:
 
     groups = ("w.0", "w.1"), ("f.0", "f.1")
     return CacheDeclaration(
-        model="m",
+        identity=IDENTITY,
         order=order,
         num_blocks=NUM_BLOCKS,
         groups=(pages(groups[0], Window(8)), pages(groups[1], Full())),

@@ -29,18 +29,28 @@ from vllm.v1.request import RequestStatus
 
 from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import KeysPresent, StepOrders, StepResults, WorkerEndpoint
-from kvstow.adapters.vllm.scheduler import EngineRequest, SchedulerSide
+from kvstow.adapters.vllm.protocol import (
+    KeysPresent,
+    StepOrders,
+    StepResults,
+    WorkerEndpoint,
+    request_of,
+)
+from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.nixl import NixlTransport
 
 
 @dataclass
-class KvstowCard(KVConnectorHandshakeMetadata):
-    """A worker's agent, for the scheduler."""
+class KvstowEndpoint(KVConnectorHandshakeMetadata):
+    """A worker's agent, for the scheduler. `worker` is lost on the way to another process."""
 
-    card: WorkerEndpoint
+    endpoint: WorkerEndpoint
+    worker: WorkerSide | None = None
+
+    def __reduce__(self) -> tuple[type["KvstowEndpoint"], tuple[WorkerEndpoint]]:
+        return KvstowEndpoint, (self.endpoint,)
 
 
 @dataclass
@@ -54,12 +64,12 @@ class KvstowStep(KVConnectorMetadata):
 class KvstowPresent(KVConnectorWorkerMetadata):
     """Workers' answers to lookups, for the scheduler: what all ranks have."""
 
-    found: dict[str, KeysPresent]
+    present: dict[str, KeysPresent]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowPresent":
         assert isinstance(other, KvstowPresent)
         return KvstowPresent(
-            {name: found.both(other.found[name]) for name, found in self.found.items()}
+            {name: here.both(other.present[name]) for name, here in self.present.items()}
         )
 
 
@@ -106,23 +116,23 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _speak()
-        self._settings = ConnectorOptions.of(
+        _log_with_vllm()
+        self._options = ConnectorOptions.of(
             vllm_config.kv_transfer_config.kv_connector_extra_config
         )
-        self._declared = declaration(vllm_config, kv_cache_config, model=self._settings.model)
+        self._declared = declaration(vllm_config, kv_cache_config, self._options)
         self._groups_taken = kv_cache_config.transfer_group_ids
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
-        self._found: dict[str, KeysPresent] = {}
+        self._present: dict[str, KeysPresent] = {}
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 declared_groups(self._declared),
                 self._declared.num_blocks,
-                self._settings,
-                model=self._declared.model,
+                self._options,
+                identity=self._declared.identity,
             )
 
     @classmethod
@@ -157,31 +167,31 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     # ── in the workers ────────────────────────────────────────────────────────────────────
 
     @property
-    def _hands(self) -> WorkerSide:
+    def _worker_side(self) -> WorkerSide:
         assert self._worker is not None, "vLLM has not registered its memory yet"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = "-".join(str(r) for r in (self._declared.pp[0], self._declared.tp[0]))
         arena = adopted(self._declared, kv_caches)
-        if self._settings.manifest_file:
-            Path(f"{self._settings.manifest_file}.{rank}").write_bytes(encode(arena.layout))
+        if self._options.manifest_file:
+            Path(f"{self._options.manifest_file}.{rank}").write_bytes(encode(arena.layout))
         self._worker = WorkerSide(
             arena,
-            self._settings,
-            transport=NixlTransport(listen=self._settings.listen),
+            self._options,
+            transport=NixlTransport(listen=self._options.listen),
             name=f"{self._engine}-{rank}",
         )
 
-    def get_handshake_metadata(self) -> KvstowCard:
-        return KvstowCard(self._hands.card)
+    def get_handshake_metadata(self) -> KvstowEndpoint:
+        return KvstowEndpoint(self._worker_side.endpoint, self._worker)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._hands.promise(self._step)
+        self._worker_side.promise(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._hands.begin(self._step)
+        self._worker_side.begin(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads end between steps."""
@@ -195,18 +205,18 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whoever reads rows keeps them from being reused."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        found: StepResults = self._hands.results(idle=self._step.idle)
-        for what, count in found.counts.items():
+        results: StepResults = self._worker_side.results(idle=self._step.idle)
+        for what, count in results.counts.items():
             self._stats[what] += count
-        self._found = {answer.request: answer for answer in found.found}
+        self._present = {answer.request: answer for answer in results.present}
         return KVConnectorTransferResults(
-            finished_sending=set(found.sent),
-            finished_recving=set(found.received),
-            failed_recving=set(found.failed),
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
         )
 
     def build_connector_worker_meta(self) -> KvstowPresent | None:
-        return KvstowPresent(self._found) if self._found else None
+        return KvstowPresent(self._present) if self._present else None
 
     @property
     def _step(self) -> StepOrders:
@@ -222,40 +232,46 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     # ── in the scheduler ──────────────────────────────────────────────────────────────────
 
     @property
-    def _desk(self) -> SchedulerSide:
+    def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None, "this is a worker's connector"
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        cards = [metadata[rank] for rank in sorted(metadata)]
-        self._desk.meet([found.card for found in cards if isinstance(found, KvstowCard)])
+        known = [metadata[rank] for rank in sorted(metadata)]
+        workers = [each for each in known if isinstance(each, KvstowEndpoint)]
+        local = workers[0].worker if len(workers) == 1 else None
+        self._scheduler_side.meet(
+            [each.endpoint for each in workers], adopt=local.adopt if local else None
+        )
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups_taken
 
     def on_new_request(self, request: Any) -> None:
-        self._desk.arrived(_asked(request))
+        self._scheduler_side.arrived(request_of(request))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        count = self._desk.matched(request.request_id, num_computed_tokens)
+        count = self._scheduler_side.matched(request.request_id, num_computed_tokens)
         return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = self._taken(blocks.get_block_ids())
-        self._desk.allocated(request.request_id, ids, num_external_tokens)
+        self._scheduler_side.allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        return KvstowStep(self._desk.take_step(idle=idle))
+        return KvstowStep(self._scheduler_side.take_step(idle=idle))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._desk.finished(_asked(request), self._taken(block_ids), _num_filled(request))
+        return self._scheduler_side.finished(
+            request_of(request), self._taken(block_ids), _num_filled(request)
+        )
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -265,9 +281,9 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta
         if isinstance(answers, KvstowPresent):
-            self._desk.found(tuple(answers.found.values()))
+            self._scheduler_side.present(tuple(answers.present.values()))
         for request in connector_output.finished_sending or ():
-            self._desk.sent(request)
+            self._scheduler_side.sent(request)
 
     def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
@@ -287,21 +303,9 @@ def _num_filled(request: Any) -> int:
     return max(0, min(computed, request.num_tokens - 1))
 
 
-def _speak() -> None:
+def _log_with_vllm() -> None:
     """What kvstow logs goes where vLLM's own lines go."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstow")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
         ours.setLevel(theirs.getEffectiveLevel())
-
-
-def _asked(request: Any) -> EngineRequest:
-    """The request, and in its salt all that its cache depends on besides tokens and model."""
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    inputs = [(found.identifier, found.mm_position.offset) for found in request.mm_features or ()]
-    return EngineRequest(
-        id=request.request_id,
-        tokens=request.all_token_ids,
-        salt=repr((request.cache_salt, adapter, inputs)).encode(),
-        params=request.kv_transfer_params,
-    )

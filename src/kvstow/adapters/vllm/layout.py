@@ -11,15 +11,18 @@ engines with different tokens per block are not joined.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvstow.errors import MemoryLayoutError
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.errors import MemoryLayoutError, ModelError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
+from kvstow.plan.identity import TOKEN_ORDERED, Identity, config_fields
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.retention import Chunk, Full, Retention, Window, short_name
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
@@ -37,6 +40,24 @@ KINDS = (
 )
 """vLLM's cache specs that are taken over, by exact name: another kind, a subclass too, may keep
 its tokens in another way. By name, so that this module needs no vLLM."""
+
+CPU_INTERIOR = "cpu-transposed"
+"""vLLM's CPU kernels keep keys transposed over the whole block; all others token by token."""
+
+RUNNING_FIELDS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "sliding_window",
+    "attention_chunk_size",
+)
+"""Fields that arguments of the engine may change from what the checkpoint says."""
+
+HINT = (
+    'hint: "kv_connector_extra_config": {"unverified": "why"}, where all instances and stores are '
+    "known to run the same weights"
+)
 
 LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Every rank holds the whole of these."""
@@ -77,7 +98,7 @@ class DeclaredRegion:
 class CacheDeclaration:
     """Everything the engine says of one rank's cache. `groups` share one set of block ids."""
 
-    model: str
+    identity: Identity
     order: str
     num_blocks: int
     groups: tuple[tuple[DeclaredPage, ...], ...]
@@ -107,13 +128,8 @@ def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
 
 
 def axes_of(order: Order) -> tuple[str, ...]:
-    """Names of a layer tensor's axes once the inside of a page is one: see `page_view`."""
+    """Names of a layer tensor's axes once the inside of a page is one run."""
     return ("block", "head", "content") if _heads_outside(order) else ("block", "content")
-
-
-def page_view_start(order: Order) -> int:
-    """From which axis on `[block, head, token, content]` is one opaque run, in memory order."""
-    return 2 if _heads_outside(order) else 1
 
 
 def declared_layout(declaration: CacheDeclaration, *, base_align: int) -> Layout:
@@ -143,7 +159,8 @@ def declared_layout(declaration: CacheDeclaration, *, base_align: int) -> Layout
         for group in groups
     )
     return Layout(
-        model=declaration.model,
+        model=declaration.identity.model,
+        identity=declaration.identity,
         order=order,
         groups=rows,
         num_slabs=declaration.num_blocks,
@@ -207,7 +224,56 @@ def _inside(
             return part, part
 
 
-def declaration(vllm_config: Any, kv_cache_config: Any, *, model: str) -> CacheDeclaration:
+# ── from vLLM's own objects ───────────────────────────────────────────────────────────
+
+
+def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
+    """Which computation fills the cache: weights, configuration as it runs, cache dtype, kernels.
+
+    Raises ModelError where the weights cannot be looked at, unless `options.unverified` says
+    why that is fine.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    name = options.model or os.path.basename(os.path.normpath(model.model))
+    own = str(model.dtype).removeprefix("torch.")
+    kv_dtype = own if cache.cache_dtype == "auto" else str(cache.cache_dtype)
+    if options.unverified:
+        return Identity.unverified(options.unverified, model=name, kv_dtype=kv_dtype)
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ModelError(
+            "vLLM computes its cache's scales while it runs: bytes of two engines mean different "
+            "numbers\n\nhint: use a checkpoint with scales, without --calculate-kv-scales"
+        )
+    cpu = vllm_config.device_config.device_type == "cpu"
+    found = Identity.of(
+        _checkpoint(vllm_config),
+        model=name,
+        kv_dtype=kv_dtype,
+        interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
+    )
+    running = {field: getattr(model.hf_text_config, field, None) for field in RUNNING_FIELDS}
+    engine = {"dtype": own, "quantization": model.quantization, **running}
+    return replace(found, config=tuple(sorted((*found.config, *config_fields({"run": engine})))))
+
+
+def _checkpoint(vllm_config: Any) -> Path:
+    """The folder that vLLM has read its weights from."""
+    model = vllm_config.model_config
+    if str(vllm_config.load_config.load_format) == "dummy":
+        raise ModelError(f"{model.model}: its weights are made up (load_format dummy)\n\n{HINT}")
+    if os.path.isdir(model.model):
+        return Path(model.model)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    if not isinstance(config, str):
+        raise ModelError(f"{model.model}: neither a folder nor in the hub's cache\n\n{HINT}")
+    return Path(config).parent
+
+
+def declaration(
+    vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions
+) -> CacheDeclaration:
     """One rank's cache in plain values; MemoryLayoutError for what cannot be taken over."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -219,7 +285,7 @@ def declaration(vllm_config: Any, kv_cache_config: Any, *, model: str) -> CacheD
         raise MemoryLayoutError("some cache groups live in host memory")
     heads = vllm_config.model_config.get_total_num_kv_heads()
     return CacheDeclaration(
-        model=model or os.path.basename(os.path.normpath(vllm_config.model_config.model)),
+        identity=identity_of(vllm_config, options),
         order=kv_cache_config.kv_cache_layout,
         num_blocks=kv_cache_config.num_blocks,
         groups=tuple(

@@ -9,6 +9,14 @@ from kvstow.errors import SpecError
 from kvstow.transfer.channel.sockets import Keys
 from kvstow.transfer.options import DigestPolicy, Options
 
+FOREIGN = {
+    "enable_cross_layers_blocks": 'leave it out: "layout": "BLHNC" is the default and packs rows',
+    "enforce_handshake_compat": "leave it out: layouts and identities are always compared",
+    "num_threads": "leave it out: rows are not split over threads",
+    "cpu_bytes_to_use": "use host_bytes",
+}
+"""Options of vLLM's own connectors, and what to write instead."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
@@ -17,10 +25,13 @@ class ConnectorOptions:
     `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` above zero turns
     offloading on; the disk tier lies below the host tier. With `host_shared`, a name, the host
     tier lies in shared memory: it outlives the process, and ranks of the machine that hold the same
-    rows read each other's. `manifest_file` is where a rank writes its layout.
+    rows read each other's. `manifest_file` is where a rank writes its layout. `unverified` says
+    why the model's weights need not be looked at; without it, weights that cannot be found are
+    refused.
     """
 
     model: str = ""
+    unverified: str = ""
     layout: str = "BLHNC"
     listen: str = "tcp://127.0.0.1:*"
     keys_file: str = ""
@@ -41,7 +52,8 @@ class ConnectorOptions:
         known: dict[str, object] = {field.name: field.default for field in fields(ConnectorOptions)}
         for name, value in options.items():
             if name not in known:
-                raise SpecError(f"option {name!r} is none of {', '.join(known)}")
+                hint = f"\n\nhint: {FOREIGN[name]}" if name in FOREIGN else ""
+                raise SpecError(f"option {name!r} is none of {', '.join(known)}{hint}")
             wanted = type(known[name])
             if type(value) is not wanted and not (wanted is float and type(value) is int):
                 raise SpecError(f"option {name!r} is {value!r}, not of type {wanted.__name__}")

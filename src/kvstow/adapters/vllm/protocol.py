@@ -13,13 +13,15 @@ write these parameters, so they are bounded by the prompt before anything is unp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvstow.errors import TransferError
+from kvstow.errors import ModelError, TransferError
+from kvstow.plan.checkpoint import adapter_digest
 from kvstow.transfer.ticket import Ticket
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -155,6 +157,32 @@ class EngineRequest:
     @property
     def asks_for_tickets(self) -> bool:
         return bool(self.params and self.params.get(ASKS_FOR_TICKETS))
+
+
+def request_of(request: Any) -> EngineRequest:
+    """A request of vLLM's, as a plain value."""
+    adapter = request.lora_request
+    return EngineRequest(
+        id=request.request_id,
+        tokens=request.all_token_ids,
+        params=request.kv_transfer_params,
+        adapter=_adapter(adapter.lora_name, adapter.lora_path) if adapter else "",
+        salt=request.cache_salt or "",
+        extra=tuple(
+            (part.mm_position.offset, str(part.identifier).encode())
+            for part in request.mm_features or ()
+        ),
+        shareable=request.prompt_embeds is None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _adapter(name: str, path: str) -> str:
+    """What vLLM knows an adapter by, and a digest of its weights where they lie on disk."""
+    try:
+        return f"{name} {adapter_digest(path)}"
+    except ModelError:
+        return f"{name} {path}"
 
 
 def prompt_digest(request: EngineRequest, num_tokens: int) -> str:

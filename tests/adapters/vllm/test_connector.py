@@ -1,0 +1,259 @@
+"""The connector between vLLM's calls and our two sides, under stand-ins of vLLM's base classes.
+
+Only what the connector inherits or receives is stood in for; vLLM itself is in tests/vllm.
+"""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
+TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
+PAGE = HEADS * TOKENS * CONTENT * 4
+PROMPT = list(range(500, 518))
+
+
+class StandInBase:
+    """What `KVConnectorBase_V1` does for its subclasses."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._metadata: Any = None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def _get_connector_metadata(self) -> Any:
+        return self._metadata
+
+
+class Role(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Status(Enum):
+    FINISHED_STOPPED = 0
+    FINISHED_LENGTH_CAPPED = 1
+    FINISHED_ABORTED = 2
+
+
+@dataclass
+class TransferResults:
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    named: dict[str, dict[str, object]] = {
+        f"{BASE}.base": {
+            "KVConnectorBase_V1": StandInBase,
+            "KVConnectorRole": Role,
+            "KVConnectorTransferResults": TransferResults,
+            "SupportsHMA": type("SupportsHMA", (), {}),
+            **{
+                name: type(name, (), {})
+                for name in (
+                    "KVConnectorHandshakeMetadata",
+                    "KVConnectorMetadata",
+                    "KVConnectorWorkerMetadata",
+                )
+            },
+        },
+        f"{BASE}.metrics": {
+            "KVConnectorPromMetrics": type("KVConnectorPromMetrics", (), {}),
+            "KVConnectorStats": type("KVConnectorStats", (), {}),
+        },
+        "vllm.v1.request": {"RequestStatus": Status},
+    }
+    modules: dict[str, ModuleType] = {}
+    for path, content in named.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            modules.setdefault(name, ModuleType(name))
+        vars(modules[path]).update(content)
+    return modules
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`kvstow.adapters.vllm.connector`, over an engine of its own for rows in one process."""
+    for name, module in stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvstow.adapters.vllm.connector", raising=False)
+    import kvstow.adapters.vllm.connector as made
+
+    fabric = Fabric()
+    monkeypatch.setattr(made, "NixlTransport", lambda listen: LocalTransport(fabric))
+    yield made
+    del sys.modules["kvstow.adapters.vllm.connector"]
+
+
+class FullAttentionSpec:
+    """By this very name vLLM declares a layer with full attention."""
+
+    dtype = torch.float32
+    tokens_per_state = 1
+    state_content_size_bytes = CONTENT * 4
+    block_size = num_states = TOKENS
+    num_heads = HEADS
+    num_head_slots = None
+
+
+def vllm_config(**options: object) -> SimpleNamespace:
+    given = {"unverified": "a test", "digest": "always", **options}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given, engine_id="engine"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            rank=0,
+        ),
+        model_config=SimpleNamespace(
+            model="/models/tiny", dtype=torch.float32, get_total_num_kv_heads=lambda: HEADS
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+def cache_config() -> SimpleNamespace:
+    group = SimpleNamespace(
+        enable_kv_transfer=True,
+        host_resident=False,
+        layer_names=["a", "b"],
+        kv_cache_spec=FullAttentionSpec(),
+    )
+    rows = SimpleNamespace(
+        layers=["a", "b"],
+        size=2 * PAGE * NUM_BLOCKS,
+        layer_stride=PAGE,
+        block_stride=2 * PAGE,
+        offset=0,
+    )
+    return SimpleNamespace(
+        kv_cache_groups=[group],
+        kv_cache_layout="BLHNC",
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[rows],
+        transfer_group_ids=(0,),
+    )
+
+
+def memory() -> dict[str, torch.Tensor]:
+    raw = torch.rand(2 * PAGE * NUM_BLOCKS // 4)
+    strides = (2 * PAGE // 4, TOKENS * CONTENT, CONTENT, 1)
+    shape = (NUM_BLOCKS, HEADS, TOKENS, CONTENT)
+    return {name: raw.as_strided(shape, strides, i * PAGE // 4) for i, name in enumerate("ab")}
+
+
+def request(id: str, **changed: object) -> SimpleNamespace:
+    """A request with what the connector looks at."""
+    given: dict[str, object] = {
+        "request_id": id,
+        "all_token_ids": PROMPT,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": None,
+        "prompt_embeds": None,
+        "status": Status.FINISHED_LENGTH_CAPPED,
+        "num_computed_tokens": len(PROMPT),
+        "num_in_flight_tokens": 0,
+        "num_tokens": len(PROMPT) + 1,
+    }
+    return SimpleNamespace(**given | changed)
+
+
+class Engine:
+    """Two connectors of one engine, whose scheduler and worker share a process or do not."""
+
+    def __init__(self, connector: ModuleType, *, in_process: bool) -> None:
+        given = vllm_config(), cache_config()
+        self.views = memory()
+        self.scheduler = connector.KvstowConnector(given[0], Role.SCHEDULER, given[1])
+        self.worker = connector.KvstowConnector(given[0], Role.WORKER, given[1])
+        self.worker.register_kv_caches(self.views)
+        told = self.worker.get_handshake_metadata()
+        told = told if in_process else pickle.loads(pickle.dumps(told))
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+
+    def prefill(self) -> dict[str, object]:
+        """What a prefill's answer carries."""
+        asking = request("p", kv_transfer_params={"do_remote_decode": True})
+        stays, params = self.scheduler.request_finished_all_groups(asking, ([7, 8, 9, 10, 11],))
+        assert stays
+        assert params is not None
+        return params
+
+    def decode(self, params: dict[str, object], ids: list[int]) -> None:
+        asking = request("d", kv_transfer_params=params)
+        self.scheduler.on_new_request(asking)
+        assert self.scheduler.get_num_new_matched_tokens(asking, 0) == (len(PROMPT), True)
+        blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
+        self.scheduler.update_state_after_alloc(asking, blocks, len(PROMPT))
+
+    def step(self) -> TransferResults:
+        output = SimpleNamespace(total_num_scheduled_tokens=0)
+        self.worker.bind_connector_metadata(
+            pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        )
+        self.worker.start_load_kv(None)
+        results = self.worker.get_transfer_results(set())
+        told = SimpleNamespace(
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+            finished_sending=results.finished_sending,
+        )
+        self.scheduler.update_connector_output(told)
+        return results
+
+
+def loaded(decode: Engine, *others: Engine) -> TransferResults:
+    for _ in range(5000):
+        for other in others:
+            other.step()
+        if (results := decode.step()).finished_recving:
+            return results
+    raise AssertionError("the load never ended")
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_prompt_is_handed_over_through_vllms_calls(connector: ModuleType, in_process: bool):
+    """An engine in one process is not stepped again once it has given its tickets out."""
+    prefill = Engine(connector, in_process=in_process)
+    decode = Engine(connector, in_process=in_process)
+    here = [1, 2, 3, 13, 12]
+    decode.decode(prefill.prefill(), here)
+    results = loaded(decode) if in_process else loaded(decode, prefill)
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
+    for there, own in zip([7, 8, 9, 10, 11], here, strict=True):
+        assert torch.equal(decode.views["b"][own], prefill.views["b"][there])
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_worker_is_known_to_the_scheduler_of_its_own_process_only(connector: ModuleType):
+    engine = Engine(connector, in_process=True)
+    told = engine.worker.get_handshake_metadata()
+    assert told.worker is not None
+    assert pickle.loads(pickle.dumps(told)) == connector.KvstowEndpoint(told.endpoint)
+    engine.worker.shutdown()
+
+
+def test_an_aborted_request_hands_nothing_over(connector: ModuleType):
+    scheduler = connector.KvstowConnector(vllm_config(), Role.SCHEDULER, cache_config())
+    asking = request(
+        "p", kv_transfer_params={"do_remote_decode": True}, status=Status.FINISHED_ABORTED
+    )
+    assert scheduler.request_finished_all_groups(asking, ([1, 2],)) == (False, None)
