@@ -93,7 +93,7 @@ def connector(name: str, role: str, **options: Any) -> dict[str, Any]:
             "kv_connector_module_path": "kvstow.adapters.vllm",
             "kv_role": role,
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": options,
+            "kv_connector_extra_config": {"unverified": "dummy weights", **options},
         }
     return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": options}
 

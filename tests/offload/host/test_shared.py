@@ -223,9 +223,9 @@ def test_a_worker_restores_what_another_worker_has_stored(name):
     one.store(StoreBlocks(request="a", rows={0: (keys, ids)}))
     assert waited(one.stored)
     assert other.look_up(LookUpKeys(request="b", keys=(keys, ()))).present == ((True,) * 3, ())
-    other.restore(LoadBlocks(request="b", rows={0: (keys, ids)}, num_tokens=12))
-    (errand,) = waited(other.restored)
-    assert errand.error is None
+    other.load(LoadBlocks(request="b", rows={0: (keys, ids)}, num_tokens=12))
+    (job,) = waited(other.loaded)
+    assert job.error is None
     for block in ids:
         rows = [row_bytes(layout, 0, block, arena.bytes.numpy()) for arena in arenas]
         assert (rows[0] == rows[1]).all()
@@ -237,8 +237,8 @@ def waited(ended):
     """What has ended, once something has."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if errands := ended():
-            return errands
+        if jobs := ended():
+            return jobs
         time.sleep(0.01)
     raise AssertionError("nothing ended")
 
