@@ -99,8 +99,8 @@ def matched(s: Bytes, d: Bytes) -> tuple[np.ndarray, np.ndarray]:
     return both[:, 0], both[:, 1]
 
 
-def crossings(way: Route) -> list[tuple[int, int]]:
-    return [crossing.groups for crossing in way.crossings]
+def group_pairs(way: Route) -> list[tuple[int, int]]:
+    return [pair.groups for pair in way.pairs]
 
 
 def run(moves: Copies, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
     expected, may_change = before.copy(), np.zeros(b.nbytes, np.bool_)
     may_read = np.zeros(a.nbytes, np.bool_)
     fewest = 0
-    for groups in crossings(way):
+    for groups in group_pairs(way):
         case = Case(source, destination, groups, (start, num_tokens), exact)
         expected[case.destination_at] = here[case.source_at]
         may_change |= case.free[1]
@@ -170,7 +170,7 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
     assert not (written > 0)[~may_change].any()
     assert not touched(moves, a.nbytes)[~may_read].any()
     strict = ~may_change
-    for groups in crossings(way):
+    for groups in group_pairs(way):
         strict[Case(source, destination, groups, (start, num_tokens), exact).destination_at] = True
     assert (there[strict] == expected[strict]).all()
     assert len(moves) == fewest

@@ -164,7 +164,42 @@ class TestRetentions:
 
     def test_source_blocks_that_nobody_asked_for_are_ignored(self):
         layout = laid_out(*TWO)
-        assert len(route(layout, layout).copies(first(2, 3, 4), first(7), 6)) == 1
+        assert len(route(layout, layout).copies(first(2, 3, 4), first(7), 2)) == 1
+
+    def test_more_tokens_than_the_blocks_of_either_side_hold_are_refused(self):
+        way = route(laid_out(attention("layers.0", tokens=4)), laid_out(attention("layers.0")))
+        assert way.copies(first(2), first(3, 4), 4).total == 64
+        for ours, theirs, side in (
+            (first(2), first(3, 4, 5), "source group 'full': .* logical blocks 1 "),
+            (first(2, 3), first(3, 4), "destination group 'full': .* logical blocks 2 "),
+            (first(2), first(3, 4), "source group 'full': .* logical blocks 1 "),
+        ):
+            with pytest.raises(RouteError, match=side):
+                way.copies(ours, theirs, 5)
+
+    def test_a_group_of_which_the_destination_lists_nothing_is_not_wanted(self):
+        layout = laid_out(*TWO)
+        assert len(route(layout, layout).copies(first(2, 3), first(), 4)) == 0
+
+    @pytest.mark.parametrize("tokens", [1, 2, 4])
+    def test_fewer_tokens_than_the_source_has_need_blocks_that_its_window_still_holds(self, tokens):
+        """Of 20 tokens a window of 4 keeps 17 to 19, and token 18 looks back to 15."""
+        window = attention("layers.1", tokens=tokens, retention=Window(4))
+        way = route(*[laid_out(attention("layers.0", tokens=tokens), window, num_slabs=60)] * 2)
+
+        def held(first_token: int, num_tokens: int) -> dict[int, Blocks]:
+            every = np.arange(-(-num_tokens // tokens))
+            kept = every[every >= first_token // tokens]
+            return {0: Blocks(every + 2, every), 1: Blocks(kept + 30, kept)}
+
+        assert way.copies(held(15, 20), held(15, 18), 18).total
+        missing = np.arange(15 // tokens, 17 // tokens)
+        for ours, theirs in (((17, 20), (15, 18)), ((15, 20), (17, 18)), ((17, 20), (17, 20))):
+            if not len(missing):
+                assert way.copies(held(*ours), held(*theirs), 18).total
+                continue
+            with pytest.raises(RouteError, match=f"'window4': .* blocks {missing[0]}"):
+                way.copies(held(*ours), held(*theirs), 18)
 
     def test_states_of_several_tokens_keep_their_places(self):
         def compressed(tokens):
@@ -323,7 +358,7 @@ class TestPrice:
     def test_blocks_of_unequal_size_are_priced_by_their_period(self):
         here = laid_out(attention("layers.0", tokens=4, heads=1))
         there = laid_out(attention("layers.0", tokens=6, heads=1))
-        cost = price(route(here, there).crossings)
+        cost = price(route(here, there).pairs)
         assert (cost.lanes, cost.moves, cost.nbytes) == (4, 2, 48)
         assert (cost.min_move_bytes, cost.max_move_bytes) == (16, 32)
 

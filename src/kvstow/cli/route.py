@@ -137,13 +137,13 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
     from kvstow.route.price import price
 
     its = layout.groups[group].group
-    cost = price(c for way in routes for c in way.crossings if c.groups[1] == group)
+    cost = price(c for way in routes for c in way.pairs if c.groups[1] == group)
     blocks = its.rows_needed(tokens)
     return {
         "name": its.name,
         "block_tokens": its.block_tokens,
         "source_block_tokens": sorted(
-            {c.source.block_tokens for way in routes for c in way.crossings if c.groups[1] == group}
+            {c.source.block_tokens for way in routes for c in way.pairs if c.groups[1] == group}
         ),
         **_figures(cost),
         "request_moves": -(-cost.moves.numerator * blocks // cost.moves.denominator),
@@ -169,7 +169,7 @@ def _source(here: Named, destination: Layout, source: Leg) -> dict[str, Any]:
     from kvstow.route.price import price
 
     layout = here.layouts[source.index]
-    costs = [price([c for c in source.route.crossings if c.groups[1] == group])
+    costs = [price([c for c in source.route.pairs if c.groups[1] == group])
              for group in range(len(destination.groups))]  # fmt: skip
     return {
         "rank": here.ranks[source.index],
@@ -229,7 +229,7 @@ def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[Leg])
     for source in found:
         way = route_between(layouts[source.index], destination, claims=source.claims)
         for group in range(len(destination.groups)):
-            total += price([c for c in way.crossings if c.groups[1] == group]).moves
+            total += price([c for c in way.pairs if c.groups[1] == group]).moves
     return total
 
 

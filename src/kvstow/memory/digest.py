@@ -25,11 +25,10 @@ from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import Extent, LayerSpec
 from kvstow.plan.view import Ints
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, Tokens
+from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
-from kvstow.route.pairing import Tokens
 from kvstow.route.route import Claims
-from kvstow.route.territory import state_tokens
 
 __all__ = ["MODULUS", "Intervals", "Listed", "counted_states", "digest", "prepared", "shares"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.view import Ints
-from kvstow.route.route import Crossing, Route
+from kvstow.route.route import GroupPair, Route
 
 RESOLUTION = 2000
 """Copies whose gaps on both sides are shorter than this part of the picture are one band."""
@@ -38,31 +38,24 @@ def group_records(legs: Sequence[Leg], destination: Layout) -> list[dict[str, An
     """One record per destination group that anything is brought to."""
     found: list[dict[str, Any]] = []
     for g, rows in enumerate(destination.groups):
-        crossings = [
-            (leg, crossing)
-            for leg in legs
-            for crossing in leg.route.crossings
-            if crossing.groups[1] == g
-        ]
-        if crossings:
-            found.append({"name": rows.group.name, **_record(crossings, destination, g)})
+        pairs = [(leg, pair) for leg in legs for pair in leg.route.pairs if pair.groups[1] == g]
+        if pairs:
+            found.append({"name": rows.group.name, **_record(pairs, destination, g)})
     return found
 
 
-def _record(
-    crossings: Sequence[tuple[Leg, Crossing]], destination: Layout, g: int
-) -> dict[str, Any]:
-    tokens = max(sum(lanes.overlap.tokens for lanes in c.period) for _, c in crossings)
-    target = _Side(destination, g, -(-tokens // crossings[0][1].spans[1]))
+def _record(pairs: Sequence[tuple[Leg, GroupPair]], destination: Layout, g: int) -> dict[str, Any]:
+    tokens = max(sum(lanes.tokens for lanes in c.period) for _, c in pairs)
+    target = _Side(destination, g, -(-tokens // pairs[0][1].spans[1]))
     sources, bands = list[dict[str, Any]](), list[list[int]]()
     start = 0
-    for leg, crossing in crossings:
-        side = _Side(crossing.layouts[0], crossing.groups[0], -(-tokens // crossing.spans[0]))
-        bands += _bands(crossing, side, target, len(sources), start)
+    for leg, pair in pairs:
+        side = _Side(pair.layouts[0], pair.groups[0], -(-tokens // pair.spans[0]))
+        bands += _bands(pair, side, target, len(sources), start)
         sources.append({
             "name": leg.name,
-            "group": crossing.source.name,
-            "block_tokens": crossing.source.block_tokens,
+            "group": pair.source.name,
+            "block_tokens": pair.source.block_tokens,
             "at": start,
             **side.record(),
         })  # fmt: skip
@@ -121,20 +114,20 @@ class _Side:
 
 
 def _bands(
-    crossing: Crossing, source: _Side, destination: _Side, leg: int, start: int
+    pair: GroupPair, source: _Side, destination: _Side, leg: int, start: int
 ) -> list[list[int]]:
     """`[leg, source place, its bytes, destination place, its bytes, copies, bytes copied]`."""
     found: list[list[int]] = []
     token = 0
-    for lanes in crossing.period:
-        s_block, d_block = token // crossing.spans[0], token // crossing.spans[1]
-        s = source.places(lanes.pieces.source, s_block) + start
-        d = destination.places(lanes.pieces.destination, d_block)
-        for here, there, nbytes in zip(s.tolist(), d.tolist(), lanes.pieces.nbytes.tolist(),
+    for lanes in pair.period:
+        s_block, d_block = token // pair.spans[0], token // pair.spans[1]
+        s = source.places(lanes.copies.source, s_block) + start
+        d = destination.places(lanes.copies.destination, d_block)
+        for here, there, nbytes in zip(s.tolist(), d.tolist(), lanes.copies.nbytes.tolist(),
                                        strict=True):  # fmt: skip
             _add(found, [leg, here, nbytes, there, nbytes, 1, nbytes],
                  source.nbytes // RESOLUTION, destination.nbytes // RESOLUTION)  # fmt: skip
-        token += lanes.overlap.tokens
+        token += lanes.tokens
     return found
 
 

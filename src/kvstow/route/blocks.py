@@ -1,11 +1,14 @@
-"""One request's blocks in one group, as arrays."""
+"""What a request asks for: tokens, and the blocks that either side lists for them."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import SpecError
+from kvstow.errors import BlockError, RouteError, SpecError
+from kvstow.plan.group import Group
+from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.retention import Encoder, State, seen_tokens
 from kvstow.plan.view import Ints
 
 
@@ -34,3 +37,89 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def between(self, first: int, end: int) -> slice:
+        """Where the logical blocks `[first, end)` are in the list, as far as they are listed."""
+        return slice(*np.searchsorted(self.index, (first, end)).tolist())
+
+    def places(self, logical: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Where logical blocks are in the list; and whether each of them is listed."""
+        at = np.minimum(np.searchsorted(self.index, logical), len(self.index) - 1)
+        return at, self.index[at] == logical
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens `[first, end)` of a request that are to be moved."""
+
+    first: int
+    end: int
+
+    def of(self, group: Group) -> "Tokens":
+        """The same in the terms of a group: a summary or an encoding is moved whole."""
+        match group.retention:
+            case State():
+                return Tokens(0, min(1, self.end))
+            case Encoder(tokens):
+                return Tokens(0, tokens if self.end else 0)
+            case _:
+                return self
+
+    def needed(self, group: Group) -> tuple["Tokens", ...]:
+        """Those of the group's tokens that the next token will look at."""
+        if isinstance(group.retention, State | Encoder):
+            return (self.of(group),)
+        sinks, rest = seen_tokens(group.retention, self.end)
+        seen = (Tokens(max(self.first, part.start), part.stop) for part in (rest, sinks))
+        return tuple(part for part in seen if part.first < part.end) or (Tokens(0, 0),)
+
+
+def block_span(group: Group) -> int:
+    """Tokens per block; 1 for summaries, where block 0 is the running one."""
+    return 1 if isinstance(group.retention, State) else group.block_tokens
+
+
+def check_ids(layout: Layout, group: int, blocks: Blocks, side: str) -> None:
+    """Refuses ids that are no blocks of the group, null rows, and ids named twice."""
+    if not len(blocks):
+        return
+    rows = layout.groups[group]
+    first, end = rows.rows_per_slab * NULL_SLABS, layout.num_blocks(group)
+    ids = np.sort(blocks.ids)
+    if ids[0] < first or ids[-1] >= end:
+        raise BlockError(
+            f"{side} group {rows.group.name!r}: blocks {_few(ids[(ids < first) | (ids >= end)])} "
+            f"are not among its {end} blocks from {first} on"
+        )
+    twice = ids[1:] == ids[:-1]
+    if twice.any():
+        raise BlockError(
+            f"{side} group {rows.group.name!r}: blocks {_few(np.unique(ids[1:][twice]))} are "
+            "named twice"
+        )
+
+
+def check_held(group: Group, blocks: Blocks, tokens: Tokens, side: str) -> None:
+    """Refuses a list that lacks blocks which the next token needs.
+
+    `tokens` are the request's; `group` says which of them the token after the last looks at.
+    """
+    span = block_span(group)
+    for needed in tokens.needed(group):
+        if needed.first >= needed.end:
+            continue
+        first, end = needed.first // span, -(-needed.end // span)
+        listed = blocks.between(first, end)
+        if listed.stop - listed.start == end - first:
+            continue
+        missing = np.setdiff1d(np.arange(first, end), blocks.index[listed])
+        lacking = (
+            f"{side} group {group.name!r}: no block is listed for logical blocks {_few(missing)} "
+            f"({span} tokens each), which the token after {tokens.end} tokens needs"
+        )
+        raise RouteError((lacking,))
+
+
+def _few(numbers: Ints) -> str:
+    shown = ", ".join(map(str, numbers[:8].tolist()))
+    return f"{shown} … ({len(numbers)} in all)" if len(numbers) > 8 else shown

@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Shared:
     """Heads and, in each of their cells, bytes that both sides hold."""
 
     heads: tuple[Span, ...]
@@ -91,9 +91,9 @@ def content_bits(source: Field, destination: Field, box: Box | None = None) -> t
     return abutting(spans)
 
 
-def parts(
+def shared(
     source: LayerSpec, destination: LayerSpec, claims: Mapping[str, Sequence[Box]] | None = None
-) -> tuple[Part, ...]:
+) -> tuple[Shared, ...]:
     """What both sides hold of a layer's cells; with `claims`, only those boxes of each field."""
     contents: dict[tuple[Span, ...], list[Span]] = {}
     for d_field in destination.fields:
@@ -108,5 +108,5 @@ def parts(
                 Span(start_s + s // 8, start_d + d // 8, size // 8) for s, d, size in spans
             )
     return tuple(
-        Part(heads, abutting(spans)) for heads, spans in contents.items() if heads and spans
+        Shared(heads, abutting(spans)) for heads, spans in contents.items() if heads and spans
     )

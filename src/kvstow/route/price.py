@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 
-from kvstow.route.route import Crossing
+from kvstow.route.route import GroupPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class Price:
     max_move_bytes: int
 
 
-def price(crossings: Iterable[Crossing]) -> Price:
+def price(pairs: Iterable[GroupPair]) -> Price:
     """The price of one block of a destination group, from all of its sources."""
     lanes, moves, nbytes = 0, Fraction(0), Fraction(0)
     sizes: list[int] = []
-    for crossing in crossings:
-        s_span, d_span = crossing.spans
+    for pair in pairs:
+        s_span, d_span = pair.spans
         blocks = lcm(s_span, d_span) // d_span
-        copies = [kind.pieces.nbytes for kind in crossing.period]
+        copies = [kind.copies.nbytes for kind in pair.period]
         lanes += sum(map(len, copies))
         moves += Fraction(sum(map(len, copies)), blocks)
         nbytes += Fraction(sum(int(copy.sum()) for copy in copies), blocks)

@@ -7,9 +7,10 @@ Compiled once per pair of peers, in a time that does not depend on the number of
       blocks of a request └───▶ copies(…): byte offsets on both sides, and lengths
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
+from math import lcm
 
 import numpy as np
 
@@ -17,29 +18,28 @@ from kvstow.errors import RouteError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Placement
 from kvstow.plan.spec import LayerSpec
-from kvstow.route.blocks import Blocks
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks, Tokens, block_span, check_held, check_ids
 from kvstow.route.compare import differences
 from kvstow.route.copies import Copies, joined
-from kvstow.route.lanes import Lanes, Overlap, Strand, lanes
-from kvstow.route.meeting import meeting
-from kvstow.route.moves import Weave, expanded
-from kvstow.route.overlap import Box, Part, parts
-from kvstow.route.pairing import Tokens, block_span, check_covered, listed
-from kvstow.route.period import period
-from kvstow.route.seams import seams
-from kvstow.route.territory import Pieces, Territory, state_tokens, territory
+from kvstow.route.expand import EqualRows, block_pairs, cut_tokens, expanded
+from kvstow.route.lanes import Lanes, LayerSet, Overlap, free_bytes, lanes, state_tokens
+from kvstow.route.overlap import Box, shared
 
 Claims = Mapping[str, Mapping[str, Sequence[Box]]]
 """By layer and field, the parts that a route is to carry."""
 
+MOST_KINDS = 256
+"""Kinds of block pairs whose lanes are kept."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Crossing:
+class GroupPair:
     """Two groups that have layers in common, one on each side."""
 
     layouts: tuple[Layout, Layout]
     groups: tuple[int, int]
-    strands: tuple[Strand, ...]
+    layer_sets: tuple[LayerSet, ...]
 
     @property
     def source(self) -> Group:
@@ -54,50 +54,52 @@ class Crossing:
         """Tokens per block on either side."""
         return block_span(self.source), block_span(self.destination)
 
-    @cached_property
-    def _territories(self) -> tuple[Territory, Territory]:
+    @property
+    def last_ids(self) -> tuple[int, int]:
+        """The last block of either group."""
         (source, destination), (s_group, d_group) = self.layouts, self.groups
-        return territory(source, s_group), territory(destination, d_group)
+        return source.num_blocks(s_group) - 1, destination.num_blocks(d_group) - 1
 
     @cached_property
-    def _known(self) -> dict[Overlap, Lanes]:
-        return {}
-
-    def lanes(self, overlap: Overlap) -> Lanes:
-        """The copies of one kind of block pair; computed once for each kind."""
-        if overlap not in self._known:
-            self._known[overlap] = lanes(self.strands, *self._territories, overlap)
-        return self._known[overlap]
-
-    @cached_property
-    def _woven(self) -> dict[tuple[Overlap, ...], Weave]:
-        return {}
-
-    def weave(self, overlaps: tuple[Overlap, ...]) -> Weave:
-        """The copies of kinds of block pairs that come together; computed once for these."""
-        if overlaps not in self._woven:
-            kinds = tuple(map(self.lanes, overlaps))
-            most = period(*self.spans).most
-            self._woven[overlaps] = Weave(kinds=kinds, seams=seams(kinds, most))
-        return self._woven[overlaps]
+    def lanes(self) -> Callable[[Overlap], Lanes]:
+        """The copies of a kind of block pair; computed once for each kind."""
+        free = [free_bytes(*side) for side in zip(self.layouts, self.groups, strict=True)]
+        return lru_cache(MOST_KINDS)(partial(lanes, self.layer_sets, *free))
 
     @cached_property
     def period(self) -> tuple[Lanes, ...]:
         """The lanes of all kinds of full block pairs: block boundaries of the two sides
         meet again after the least common multiple of their tokens."""
-        return tuple(map(self.lanes, period(*self.spans).overlaps))
+        s_span, d_span = self.spans
+        whole = Tokens(0, lcm(s_span, d_span))
+        start, end = cut_tokens(whole, s_span, d_span)
+        return tuple(
+            self.lanes(Overlap(first % s_span, first % d_span, end - first, s_span, d_span))
+            for first, end in zip(start.tolist(), end.tolist(), strict=True)
+        )
 
-    def moves(self, source: Blocks, destination: Blocks, tokens: Tokens, *, exact: bool) -> Pieces:
-        """The moves of one request in these two groups."""
-        ours = listed(self.layouts[0], self.groups[0], source, "source")
-        theirs = listed(self.layouts[1], self.groups[1], destination, "destination")
-        found = meeting(ours, theirs, tokens.of(self.destination), exact=exact)
-        if found is None:
-            return Pieces(*np.empty((3, 0), np.int64))
-        moves, missing = expanded(found, self.weave(found.kinds.overlaps))
-        if missing:
-            check_covered(self.destination, np.hstack(missing), tokens)
-        return moves
+    @cached_property
+    def equal_rows(self) -> EqualRows | None:
+        """The rows that are copied whole, if both sides have the same ones."""
+        return EqualRows.of(self.lanes, self.spans, self.last_ids)
+
+    def copies(self, source: Blocks, destination: Blocks, tokens: Tokens, *, exact: bool) -> Copies:
+        """The copies of one request in these two groups, by destination."""
+        check_ids(self.layouts[0], self.groups[0], source, "source")
+        check_ids(self.layouts[1], self.groups[1], destination, "destination")
+        if not len(destination):
+            return Copies.none()
+        check_held(self.source, source, tokens, "source")
+        check_held(self.destination, destination, tokens, "destination")
+        mine, rows = tokens.of(self.destination), self.equal_rows
+        if mine.first >= mine.end or not len(source):
+            return Copies.none()
+        if rows is not None:
+            found = rows.copies(source, destination, mine, exact=exact)
+            if found is not None:
+                return found
+        pairs = block_pairs(source, destination, mine, self.spans, self.last_ids, exact=exact)
+        return expanded(pairs, [self.lanes(overlap) for overlap in pairs.overlaps])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,12 +108,12 @@ class Route:
 
     source: Layout
     destination: Layout
-    crossings: tuple[Crossing, ...]
+    pairs: tuple[GroupPair, ...]
 
     @property
     def lanes(self) -> tuple[Lanes, ...]:
         """Every copy of every kind of full block pair."""
-        return tuple(lanes for crossing in self.crossings for lanes in crossing.period)
+        return tuple(lanes for pair in self.pairs for lanes in pair.period)
 
     def copies(
         self,
@@ -124,24 +126,24 @@ class Route:
     ) -> Copies:
         """The copies that bring tokens `[start_token, num_tokens)` of a request across.
 
-        Keys are group indices. What the destination lists is brought if the source lists
-        it too; refused with `RouteError` if the next token needs it and the source does
-        not list it. A move stays inside one group; it runs over padding of the request's
-        own rows and over slots from `num_tokens` on where that joins two copies, with
-        `exact` over padding only. Recurrent and encoder groups are brought whole,
-        whatever `start_token` is.
+        Keys are group indices; offsets count from the start of either arena. What the
+        destination lists is brought if the source lists it too. Raises RouteError if one of
+        them lacks a block of these tokens that the next token needs; a destination that lists
+        none at all wants nothing of the group.
+
+        A copy stays inside one group; it runs over padding of the request's own rows and
+        over slots from `num_tokens` on where that joins two copies, with `exact` over padding
+        only. Recurrent and encoder groups are brought whole, whatever `start_token` is.
         """
         if not 0 <= start_token <= num_tokens:
             raise RouteError((f"tokens [{start_token}, {num_tokens}) are no interval from 0 on",))
         self._check_listed(source, destination)
         tokens = Tokens(start_token, num_tokens)
         found = [
-            crossing.moves(
-                source[crossing.groups[0]], destination[crossing.groups[1]], tokens, exact=exact
-            )
-            for crossing in self.crossings
+            pair.copies(source[pair.groups[0]], destination[pair.groups[1]], tokens, exact=exact)
+            for pair in self.pairs
         ]
-        return joined([Copies(*pieces) for pieces in found])
+        return joined(found)
 
     moves = copies  # until every caller says `copies`
 
@@ -149,14 +151,14 @@ class Route:
         self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]
     ) -> None:
         missing = [
-            f"{side} group {crossing.groups[i]} ({group.name!r}): no list of blocks"
-            for crossing in self.crossings
-            for i, (side, listed, group) in enumerate(
-                (("source", source, crossing.source),
-                 ("destination", destination, crossing.destination))
+            f"{side} group {number} ({group.name!r}): no list of blocks"
+            for pair in self.pairs
+            for side, listed, number, group in (
+                ("source", source, pair.groups[0], pair.source),
+                ("destination", destination, pair.groups[1], pair.destination),
             )
-            if crossing.groups[i] not in listed
-        ]  # fmt: skip
+            if number not in listed
+        ]
         if missing:
             raise RouteError(tuple(dict.fromkeys(missing)))
 
@@ -174,54 +176,52 @@ def route(source: Layout, destination: Layout, *, claims: Claims | None = None) 
     for name, (group, _, _) in destination.layers.items():
         if name in source.layers and (claims is None or name in claims):
             members.setdefault((source.layers[name][0], group), []).append(name)
-    crossings = (
-        Crossing(
+    pairs = (
+        GroupPair(
             layouts=(source, destination),
             groups=groups,
-            strands=_strands(source, destination, names, claims),
+            layer_sets=_layer_sets(source, destination, names, claims),
         )
         for groups, names in sorted(members.items())
     )
     return Route(
         source=source,
         destination=destination,
-        crossings=tuple(crossing for crossing in crossings if crossing.strands),
+        pairs=tuple(pair for pair in pairs if pair.layer_sets),
     )
 
 
-def _strands(
+def _layer_sets(
     source: Layout, destination: Layout, names: Sequence[str], claims: Claims | None
-) -> tuple[Strand, ...]:
+) -> tuple[LayerSet, ...]:
     """The layers, those alike in everything but their offsets together."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for name in names:
-        claimed = None if claims is None else tuple(
-            (field, tuple(boxes)) for field, boxes in claims[name].items()
-        )  # fmt: skip
+        mine = () if claims is None else claims[name].items()
+        claimed = tuple((field, *boxes) for field, boxes in mine)
         key = (_alike(*source.layers[name][1:]), _alike(*destination.layers[name][1:]), claimed)
         alike.setdefault(key, []).append(name)
-    found: list[Strand] = []
+    found: list[LayerSet] = []
     for members in alike.values():
         _, s_spec, s_place = source.layers[members[0]]
         _, d_spec, d_place = destination.layers[members[0]]
-        held: tuple[Part, ...] = parts(
-            s_spec, d_spec, None if claims is None else claims[members[0]]
-        )
-        if held:
-            found.append(Strand(
+        held = shared(s_spec, d_spec, None if claims is None else claims[members[0]])
+        found.append(
+            LayerSet(
                 source_offsets=_offsets(source, members),
                 destination_offsets=_offsets(destination, members),
                 source=s_place,
                 destination=d_place,
-                parts=held,
+                shared=held,
                 state_tokens=state_tokens(d_spec),
-            ))  # fmt: skip
-    return tuple(found)
+            )
+        )
+    return tuple(layers for layers in found if layers.shared)
 
 
 def _alike(spec: LayerSpec, place: Placement) -> tuple[object, ...]:
     return (spec.heads, spec.fields, spec.states, replace(place, offset=0))
 
 
-def _offsets(layout: Layout, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _offsets(layout: Layout, names: Sequence[str]) -> Ints:
     return np.array([layout.layers[name][2].offset for name in names], np.int64)

@@ -1,0 +1,144 @@
+"""From blocks to copies, against counting token by token and byte by byte."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.route.blocks import Blocks, Tokens
+from kvstow.route.expand import block_pairs, cut_tokens
+from kvstow.route.lanes import Overlap
+from kvstow.route.route import Route, route
+from planning import attention
+
+NUM_BLOCKS = 16
+ANY_SPAN = st.integers(1, 9)
+SPANS = st.sampled_from([1, 2, 3, 4, 6])
+
+
+# ── pairs of blocks ───────────────────────────────────────────────────────────────────
+
+
+@given(ANY_SPAN, ANY_SPAN, st.integers(0, 40), st.integers(0, 40))
+def test_tokens_are_cut_where_a_block_of_either_side_ends(s_span, d_span, one, other):
+    first, end = sorted((one, other))
+    found: dict[tuple[int, int], list[int]] = {}
+    for token in range(first, end):
+        found.setdefault((token // s_span, token // d_span), []).append(token)
+    starts, ends = cut_tokens(Tokens(first, end), s_span, d_span)
+    assert starts.tolist() == [tokens[0] for tokens in found.values()]
+    assert ends.tolist() == [tokens[-1] + 1 for tokens in found.values()]
+
+
+def some_blocks(draw, span: int, end: int) -> Blocks:
+    """At least one of the blocks of a request, ids in any order."""
+    count = -(-end // span) + 1
+    index = draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted))
+    ids = draw(st.permutations(range(2 * count)))[: len(index)]
+    return Blocks(np.array(ids, np.int64), np.array(index, np.int64))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), ANY_SPAN, ANY_SPAN, st.integers(1, 60), st.booleans())
+def test_blocks_with_a_common_token_are_a_pair(data, s_span, d_span, end, exact):
+    tokens = Tokens(data.draw(st.integers(0, end - 1)), end)
+    source, destination = (some_blocks(data.draw, span, end) for span in (s_span, d_span))
+    last_ids = tuple(data.draw(st.sampled_from(x.ids.tolist())) for x in (source, destination))
+    found = block_pairs(source, destination, tokens, (s_span, d_span), last_ids, exact=exact)
+    here, there = (
+        dict(zip(x.index.tolist(), x.ids.tolist(), strict=True)) for x in (source, destination)
+    )
+    held: dict[tuple[int, int], list[int]] = {}
+    for token in range(tokens.first, tokens.end):
+        blocks = token // s_span, token // d_span
+        if blocks[0] in here and blocks[1] in there:
+            held.setdefault(blocks, []).append(token)
+    expected = sorted(
+        (there[d], common[0], here[s], Overlap(
+            common[0] - s * s_span, common[0] - d * d_span, len(common),
+            s_span if exact else min(s_span, end - s * s_span),
+            d_span if exact else min(d_span, end - d * d_span),
+            here[s] == last_ids[0], there[d] == last_ids[1],
+        ))
+        for (s, d), common in held.items()
+    )  # fmt: skip
+    columns = found.source.tolist(), found.destination.tolist(), found.kind.tolist()
+    assert [(s, d, found.overlaps[k]) for s, d, k in zip(*columns, strict=True)] == [
+        (s, d, overlap) for d, _, s, overlap in expected
+    ]
+
+
+# ── copies ────────────────────────────────────────────────────────────────────────────
+
+
+def layout(tokens: int, order: str, *, layers_backwards: bool = False) -> Layout:
+    """Two layers without padding."""
+    layers = [attention(f"layers.{i}", tokens=tokens) for i in range(2)]
+    site = Site(order=order, alignment=Alignment(page=1, row=1, base=64))
+    found = packed(grouped(layers), num_slabs=NUM_BLOCKS, site=site)
+    if not layers_backwards:
+        return found
+    rows = found.groups[0]
+    offsets = [place.offset for place in reversed(rows.placements)]
+    places = tuple(
+        replace(place, offset=offset)
+        for place, offset in zip(rows.placements, offsets, strict=True)
+    )
+    return replace(found, groups=(replace(rows, placements=places),))
+
+
+def addresses(side: Layout, ids: list[int], num_tokens: int) -> np.ndarray:
+    """Where each byte of the request is, by layer, token, head, and place in the cell."""
+    tokens, found = np.arange(num_tokens), []
+    for name in ("layers.0", "layers.1"):
+        _, spec, place = side.layers[name]
+        block = np.array(ids, np.int64)[tokens // spec.block_tokens] * place.block_stride
+        token = block + tokens % spec.block_tokens * place.token_stride
+        head = np.arange(spec.heads.size) * place.head_stride
+        cell = np.arange(sum(field.nbytes for field in spec.fields))
+        found.append(place.offset + np.add.outer(np.add.outer(token, head), cell).ravel())
+    return np.concatenate(found)
+
+
+def check(way: Route, ours: list[int], theirs: list[int], num_tokens: int) -> None:
+    found = way.copies({0: Blocks.first(ours)}, {0: Blocks.first(theirs)}, num_tokens, exact=True)
+    source = addresses(way.source, ours, num_tokens)
+    destination = addresses(way.destination, theirs, num_tokens)
+    order = np.argsort(destination)
+    source, destination = source[order], destination[order]
+    together = (np.diff(source) == 1) & (np.diff(destination) == 1)
+    assert len(found) == (1 + np.count_nonzero(~together) if num_tokens else 0)
+    for column, expected in ((found.source, source), (found.destination, destination)):
+        each = [np.arange(x, x + n) for x, n in zip(column, found.nbytes, strict=True)]
+        assert np.concatenate([[], *each]).tolist() == expected.tolist()
+
+
+def some_ids(draw, count: int) -> list[int]:
+    """Blocks in any order, often runs of neighbours."""
+    found = draw(st.permutations(range(1, NUM_BLOCKS)))
+    return sorted(found[:count]) if draw(st.booleans()) else found[:count]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), SPANS, SPANS, st.sampled_from(ORDERS), st.sampled_from(ORDERS))
+def test_copies_are_the_fewest_and_come_by_destination(data, s_span, d_span, one, other):
+    num_tokens = data.draw(st.integers(0, min(s_span, d_span) * (NUM_BLOCKS - 1)))
+    backwards = data.draw(st.booleans())
+    way = route(layout(s_span, one, layers_backwards=backwards), layout(d_span, other))
+    ours, theirs = (some_ids(data.draw, -(-num_tokens // span)) for span in (s_span, d_span))
+    check(way, ours, theirs, num_tokens)
+
+
+@pytest.mark.parametrize("theirs", [[4, 5], [5, 4], [4, 7]])
+def test_a_copy_goes_on_in_an_earlier_slot_where_layers_come_in_another_order(theirs):
+    way = route(layout(2, "BLNHC", layers_backwards=True), layout(4, "BLNHC"))
+    for ours in permutations([5, 6, 7, 9], 4):
+        check(way, list(ours), theirs, 8)
+    found = way.copies({0: Blocks.first([6, 5])}, {0: Blocks.first([4])}, 4)
+    assert len(found) == 3
