@@ -104,7 +104,8 @@ def loaded(tiers, layout, num_tokens=TOKENS):
             index = np.array([0])
         else:
             last = -(-num_tokens // group.block_tokens)
-            first = 0 if isinstance(group.retention, Full) else max(0, last - 2)
+            seen = 0 if isinstance(group.retention, Full) else num_tokens - 8
+            first = max(0, seen) // group.block_tokens
             index = np.arange(first, last)
         ids = np.arange(len(index)) + rows.rows_per_slab * start
         start += -(-len(index) // rows.rows_per_slab)

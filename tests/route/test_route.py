@@ -83,6 +83,17 @@ class TestJoining:
         moves = route(layout, layout).copies(lists, lists, 2)
         assert triples(moves) == [(32, 32, 8), (48, 48, 8), (88, 88, 8), (104, 104, 8)]
 
+    def test_what_lies_after_the_last_block_is_not_its_padding(self):
+        """Pages of the second layer start where the first one's last row would be padded."""
+        layers = tuple(attention(f"layers.{i}", heads=1, tokens=1) for i in range(2))
+        places = Placement(0, 64, 8, 8), Placement(96, 8, 8, 8)
+        rows = PlacedGroup(group=Group(name="a", layers=layers), rows_per_slab=1, placements=places)
+        layout = Layout(
+            model="m", order="LBHNC", num_slabs=2, nbytes=112, groups=(rows,), base_align=2
+        )
+        moves = route(layout, layout).copies(first(1), first(1), 1)
+        assert triples(moves) == [(64, 64, 8), (104, 104, 8)]
+
     def test_padding_on_one_side_is_not_run_over_where_the_other_side_holds_a_layer(self):
         layers = [attention(f"layers.{i}", heads=1) for i in range(3)]  # pages of 16 bytes
         stage = laid_out(layers[0], layers[2], pp=(0, 2), alignment=Alignment(page=32, row=1))
