@@ -11,7 +11,8 @@ on pools of 10³ to 10⁶ rows and with a full cache, so that growth would show 
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [p for p in sys.path if os.path.abspath(p) != HERE]  # bench/copy.py hides `copy`
 
 import argparse
 import json

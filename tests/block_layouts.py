@@ -2,6 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed, separate, union
@@ -52,3 +57,21 @@ def layouts() -> dict[str, Layout]:
         "separate": separate(grouped(HYBRID), num_slabs=6, context_tokens=8),
         "two": packed_layout(HYBRID, 2),
     }
+
+
+def ledger_of(*layers: LayerSpec, num_slabs: int = 60, caching: bool = True) -> Ledger:
+    return Ledger(Pool(packed_layout(layers, num_slabs)), caching=caching)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Token ids, other ones for every seed."""
+    return np.random.default_rng(seed).integers(0, 50_000, count).tolist()
+
+
+def computed(ledger: Ledger, prompt: Prompt, step: int | None = None) -> int:
+    """Admit and compute a prompt, `step` tokens at a time; its request."""
+    step = step or len(prompt)
+    request = ledger.admit(prompt, num_tokens=min(step, len(prompt))).request
+    while (have := ledger.num_tokens(request)) < len(prompt):
+        ledger.grow(request, min(len(prompt), have + step))
+    return request

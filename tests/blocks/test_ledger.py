@@ -5,22 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from block_layouts import CHECKPOINTED, HYBRID, MIXED, RECURRENT, layer, packed_layout, state
-from kvstow.blocks.ledger import Ledger
-from kvstow.blocks.pool import Pool
+from block_layouts import HYBRID, MIXED, RECURRENT, layer, ledger_of, tokens
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.retention import Chunk, Sink, Window
-from kvstow.plan.spec import LayerSpec
-
-
-def ledger_of(*layers: LayerSpec, num_slabs: int = 60, caching: bool = True) -> Ledger:
-    return Ledger(Pool(packed_layout(layers, num_slabs)), caching=caching)
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 50_000, count).tolist()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 17])
@@ -170,63 +159,7 @@ def test_a_fork_copies_the_running_state_at_once() -> None:
     assert rows[0] != rows[1]
 
 
-# ── states ────────────────────────────────────────────────────────────────────────────
-
-
-def test_checkpoints_are_kept_behind_the_running_state_and_no_more_than_asked() -> None:
-    ledger = ledger_of(*CHECKPOINTED, caching=False)
-    request = ledger.admit(4).request
-    running = int(ledger.blocks(request)[1].ids[0])
-    made = []
-    for end in range(5, 30):
-        made += ledger.grow(request, end)
-        kept = ledger.checkpoints(request)[1]
-        assert len(kept) <= 2
-        assert ledger.pool.num_held(1) == 1 + len(kept)
-    assert {copy.source for copy in made} == {running}
-    assert len(made) == 7
-    assert ledger.checkpoints(request)[1].index.tolist() == [5, 6]
-    assert ledger.blocks(request)[1].index.tolist() == [0]
-
-
-def test_a_request_that_starts_from_a_checkpoint_copies_it_first() -> None:
-    ledger = ledger_of(layer("a", tokens=2), state("b", tokens=4), state("c", tokens=4))
-    ids = tokens(10)
-    first = ledger.admit(Prompt.of(ids), num_tokens=4)
-    assert first.copies == ()
-    (checkpoint,) = ledger.grow(first.request, 8)
-    ledger.grow(first.request, 10)
-    ledger.release(first.request)
-    again = ledger.admit(Prompt.of(ids[:6]))
-    assert again.hit_tokens == 4
-    assert again.copies == (
-        RowCopy(1, checkpoint.destination, int(ledger.blocks(again.request)[1].ids[0])),
-    )
-
-
-def test_without_room_no_checkpoint_is_made_for_others() -> None:
-    ledger = ledger_of(*RECURRENT, num_slabs=3)
-    request = ledger.admit(Prompt.of(tokens(12)), num_tokens=4).request
-    ledger.pool.hold(1, ledger.pool.num_free(1))
-    assert ledger.grow(request, 5) == ()
-    ledger.check()
-
-
-# ── requests ──────────────────────────────────────────────────────────────────────────
-
-
-def test_a_released_requests_handle_is_not_taken_for_another_one() -> None:
-    ledger = ledger_of(layer("a"))
-    old = ledger.admit(3).request
-    ledger.release(old)
-    new = ledger.admit(3).request
-    assert new != old
-    for call in (ledger.release, ledger.blocks, ledger.num_tokens, ledger.fork):
-        with pytest.raises(BlockError, match=f"request {old} is not known"):
-            call(old)
-    with pytest.raises(BlockError):
-        ledger.grow([new, old], [4, 4])
-    assert ledger.num_tokens(new) == 3
+# ── refusals ─────────────────────────────────────────────────────────────────────────
 
 
 def test_impossible_steps_are_refused() -> None:
@@ -239,18 +172,6 @@ def test_impossible_steps_are_refused() -> None:
         with pytest.raises(BlockError):
             wrong()
     assert ledger.num_tokens(request) == 3
-
-
-def test_hundreds_of_requests_get_slots_as_they_come() -> None:
-    ledger = ledger_of(*HYBRID, num_slabs=3000, caching=False)
-    handles = [ledger.admit(1 + i % 7).request for i in range(500)]
-    assert len(set(handles)) == len(ledger) == 500
-    ledger.grow(handles, [8] * 500)
-    ledger.check()
-    ledger.release(handles[::2])
-    assert len(ledger) == 250
-    ledger.release(handles[1::2])
-    assert ledger.pool.num_held(0) == ledger.pool.num_held(1) == 0
 
 
 # ── what stays cached ─────────────────────────────────────────────────────────────────
@@ -332,18 +253,6 @@ def test_a_window_does_not_go_on_in_a_row_that_was_quarantined() -> None:
     last = ledger.blocks(request)[0].ids[-1:]
     ledger.pool.keep(0, last)
     ledger.check()
-
-
-def test_a_state_that_was_quarantined_is_no_checkpoint_for_others() -> None:
-    ledger = ledger_of(layer("a", tokens=2), state("b", tokens=4))
-    prompt = Prompt.of(tokens(12))
-    request = ledger.admit(prompt, num_tokens=4).request
-    running = ledger.blocks(request)[1].ids
-    ledger.pool.quarantine(1, running)
-    ledger.pool.unquarantine(1, running)
-    assert ledger.grow(request, 8) == ()
-    ledger.release(request)
-    assert ledger.hit_tokens(prompt) == 0
 
 
 def test_requests_belong_to_the_thread_that_owns_the_pool() -> None:

@@ -5,12 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from block_layouts import tokens
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import SpecError
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 50_000, count).tolist()
 
 
 def test_the_hash_of_a_prefix_depends_on_all_of_it_and_nothing_else() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from block_layouts import layer
-from kvstow.blocks.table import BlockTable, first_seen
+from kvstow.blocks.table import BlockTable
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import Full, Retention, Sink, Window
 
 SLOT = np.array([0])
 
@@ -15,28 +15,6 @@ def table(retention: Retention, tokens: int = 2, slots: int = 3) -> BlockTable:
     made = BlockTable(Group(name="g", layers=(layer("a", retention, tokens=tokens),)))
     made.reserve(slots)
     return made
-
-
-@pytest.mark.parametrize(
-    "retention", [Window(1), Window(2), Window(7), Chunk(1), Chunk(4), Chunk(5), Sink(3, 4)]
-)
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_the_first_block_seen_is_that_of_the_first_token_seen(
-    retention: Retention, step: int
-) -> None:
-    for n in range(60):
-        match retention:
-            case Window(size) | Sink(_, size):
-                seen = [t for t in range(n) if t > n - size]
-            case Chunk(size):
-                seen = [t for t in range(n) if t // size == n // size]
-        first = int(first_seen(retention, np.array([n]), step)[0])
-        assert first == (seen[0] // step if seen else n // step)
-
-
-@pytest.mark.parametrize("retention", [Full(), Encoder(4), State()])
-def test_what_does_not_move_sees_everything(retention: Retention) -> None:
-    assert first_seen(retention, np.array([100]), 2).tolist() == [0]
 
 
 def test_a_full_table_grows_with_its_longest_request() -> None:

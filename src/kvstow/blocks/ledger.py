@@ -27,8 +27,8 @@ from kvstow.blocks.table import (
     RowCopy,
     SharedTail,
     by_block,
+    demands_of,
     shared_tails,
-    stretch,
 )
 from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.retention import Encoder, State
@@ -133,34 +133,34 @@ class Ledger:
             self._reserve(max(64, 2 * self._requests.num_slots))
         slot = self._requests.open(upto, known, hit.num_tokens)
         if self.prefixes and known:
-            self._requests.witness[slot] = self.prefixes.testify(
-                known, hit.witness, hit.num_tokens
-            )  # fmt: skip
+            self._requests.sources[slot] = self.prefixes.add_source(
+                known, hit.source, hit.num_tokens
+            )
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
         )
         return Admission(self._requests.handle(slot), hit.num_tokens, copies)
 
     def _hold_for_admission(self, hit: PrefixHit, num_tokens: int) -> dict[int, Ints]:
-        wants: list[RowDemand] = []
+        demands: list[RowDemand] = []
         for g, group in enumerate(self.groups):
             if g in self._growing:
                 step = group.block_tokens
                 count = -(-num_tokens // step) - hit.num_tokens // step
-                wants += stretch(g, self._growing[g], count, num_tokens)
+                demands += demands_of(g, self._growing[g], count, num_tokens)
             else:
-                wants.append(RowDemand(g, self._encoders.get(g, 1)))
+                demands.append(RowDemand(g, self._encoders.get(g, 1)))
         for g, part in hit.blocks.items():
             self.pool.share(g, part.ids)
         try:
-            held = self.pool.hold_all(wants)
+            held = self.pool.hold_all(demands)
         except OutOfBlocks:
             for g, part in hit.blocks.items():
                 self.pool.release(g, part.ids)
             raise
         parts: dict[int, list[Ints]] = {}
-        for want, ids in zip(wants, held, strict=True):
-            parts.setdefault(want.group, []).append(ids)
+        for demand, ids in zip(demands, held, strict=True):
+            parts.setdefault(demand.group, []).append(ids)
         return {g: by_block(ids) for g, ids in parts.items()}
 
     def _open(self, slot: int, g: int, hit: PrefixHit, ids: Ints) -> Sequence[RowCopy]:
@@ -209,7 +209,7 @@ class Ledger:
             raise BlockError(f"a request of {before[at]} tokens cannot shrink to {after[at]}")
         self._requests.check_distinct(slots)
         if self.prefixes:
-            self._seal(slots, before)
+            self._store_computed(slots, before)
         copies = self._grow_rows(slots, before, after)
         self._requests.num_tokens[slots] = after
         return copies
@@ -231,14 +231,14 @@ class Ledger:
             RowDemand(due.group, 1) for due in must
         ]
         try:
-            ids = self.pool.hold_all([*growth.wants, *others]) if growth.wants or others else []
+            ids = self.pool.hold_all([*growth.demands, *others]) if growth.demands or others else []
         except OutOfBlocks:
             for g, _, _, rows in growth.renewed:
                 self.pool.release(g, rows)
             raise
-        given = iter(ids[len(growth.wants) :])
+        given = iter(ids[len(growth.demands) :])
         copies = [self._copied(tail, int(next(given)[0])) for tail in tails]
-        growth.enter(ids[: len(growth.wants)])
+        growth.enter(ids[: len(growth.demands)])
         for g, table, of, rows in growth.renewed:
             self.pool.renew(g, rows)
             table.append_one_each(of, rows)
@@ -285,31 +285,31 @@ class Ledger:
         """
         self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
-        prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
+        prompt, number = self._requests.prompts[slot], self._requests.sources[slot]
         if prompt is None:
             raise BlockError(f"request {request} was admitted without a prompt")
         longer = prompt.extended(tokens)
         self._requests.prompts[slot] = longer
-        self._requests.known[slot] = len(longer)
+        self._requests.num_known[slot] = len(longer)
         if self.prefixes and number is not None:
-            parent = self.prefixes.witness(number)
-            self._requests.witness[slot] = self.prefixes.testify(longer, parent, len(prompt))
-            self.prefixes.dismiss(number)
+            parent = self.prefixes.source(number)
+            self._requests.sources[slot] = self.prefixes.add_source(longer, parent, len(prompt))
+            self.prefixes.drop_source(number)
 
-    def _seal(self, slots: Ints, computed: Ints) -> None:
+    def _store_computed(self, slots: Ints, computed: Ints) -> None:
         """Make whole blocks of computed tokens, whose ids are known, known as prefixes."""
-        ready = np.minimum(computed, self._requests.known[slots])
-        for i in np.nonzero(ready > self._requests.sealed[slots])[0].tolist():
-            self._seal_one(int(slots[i]), int(ready[i]))
+        ready = np.minimum(computed, self._requests.num_known[slots])
+        for i in np.nonzero(ready > self._requests.num_stored[slots])[0].tolist():
+            self._store_computed_of(int(slots[i]), int(ready[i]))
 
-    def _seal_one(self, slot: int, num_tokens: int) -> None:
-        prompt, number = self._requests.prompts[slot], self._requests.witness[slot]
+    def _store_computed_of(self, slot: int, num_tokens: int) -> None:
+        prompt, number = self._requests.prompts[slot], self._requests.sources[slot]
         assert prompt is not None
         assert number is not None
-        sealed = int(self._requests.sealed[slot])
-        self._requests.sealed[slot] = num_tokens
+        stored = int(self._requests.num_stored[slot])
+        self._requests.num_stored[slot] = num_tokens
         for g, table in self._growing.items():
-            first, end = sealed // table.block_tokens, num_tokens // table.block_tokens
+            first, end = stored // table.block_tokens, num_tokens // table.block_tokens
             if first < min(end, table.fixed):
                 self._store(slot, g, first, min(end, table.fixed), prompt, number)
             first = max(first, table.fixed, int(table.first[slot]))
@@ -341,12 +341,12 @@ class Ledger:
             self._reserve(2 * self._requests.num_slots)
         known = self._requests.prompts[slot]
         twin = self._requests.open(
-            int(self._requests.num_tokens[slot]), known, int(self._requests.sealed[slot])
+            int(self._requests.num_tokens[slot]), known, int(self._requests.num_stored[slot])
         )
-        number = self._requests.witness[slot]
+        number = self._requests.sources[slot]
         if self.prefixes and known and number is not None:
-            parent = self.prefixes.witness(number)
-            self._requests.witness[twin] = self.prefixes.testify(known, parent, len(known))
+            parent = self.prefixes.source(number)
+            self._requests.sources[twin] = self.prefixes.add_source(known, parent, len(known))
         for g, table in self._tables.items():
             self.pool.share(g, table.all_ids(slot))
             table.copy(slot, twin)
@@ -372,15 +372,15 @@ class Ledger:
             tokens = self._requests.num_tokens[slots]
             if computed_tokens is not None:
                 tokens = np.minimum(tokens, np.asarray(computed_tokens, np.int64))
-            self._seal(slots, tokens)
+            self._store_computed(slots, tokens)
         for g in range(len(self.groups)):
             part = self._part(g)
             ids = [part.all_ids(slot) for slot in slots.tolist()]
             self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate(ids))
         living: list[int] = slots.tolist()
         for slot in living:
-            if self.prefixes and (number := self._requests.witness[slot]) is not None:
-                self.prefixes.dismiss(number)
+            if self.prefixes and (number := self._requests.sources[slot]) is not None:
+                self.prefixes.drop_source(number)
             for table in self._tables.values():
                 table.end[slot] = 0
             self._requests.close(slot)

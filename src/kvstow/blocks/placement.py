@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 
 from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import NONE, Bools, Where, fewest_runs, ids_at, num_at, num_runs, span
+from kvstow.blocks.runs import NONE, Where, fewest_runs, ids_at, num_at, num_runs, span
 from kvstow.blocks.slabs import FREE, Slabs
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
 Kind = Literal["lasting", "moving", "single", "brief"]

@@ -25,10 +25,11 @@ from kvstow.blocks.placement import (
     roomy,
 )
 from kvstow.blocks.rows import GroupRows
-from kvstow.blocks.runs import Bools
+from kvstow.blocks.runs import Where
 from kvstow.blocks.slabs import OnEvict, Ownership, SlabMap, Slabs, broken_counts, slab_map
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
 NO_THREAD = 0
@@ -188,19 +189,14 @@ class Pool:
         """Add one hold to each row that is held or cached; what is in it stays."""
         self.check_thread()
         slabs, rows = self._of[group]
-        ids, where = rows.located(ids)
+        ids, where, times = _counted(*rows.located(ids))
         cached = rows.refs[where] == 0
         num_cached = np.count_nonzero(cached)
         if num_cached:
             rows.check_none(ids, cached & ~rows.cached.has(where), "is neither held nor cached")
-        if isinstance(where, slice):
-            rows.refs[where] += 1
-        else:
-            np.add.at(rows.refs, ids, 1)
-        if num_cached == len(ids) and isinstance(where, slice):
-            slabs.hold_cached(rows, where)
-        elif num_cached:
-            slabs.hold_cached(rows, np.unique(ids[cached]))
+        rows.refs[where] += times
+        if num_cached:
+            slabs.hold_cached(rows, where if num_cached == len(ids) else ids[cached])
 
     def release(self, group: int, ids: npt.ArrayLike) -> None:
         """Give back one hold on each row; one named twice gives back two.
@@ -209,24 +205,15 @@ class Pool:
         """
         self.check_thread()
         slabs, rows = self._of[group]
-        ids, where = rows.located(ids)
+        ids, where, times = _counted(*rows.located(ids))
         if not len(ids):
             return
-        before = rows.refs[where]
-        if isinstance(where, slice):
-            left = before - 1
-        else:
-            np.subtract.at(rows.refs, ids, 1)
-            left = rows.refs[ids]
+        left = rows.refs[where] - times
         if left[left.argmin()] < 0:
-            rows.refs[where] = before
             rows.check_none(ids, left < 0, "is released more often than it is held")
         rows.refs[where] = left
-        any_twice = np.count_nonzero(before - left != 1)
         if np.count_nonzero(left):
             ids = where = ids[left == 0]
-        if any_twice:
-            ids = where = np.unique(ids)
         if len(ids):
             slabs.release(rows, ids, where)
 
@@ -342,6 +329,18 @@ def _slabs_of(
         num_null=NULL_SLABS * slabs_each,
         on_evict=on_evict,
     )
+
+
+def _counted(ids: Ints, where: Where) -> tuple[Ints, Where, int | Ints]:
+    """Each row once, in the given order where none is named twice; as a slice where they are
+    one run; and how often each is named."""
+    if isinstance(where, slice):
+        return ids, where, 1
+    ascending = np.sort(ids)
+    if not np.count_nonzero(ascending[1:] == ascending[:-1]):
+        return ids, ids, 1
+    ids, times = np.unique(ids, return_counts=True)
+    return ids, ids, times
 
 
 def _out_of_blocks(slabs: Slabs, needs: Mapping[int, int], missing: int) -> OutOfBlocks:

@@ -20,17 +20,18 @@ _SLOT = (1 << SLOT_BITS) - 1
 class Requests:
     """Slots of requests; `num_tokens[slot]` tokens have their rows.
 
-    Of `known` tokens the ids are known; the blocks of `sealed` tokens have been stored
-    as prefixes. `forked` requests may share a block that is not full.
+    Of `num_known` tokens the ids are known; the blocks of `num_stored` tokens have been
+    stored as prefixes. `forked` requests may share a block that is not full. `sources` are
+    numbers that the prefix cache gave.
     """
 
     def __init__(self) -> None:
         self.num_tokens = np.zeros(0, np.int64)
-        self.known = np.zeros(0, np.int64)
-        self.sealed = np.zeros(0, np.int64)
+        self.num_known = np.zeros(0, np.int64)
+        self.num_stored = np.zeros(0, np.int64)
         self.forked = np.zeros(0, np.bool_)
         self.prompts: list[Prompt | None] = []
-        self.witness: list[int | None] = []
+        self.sources: list[int | None] = []
         self._handle = np.zeros(0, np.int64)
         self._mark = np.zeros(0, np.int64)
         self._free: list[int] = []
@@ -52,30 +53,30 @@ class Requests:
         wide = np.zeros(more, np.int64)
         self._free += range(num_slots - 1, self.num_slots - 1, -1)
         self.num_tokens = np.concatenate((self.num_tokens, wide))
-        self.known = np.concatenate((self.known, wide))
-        self.sealed = np.concatenate((self.sealed, wide))
+        self.num_known = np.concatenate((self.num_known, wide))
+        self.num_stored = np.concatenate((self.num_stored, wide))
         self.forked = np.concatenate((self.forked, wide.astype(np.bool_)))
         self._handle = np.concatenate((self._handle, ~np.arange(num_slots - more, num_slots)))
         self._mark = np.concatenate((self._mark, wide))
         self.prompts += [None] * more
-        self.witness += [None] * more
+        self.sources += [None] * more
 
-    def open(self, num_tokens: int, prompt: Prompt | None, sealed: int) -> int:
+    def open(self, num_tokens: int, prompt: Prompt | None, num_stored: int) -> int:
         """Begin a request in a free slot, of which there is one."""
         slot = self._free.pop()
         self._handle[slot] = ~self._handle[slot]
         self.num_tokens[slot] = num_tokens
-        self.known[slot] = 0 if prompt is None else len(prompt)
-        self.sealed[slot] = sealed
+        self.num_known[slot] = 0 if prompt is None else len(prompt)
+        self.num_stored[slot] = num_stored
         self.forked[slot] = False
         self.prompts[slot] = prompt
-        self.witness[slot] = None
+        self.sources[slot] = None
         return slot
 
     def close(self, slot: int) -> None:
         self._handle[slot] = ~(self._handle[slot] + (1 << SLOT_BITS))
         self.prompts[slot] = None
-        self.witness[slot] = None
+        self.sources[slot] = None
         self._free.append(slot)
 
     def handle(self, slot: int) -> int:

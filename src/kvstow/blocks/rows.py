@@ -12,8 +12,9 @@ other groups count as free here; who owns a slab is written down once, in `Slabs
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.blocks.runs import NONE, Bools, Where, fewest_runs, num_at, span, span_of_any
+from kvstow.blocks.runs import NONE, Where, fewest_runs, num_at, span, span_of_any
 from kvstow.errors import BlockError, PlanError
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
 SEGMENT_BITS = 10

@@ -3,11 +3,8 @@
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.plan.view import Ints
-
-Bools = npt.NDArray[np.bool_]
 
 Where: TypeAlias = "slice[int, int, None] | Ints"
 """Ids to index an array with: a slice with both ends where they are one run, each once."""

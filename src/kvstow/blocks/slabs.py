@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstow.blocks.rows import FreeSlabs, GroupRows
-from kvstow.blocks.runs import Bools, Where, ids_at, num_at, span
+from kvstow.blocks.runs import Where, ids_at, num_at, span
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
 OnEvict = Callable[[int, Ints], None]

@@ -112,7 +112,7 @@ class Checkpoints:
 
     def _wanted(self, due: DueCheckpoint, num_tokens: int) -> bool:
         """Whether later requests could start from the checkpoint, and have no such yet."""
-        if not self._prefixes or self._requests.known[due.slot] < num_tokens:
+        if not self._prefixes or self._requests.num_known[due.slot] < num_tokens:
             return False
         if self._is_suspect(due):
             return False
@@ -156,11 +156,11 @@ class Checkpoints:
 
     def _store(self, due: DueCheckpoint, row: int) -> None:
         """Make a checkpoint known to others, where the tokens before it are."""
-        number = self._requests.witness[due.slot]
+        number = self._requests.sources[due.slot]
         step = self._states[due.group].block_tokens
         if not self._prefixes or number is None:
             return
-        if self._requests.known[due.slot] < (due.index + 1) * step or self._is_suspect(due):
+        if self._requests.num_known[due.slot] < (due.index + 1) * step or self._is_suspect(due):
             return
         rows = np.array([row])
         stored = self._prefixes.store(due.group, rows, self._hash(due), number, parent=0)

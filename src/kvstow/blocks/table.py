@@ -1,4 +1,4 @@
-"""BlockTable: the ids that every request has in one group, as one array.
+"""Tables: the ids that every request has in one group, and what a step adds to them.
 
     slot     fixed      ring: logical block k at column fixed + (k - fixed) % ring
     0      │ 12 13 │ 40 41 42 17 ·  ·  ·  · │        blocks [first, end) are held
@@ -10,37 +10,15 @@ both. The ring is as wide as the longest stretch that was ever held, for any len
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import overload
 
 import numpy as np
 
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.plan.group import Group
-from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.retention import first_seen_block, forgets, sink_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-
-
-@overload
-def first_seen(retention: Retention, num_tokens: int, block_tokens: int) -> int: ...
-@overload
-def first_seen(retention: Retention, num_tokens: Ints, block_tokens: int) -> Ints: ...
-def first_seen(retention: Retention, num_tokens: int | Ints, block_tokens: int) -> int | Ints:
-    """The first block, sinks apart, that a token at `num_tokens` or later sees; of one
-    request or of each of several."""
-    match retention:
-        case Window(tokens) | Sink(_, tokens):
-            return (num_tokens - tokens + 1) * (num_tokens >= tokens) // block_tokens
-        case Chunk(tokens):
-            return (num_tokens - num_tokens % tokens) // block_tokens
-        case Full() | Encoder() | State():
-            return 0 * num_tokens
-
-
-def sink_blocks(retention: Retention, block_tokens: int) -> int:
-    """Blocks at the beginning that are held for good although a window moves on."""
-    return -(-retention.sink_tokens // block_tokens) if isinstance(retention, Sink) else 0
 
 
 class BlockTable:
@@ -53,7 +31,7 @@ class BlockTable:
         self.gaps = gaps
         self.block_tokens = group.block_tokens
         self.retention = group.retention
-        self.moves = isinstance(group.retention, Window | Chunk | Sink)
+        self.moves = forgets(group.retention)
         self.fixed = sink_blocks(group.retention, group.block_tokens)
         self.first = np.zeros(0, np.int64)
         self.end = np.zeros(0, np.int64)
@@ -153,7 +131,7 @@ class BlockTable:
 
         A single block stays until the request needs `more`, which can then be its row.
         """
-        seen = first_seen(self.retention, num_tokens, self.block_tokens)
+        seen = first_seen_block(self.retention, num_tokens, self.block_tokens)
         seen = np.minimum(seen, self.end[slots])
         first = np.maximum(self.first[slots], self.fixed) if self.fixed else self.first[slots]
         moved = np.nonzero(seen - first > (more == 0))[0]
@@ -209,57 +187,62 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """The requests that the next `num_wants` wants are for."""
+class GrowthEntry:
+    """The requests that the next `num_demands` demands are for."""
 
     table: BlockTable
     slots: Ints
-    num_wants: int
+    num_demands: int
 
 
 @dataclass(slots=True)
 class Growth:
-    """Wants, in the order in which they are to be held; `renewed` rows stay where they are."""
+    """What many requests demand in one step, in the order in which it is to be held.
 
-    wants: list[RowDemand] = field(default_factory=list[RowDemand])
+    `renewed` rows (group, table, requests, ids) are used again by their requests.
+    """
+
+    demands: list[RowDemand] = field(default_factory=list[RowDemand])
     renewed: list[tuple[int, BlockTable, Ints, Ints]] = field(
         default_factory=list[tuple[int, BlockTable, Ints, Ints]]
     )
-    _entries: list[_Entry] = field(default_factory=list[_Entry])
+    _entries: list[GrowthEntry] = field(default_factory=list[GrowthEntry])
 
     def add(self, g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints) -> None:
         """Requests of which each needs so many more blocks to reach so many tokens."""
         one = slots if int(more.max()) == 1 else slots[more == 1]
         if len(one):
             kind = "moving" if table.moves else "single"
-            self.wants.append(RowDemand(g, len(one), kind, table.near(one)))
-            self._entries.append(_Entry(table, one, 1))
+            self.demands.append(RowDemand(g, len(one), kind, table.near(one)))
+            self._entries.append(GrowthEntry(table, one, 1))
         if len(one) == len(slots):
             return
         for i in np.nonzero(more > 1)[0].tolist():
-            wants = stretch(g, table, int(more[i]), int(num_tokens[i]))
-            self.wants += wants
-            self._entries.append(_Entry(table, slots[i : i + 1], len(wants)))
+            demands = demands_of(g, table, int(more[i]), int(num_tokens[i]))
+            self.demands += demands
+            self._entries.append(GrowthEntry(table, slots[i : i + 1], len(demands)))
 
     def enter(self, ids: list[Ints]) -> None:
-        """Write what was held for the wants into the tables."""
+        """Write what was held for the demands into the tables."""
         given = iter(ids)
         for entry in self._entries:
-            rows = [next(given) for _ in range(entry.num_wants)]
+            rows = [next(given) for _ in range(entry.num_demands)]
             if len(entry.slots) == 1:
                 entry.table.append(int(entry.slots[0]), by_block(rows))
             else:
                 entry.table.append_one_each(entry.slots, rows[0])
 
 
-def stretch(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
-    """What `count` blocks that end at `num_tokens` want: those that no later token sees
-    are wanted briefly. They come first in the request and last here, when the others
-    have their places."""
+def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
+    """Rows for a request's `count` blocks that end at `num_tokens`.
+
+    Those that no later token sees are wanted briefly. They come first in the request and
+    last here, when the others have their places.
+    """
     if not table.moves or not table.gaps:
         return [RowDemand(g, count)]
     end = -(-num_tokens // table.block_tokens)
-    seen = first_seen(table.retention, num_tokens, table.block_tokens)
+    seen = first_seen_block(table.retention, num_tokens, table.block_tokens)
     brief = min(count, max(0, seen - max(end - count, table.fixed)))
     if brief == 0:
         return [RowDemand(g, count, "moving")]
@@ -267,7 +250,7 @@ def stretch(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowD
 
 
 def by_block(parts: list[Ints]) -> Ints:
-    """The rows that a stretch got, in the order of its blocks."""
+    """The rows that `demands_of` one request got, in the order of its blocks."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
 
@@ -294,7 +277,7 @@ def shared_tails(
 ) -> tuple[SharedTail, ...]:
     """Last blocks that the requests must not write to; of several that share one, and
     nobody else, the last may keep it."""
-    found: list[SharedTail] = []
+    tails: list[SharedTail] = []
     for g, table in tables.items():
         part = num_tokens % table.block_tokens != 0
         rows = table.last_ids(slots[part])
@@ -302,5 +285,5 @@ def shared_tails(
         for slot, row in zip(slots[part].tolist(), rows.tolist(), strict=True):
             if left[row] > 1:
                 left[row] -= 1
-                found.append(SharedTail(g, slot, row))
-    return tuple(found)
+                tails.append(SharedTail(g, slot, row))
+    return tuple(tails)

@@ -21,7 +21,6 @@ from math import lcm
 
 import numpy as np
 
-from kvstow.blocks.prefix import blocks_seen, served
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.offload.disk.segments import ChainLink
@@ -29,7 +28,7 @@ from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Encoder
+from kvstow.plan.retention import Encoder, can_hit, seen_blocks
 from kvstow.plan.view import Ints
 
 KEY_BYTES = 32
@@ -130,7 +129,7 @@ def stored_prefix(identity: Identity, prompt: Prompt, tiers: Sequence[Tier]) -> 
         present = np.zeros(len(near), bool)
         for tier in tiers:
             present |= tier.contains(g, near)
-        lengths = lengths[served(group, present, lengths)]
+        lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
     num_tokens = int(lengths[-1])
     return StoredPrefix(num_tokens, wanted(identity, prompt, layout, num_tokens))
 
@@ -140,7 +139,8 @@ def wanted(identity: Identity, prompt: Prompt, layout: Layout, num_tokens: int) 
     blocks: dict[int, Keyed] = {}
     for g, group in _tokenwise(layout):
         keys = block_keys(identity, prompt, group.block_tokens)
-        index = blocks_seen(group, num_tokens)
+        sinks, rest = seen_blocks(group.retention, num_tokens, group.block_tokens)
+        index = np.array([*sinks, *rest], np.int64)
         blocks[g] = Keyed(tuple(keys[int(i)] for i in index), index)
     return blocks
 

@@ -29,12 +29,12 @@ from kvstow.adapters.vllm.protocol import (
     handover_in,
     prompt_digest,
 )
-from kvstow.blocks.prefix import blocks_seen, served
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError, TransferError
 from kvstow.offload.keys import block_keys
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
+from kvstow.plan.retention import can_hit, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.lease import Leases
@@ -108,7 +108,8 @@ class RecallKeys:
             return
         lengths = np.arange(0, len(keys[0]) * self._groups[0].block_tokens + 1, self._unit)
         for group, present in zip(self._groups, answer.present, strict=True):
-            lengths = lengths[served(group, np.asarray(present, np.bool_), lengths)]
+            blocks = np.asarray(present, np.bool_)
+            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, blocks)]
         self._length[answer.request] = int(lengths.max(initial=0))
 
     def matched(self, request: str, num_computed: int) -> int | None:
@@ -125,9 +126,9 @@ class RecallKeys:
         self.forget(request)
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
-            wanted = blocks_seen(group, length)
+            sinks, rest = seen_blocks(group.retention, length, group.block_tokens)
             first = (length - num_external) // group.block_tokens
-            places = [int(k) for k in wanted if k >= first and ids[g][k] > 0]
+            places = [k for k in (*sinks, *rest) if k >= first and ids[g][k] > 0]
             rows[g] = tuple(keys[g][k] for k in places), tuple(ids[g][k] for k in places)
         return LoadBlocks(request=request, rows=rows, num_tokens=num_external)
 
