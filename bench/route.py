@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from bench.machine import machine, write
 
-from kvstow.plan.fleet import Fleet
+from kvstow.plan.deployment import Deployment
 from kvstow.plan.layout import ORDERS
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Route, route
@@ -75,7 +75,9 @@ def seconds(step: Callable[[], object], *, for_seconds: float = 0.0) -> float:
 
 def compile_times(model: str) -> dict[str, Any]:
     """The slowest of all pairs of orders, lanes of every kind of block pair included."""
-    layouts = {order: Fleet(model=model, order=order).layout(0) for order in ORDERS}
+    layouts = {
+        order: Deployment(model=model, order=order, num_slabs=16).layout(0) for order in ORDERS
+    }
     found: dict[str, float] = {}
     lanes: dict[str, int] = {}
     for one, here in layouts.items():
@@ -91,8 +93,8 @@ def expansion(
     here: Options, change: Options, num_blocks: int, *, unfilled: int = 0
 ) -> dict[str, Any]:
     """Both kinds of ids, the whole pool in use; so many slots of the last block are not."""
-    a = Fleet(num_slabs=num_blocks + 2, **here).layout(0)
-    b = Fleet(num_slabs=num_blocks + 2, **here | change).layout(0)
+    a = Deployment(num_slabs=num_blocks + 2, **here).layout(0)
+    b = Deployment(num_slabs=num_blocks + 2, **here | change).layout(0)
     tokens = num_blocks * a.groups[0].group.block_tokens
     counts = num_blocks, -(-tokens // b.groups[0].group.block_tokens)
     way = route(a, b)
@@ -107,7 +109,7 @@ def expansion(
 
 def latency(num_rows: int = 512, pool: int = 100_000) -> dict[str, Any]:
     """A request of equal layouts, its last block full or not."""
-    layout = Fleet(num_slabs=pool + 2, **LARGE).layout(0)
+    layout = Deployment(num_slabs=pool + 2, **LARGE).layout(0)
     random = np.random.default_rng(0)
     ids = [random.permutation(pool)[:num_rows] + 1 for _ in range(2)]
     way, tokens = route(layout, layout), num_rows * layout.groups[0].group.block_tokens

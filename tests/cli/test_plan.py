@@ -225,7 +225,7 @@ def test_notes_of_the_model_go_to_stderr(tmp_path):
         (["lama-3.1-8b"], 2, ["error: no model is called 'lama-3.1-8b'", "hint:", "llama-3.1-8b"]),
         (["qqqqqqqqqqqq"], 2, ["error:", "hint: give the path of a config.json"]),
         (["./nowhere/config.json"], 2, ["error:", "nowhere", "No such file"]),
-        (["llama-3.1-8b", "--memory", "20G"], 2, ["'20G' is not a size", "hint:"]),
+        (["llama-3.1-8b", "--memory", "20 gigs"], 2, ["'20 gigs' is not a size", "hint:"]),
         (["llama-3.1-8b", "--memory", "1GiB", "--num-slabs", "9"], 2, ["1073741824", "9", "hint:"]),
         (["llama-3.1-8b", "--rank", "4", "--tp", "4"], 2, ["--rank 4", "4 ranks", "hint:"]),
         (["llama-3.1-8b", "--tp", "0"], 2, ["--tp"]),

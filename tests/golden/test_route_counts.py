@@ -3,7 +3,7 @@ by hand from the model's facts, and change only on purpose."""
 
 import pytest
 
-from kvstow.plan.fleet import Fleet
+from kvstow.plan.deployment import Deployment
 from kvstow.plan.layout import ORDERS
 from kvstow.route.price import price
 from kvstow.route.sources import sources
@@ -11,7 +11,7 @@ from kvstow.route.sources import sources
 Counts = dict[str, dict[int, int]]
 
 
-def counts(here: Fleet, there: Fleet, rank: int) -> Counts:
+def counts(here: Deployment, there: Deployment, rank: int) -> Counts:
     """By destination group and source rank, the moves of one destination block."""
     destination = there.layout(rank)
     found: Counts = {}
@@ -37,14 +37,14 @@ LLAMA_70B = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_llama_70b_from_tp_4_to_tp_8(order):
-    here = Fleet(model="llama-3.1-70b", tp=4, order=order)
-    there = Fleet(model="llama-3.1-70b", tp=8, order=order)
+    here = Deployment(model="llama-3.1-70b", tp=4, order=order, num_slabs=16)
+    there = Deployment(model="llama-3.1-70b", tp=8, order=order, num_slabs=16)
     assert counts(here, there, rank=3) == {"full": {1: LLAMA_70B[order]}}
 
 
 def test_llama_70b_with_heads_outermost_takes_one_move_per_block_and_peer():
-    here = Fleet(model="llama-3.1-70b", tp=8, order="BHLNC")
-    there = Fleet(model="llama-3.1-70b", tp=2, order="BHLNC")
+    here = Deployment(model="llama-3.1-70b", tp=8, order="BHLNC", num_slabs=16)
+    there = Deployment(model="llama-3.1-70b", tp=2, order="BHLNC", num_slabs=16)
     assert counts(here, there, rank=1) == {"full": {4: 1, 5: 1, 6: 1, 7: 1}}
 
 
@@ -108,4 +108,7 @@ PAIRS = {
 
 @pytest.mark.parametrize(("here", "there", "rank", "expected"), PAIRS.values(), ids=PAIRS)
 def test_moves_per_block(here, there, rank, expected):
-    assert counts(Fleet(**here), Fleet(**there), rank) == expected
+    assert (
+        counts(Deployment(num_slabs=16, **here), Deployment(num_slabs=16, **there), rank)
+        == expected
+    )

@@ -165,7 +165,7 @@ def test_an_absurd_number_of_layers_is_refused_by_size():
 def test_an_absurd_number_of_heads_is_refused_before_anything_is_counted_out():
     document = changed("groups.0.layers.0.heads", {"name": "head", "total": 1 << 60,
                                                    "pieces": [[0, 1 << 60]]})  # fmt: skip
-    assert refused(document).kind in {"order", "alignment", "bounds", "sharing"}
+    assert refused(document).kind in {"spec", "order", "alignment", "bounds", "sharing"}
 
 
 PATHS = st.sampled_from(

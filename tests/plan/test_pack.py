@@ -96,12 +96,56 @@ class Lookalike:
         return self.value // other
 
 
-@pytest.mark.parametrize("budget", [1e9, True, "20GiB", Lookalike(1 << 30), 0, -5])
+def test_a_budget_may_be_written_as_people_write_it():
+    groups = grouped([attention("a")])
+    for pack in PACKINGS:
+        assert pack(groups, budget="1MiB") == pack(groups, budget=1 << 20)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, 8.0, 10**18])
+def test_a_context_of_no_tokens_is_refused(tokens):
+    groups = grouped([attention("a"), attention("b", retention=Window(4))])
+    with pytest.raises(PlanError, match=f"context_tokens is {tokens!r}"):
+        separate(groups, num_slabs=4, context_tokens=tokens)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_arena_beyond_all_addresses_is_refused(order):
+    site = Site(order=order)
+    long = grouped([attention("a", tokens=1 << 40, heads=1 << 20), attention("b")])
+    for pack in PACKINGS:
+        with pytest.raises(PlanError, match=r"number of slabs is 10{27}, .* to \d+"):
+            pack(grouped([attention("a")]), num_slabs=10**27, site=site)
+        with pytest.raises(PlanError, match=r"take \d+ bytes, not below 2\^63\n\nhint: "):
+            pack(grouped([attention("a")]), num_slabs=(1 << 63) - 1, site=site)
+        with pytest.raises(PlanError, match=r"2\^63\n\nhint: fewer tokens per block"):
+            pack(long, num_slabs=4, site=site)
+
+
+def test_no_groups_make_no_layout():
+    for pack in PACKINGS:
+        with pytest.raises(PlanError, match="no groups to place"):
+            pack((), num_slabs=4)
+
+
+@pytest.mark.parametrize("wrong", [{"order": "blhnc"}, {"order": "HND"}, {"order": "XYZ"}])
+def test_a_site_has_its_order_in_canonical_form(wrong):
+    with pytest.raises(PlanError, match=r"order .*\n\nhint: "):
+        Site(**wrong)
+
+
+@pytest.mark.parametrize("demand", ["offset_multiple", "stride_multiple", "stride_limit"])
+def test_a_demand_of_nothing_is_refused(demand):
+    with pytest.raises(PlanError, match=r"of '\*' is 0"):
+        Demand(**{demand: 0})
+
+
+@pytest.mark.parametrize("budget", [1e9, True, "20 bytes", Lookalike(1 << 30), 0, -5, 10**27])
 def test_a_budget_that_is_no_whole_number_is_refused(budget):
     """Facts 4: a mock object must not become a block count."""
     groups = grouped([attention("a")])
     for pack in PACKINGS:
-        with pytest.raises(PlanError, match="budget in bytes is"):
+        with pytest.raises(PlanError, match=r"is not a size|bytes, not in"):
             pack(groups, budget=budget)
         with pytest.raises(PlanError, match="number of slabs is"):
             pack(groups, num_slabs=budget)

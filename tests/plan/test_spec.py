@@ -140,6 +140,105 @@ def test_a_missing_field_is_reported_with_those_there_are() -> None:
         layer().field("q")
 
 
+@pytest.mark.parametrize("retention", ["full", None, 4096, Window])
+def test_what_is_no_retention_is_refused_with_a_hint(retention: object) -> None:
+    with pytest.raises(SpecError, match=r"layer 'layer': retention is .*\n\nhint: .*Full\(\)"):
+        layer(retention=retention)
+
+
+@pytest.mark.parametrize("heads", [2, None, "2", (0, 2)])
+def test_heads_are_an_extent_and_a_number_is_refused_with_a_hint(heads: object) -> None:
+    with pytest.raises(SpecError, match=r"heads is .*, not an Extent\n\nhint: Extent\.whole"):
+        layer(heads=heads)
+
+
+def test_fields_are_a_tuple_of_fields_of_known_types() -> None:
+    with pytest.raises(SpecError, match=r"not a tuple of Fields\n\nhint: "):
+        layer(fields=[field("k", DType.INT8, 1)])
+    with pytest.raises(SpecError, match=r"dtype is 'bf16', not a DType\n\nhint: "):
+        Field("k", "bf16", (Extent.whole("content", 4),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1 << 41, 10**18, 10**27])
+def test_counts_that_no_model_has_are_refused(count: int) -> None:
+    with pytest.raises(SpecError, match=f"block_tokens is {count}, .* to 1099511627776"):
+        layer(block_tokens=count, states=count)
+    with pytest.raises(SpecError, match=f"size is {count}"):
+        Extent.whole("head", count)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        *((dtype.value, dtype) for dtype in DType),
+        *((dtype, dtype) for dtype in DType),
+        ("bf16", DType.BFLOAT16),
+        ("BF16", DType.BFLOAT16),
+        ("torch.bfloat16", DType.BFLOAT16),
+        ("fp16", DType.FLOAT16),
+        ("half", DType.FLOAT16),
+        ("fp8", DType.FLOAT8_E4M3),
+        ("fp8_e4m3", DType.FLOAT8_E4M3),
+        ("e5m2", DType.FLOAT8_E5M2),
+        ("float", DType.FLOAT32),
+    ],
+)
+def test_element_types_are_read_in_the_spelling_people_use(text: str, dtype: DType) -> None:
+    assert DType.parse(text) is dtype
+
+
+@pytest.mark.parametrize("text", ["", "fp9", "nvfp4", 16, None, "torch."])
+def test_an_unknown_element_type_is_refused_with_those_there_are(text: object) -> None:
+    with pytest.raises(SpecError, match=r"is not an element type\n\nhint: one of .*bfloat16"):
+        DType.parse(text)
+
+
+def test_an_attention_layer_is_the_one_written_out() -> None:
+    made = LayerSpec.attention("layer", heads=2, head_dim=8, dtype="half")
+    written = LayerSpec(
+        name="layer",
+        retention=Full(),
+        block_tokens=16,
+        states=16,
+        heads=Extent("head", 2, ((0, 2),)),
+        fields=(
+            Field("k", DType.FLOAT16, (Extent("content", 8, ((0, 8),)),)),
+            Field("v", DType.FLOAT16, (Extent("content", 8, ((0, 8),)),)),
+        ),
+    )
+    assert made == written
+    assert made.page_bytes == 16 * 2 * (8 + 8) * 2
+
+
+def test_an_attention_layer_has_wider_values_other_retentions_and_a_ranks_heads() -> None:
+    heads = Extent("head", 8, ((4, 8),))
+    made = LayerSpec.attention(
+        "a", heads=heads, head_dim=3, v_head_dim=5, dtype="fp8", retention=Window(7), block_tokens=1
+    )
+    assert made.page_bytes == 4 * (3 + 5)
+    assert (made.heads, made.retention) == (heads, Window(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 0}, "heads is 0"),
+        ({"heads": True}, "heads is True"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"v_head_dim": -1}, "v_head_dim is -1"),
+        ({"dtype": "fp9"}, "'fp9' is not an element type"),
+        ({"retention": "full"}, "retention is 'full'"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+    ],
+)
+def test_an_attention_layer_that_cannot_be_is_refused(
+    change: dict[str, object], words: str
+) -> None:
+    facts: dict[str, object] = {"heads": 2, "head_dim": 8, "dtype": "bf16"}
+    with pytest.raises(SpecError, match=words):
+        LayerSpec.attention("a", **facts | change)  # type: ignore[arg-type]
+
+
 def test_per_layer_engines_allocate_keys_and_values_apart() -> None:
     assert layer().num_tensors == 2
     assert layer(fields=(field("latent", DType.INT8, 1),)).num_tensors == 1

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstow.errors import BlockError, PlanError, RouteError
-from kvstow.plan.fleet import Fleet
+from kvstow.errors import BlockError, RouteError
+from kvstow.plan.deployment import Deployment
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, PlacedGroup, Placement
 from kvstow.plan.pack import Alignment, Site, packed, separate, union
@@ -307,7 +307,7 @@ class TestRefusals:
 
 class TestSources:
     def ranks(self, model, tp, **how):
-        return Fleet(model=model, tp=tp, **how).layouts()
+        return Deployment(model=model, tp=tp, num_slabs=16, **how).layouts()
 
     def test_replicas_are_shared_out_evenly_among_destination_ranks(self):
         peers = self.ranks("deepseek-v2-lite", 4)
@@ -355,10 +355,6 @@ class TestSources:
         found = [[s.index for s in sources([rank(r, 6) for r in range(6)], rank(q, 4))]
                  for q in range(4)]  # fmt: skip
         assert found == [[0, 1], [1, 2], [3, 4], [4, 5]]
-
-    def test_a_fleet_has_no_rank_beyond_its_last(self):
-        with pytest.raises(PlanError, match="rank 2 is not one of the 2 ranks"):
-            Fleet(model="llama-3.2-1b", tp=2).layout(2)
 
 
 class TestPrice:

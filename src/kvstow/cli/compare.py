@@ -1,15 +1,14 @@
 """`kvstow compare`: one model under every order and packing."""
 
-from typing import Any, get_args
+from typing import Any
 
 from kvstow.cli import options
-from kvstow.cli.deployment import Deployment, Served, served
+from kvstow.cli.deployment import check_arena, on_rank
 from kvstow.cli.output import FAILED, HINT, emit_json, emit_text, human, refuse, table, wrapped
-from kvstow.errors import PlanError
-from kvstow.plan.layout import ORDERS, Order
-
-CONTEXT_TOKENS = 8192
-"""The request for which concurrency is compared."""
+from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
+from kvstow.plan.layout import ORDERS
+from kvstow.plan.pack import PACKINGS
+from kvstow.plan.report import compared_figures
 
 
 def compare(
@@ -25,22 +24,22 @@ def compare(
     json: options.Json = False,
 ) -> None:
     """Every order and packing of a model, side by side."""
+    check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
         tp=tp,
         pp=pp,
-        rank=rank,
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,
         memory=memory,
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
-    what = served(deployment)
+    what = on_rank(deployment, rank)
     layouts = [
-        _candidate(what, order, packing)
+        compared_figures(what, order, packing)
         for order in sorted(ORDERS, key=lambda order: order[0])
-        for packing in get_args(options.Packing)
+        for packing in PACKINGS
     ]
     if json:
         emit_json(_document(what, layouts))
@@ -50,52 +49,28 @@ def compare(
         refuse("no order and packing can be" + HINT + "see each reason on stdout", code=FAILED)
 
 
-def _candidate(what: Served, order: Order, packing: options.Packing) -> dict[str, Any]:
-    """The figures of one layout, or the reason why there is none."""
-    from kvstow.cli.figures import descriptors, padding_fractions
-    from kvstow.plan.capacity import bytes_per_token, max_requests
-
-    chosen = {"order": order, "packing": packing}
-    try:
-        layout = what.layout(order, packing)
-    except PlanError as error:
-        return chosen | {"error": str(error)}
-    names = [rows.group.name for rows in layout.groups]
-    growth = bytes_per_token(layout)
-    return chosen | {
-        "error": None,
-        "slab_bytes": layout.slab_bytes,
-        "num_slabs": layout.num_slabs,
-        "arena_bytes": layout.nbytes,
-        "padding": max(padding_fractions(layout)),
-        "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
-        "bytes_per_token": int(growth) if growth.denominator == 1 else float(growth),
-        "requests": {str(CONTEXT_TOKENS): max_requests(layout, CONTEXT_TOKENS)},
-    }
-
-
-def _document(what: Served, layouts: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(what: RankLayers, layouts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "model": what.model.name,
         "tp": what.deployment.tp,
         "pp": what.deployment.pp,
-        "rank": what.deployment.rank,
+        "rank": what.rank,
         "block_tokens": what.block_tokens,
         "kv_dtype": what.kv_dtype,
         "layouts": layouts,
     }
 
 
-def _report(what: Served, layouts: list[dict[str, Any]]) -> list[str]:
+def _report(what: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
     asked = what.deployment
     heading = (
         f"{what.model.name}\n"
-        f"rank {asked.rank} of tp {asked.tp} × pp {asked.pp}, {what.kv_dtype}, {_arena(what)}"
+        f"rank {what.rank} of tp {asked.tp} × pp {asked.pp}, {what.kv_dtype}, {_arena(what)}"
     )
     columns = ("order", "packing", "slab bytes", "slabs", "padding", "copies", "requests")
     legend = (
         "padding, and copies per block: of the worst group\n"
-        f"requests: of {CONTEXT_TOKENS:,} tokens, at once"
+        f"requests: of {USUAL_TOKENS:,} tokens, at once"
     )
     refused = [
         wrapped(f"{layout['order']} {layout['packing']}: {layout['error'].partition(HINT)[0]}")
@@ -106,10 +81,11 @@ def _report(what: Served, layouts: list[dict[str, Any]]) -> list[str]:
     return [heading, table(columns, map(_row, layouts), num_left=2), legend, *reasons]
 
 
-def _arena(what: Served) -> str:
-    if what.budget is None:
+def _arena(what: RankLayers) -> str:
+    budget = what.deployment.budget
+    if budget is None:
         return f"{what.deployment.num_slabs:,} slabs"
-    return human(what.budget)
+    return human(budget)
 
 
 def _row(layout: dict[str, Any]) -> tuple[str, ...]:
@@ -123,5 +99,5 @@ def _row(layout: dict[str, Any]) -> tuple[str, ...]:
         f"{layout['num_slabs']:,}",
         f"{layout['padding']:.2%}",
         f"{max(layout['descriptors_per_block'].values()):,}",
-        f"{layout['requests'][str(CONTEXT_TOKENS)]:,}",
+        f"{layout['requests'][str(USUAL_TOKENS)]:,}",
     )

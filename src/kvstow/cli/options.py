@@ -1,42 +1,26 @@
 """The options that several commands share, and how their values are read."""
 
-import re
 from collections.abc import Iterable
-from fractions import Fraction
 from math import lcm
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from kvstow.errors import PlanError
 from kvstow.plan.layout import Order
-from kvstow.plan.pack import Alignment, Demand
+from kvstow.plan.pack import Alignment, Demand, Packing
+from kvstow.plan.words import parse_size
 
-Packing = Literal["slab", "union", "separate"]
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgtp", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
-_SIZE_HINT = "hint: for example 20GiB, 512MB, 1.5TiB or 1073741824"
-_SIZE_LIMIT = 1 << 63
 _USUAL = Alignment()
 
 
 def size(text: str) -> int:
     """The bytes that `20GiB`, `512MB` or `1.5TiB` are, exactly."""
-    match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise typer.BadParameter(f"{text!r} is not a size\n\n{_SIZE_HINT}")
-    nbytes = Fraction(match[1]) * unit
-    if nbytes.denominator != 1:
-        raise typer.BadParameter(f"{text!r} is {float(nbytes)} bytes, not a whole number of them")
-    if not 0 < nbytes < _SIZE_LIMIT:
-        raise typer.BadParameter(f"{text!r} is {nbytes} bytes, not in [1, 2^63)\n\n{_SIZE_HINT}")
-    return int(nbytes)
+    try:
+        return parse_size(text)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def alignment(wishes: Iterable[str]) -> Alignment:

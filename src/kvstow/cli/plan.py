@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from kvstow.cli import options
-from kvstow.cli.deployment import Deployment, Served, served
+from kvstow.cli.deployment import check_arena, on_rank
 from kvstow.cli.output import emit_json, emit_text, human, note, table
+from kvstow.plan.deployment import Deployment, RankLayers
+from kvstow.plan.report import padding_fractions, plan_figures, tensor_bytes
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -27,18 +29,18 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """The layout of a model, what it costs and what fits."""
+    check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
         tp=tp,
         pp=pp,
-        rank=rank,
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,
         memory=memory,
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
-    what = served(deployment)
+    what = on_rank(deployment, rank)
     layout = what.layout(order, packing)
     if manifest is not None:
         from kvstow.plan.manifest import encode
@@ -50,8 +52,6 @@ def plan(
 
         html.write_text(plan_page(what, layout, packing), encoding="utf-8")
         note(f"page written to {html}")
-    from kvstow.cli.figures import plan_figures
-
     figures = plan_figures(what, layout)
     if json:
         emit_json(figures)
@@ -60,7 +60,7 @@ def plan(
 
 
 def _report(
-    what: Served, layout: "Layout", figures: dict[str, Any], packing: options.Packing
+    what: RankLayers, layout: "Layout", figures: dict[str, Any], packing: options.Packing
 ) -> list[str]:
     from kvstow.render.text import are_rows, rows_picture, slab_picture
 
@@ -71,11 +71,11 @@ def _report(
     return parts
 
 
-def _heading(what: Served, figures: dict[str, Any], packing: options.Packing) -> str:
+def _heading(what: RankLayers, figures: dict[str, Any], packing: options.Packing) -> str:
     asked = what.deployment
     return (
         f"{figures['model']}\n"
-        f"rank {asked.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
+        f"rank {what.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
         f"{figures['order']}, packing {packing}\n"
         f"arena {human(figures['arena_bytes'])} in one region: {figures['num_slabs']:,} slabs of "
         f"{figures['slab_bytes']:,} bytes\n"
@@ -84,8 +84,6 @@ def _heading(what: Served, figures: dict[str, Any], packing: options.Packing) ->
 
 
 def _groups(layout: "Layout", figures: dict[str, Any]) -> str:
-    from kvstow.cli.figures import padding_fractions
-
     rows = [
         (
             group["name"],
@@ -103,8 +101,6 @@ def _groups(layout: "Layout", figures: dict[str, Any]) -> str:
 
 
 def _moving(layout: "Layout", figures: dict[str, Any]) -> str:
-    from kvstow.cli.figures import tensor_bytes
-
     transfer = figures["transfer"]
     rows = [
         (

@@ -2,25 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
-from kvstow.cli.options import Packing
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError
+from kvstow.plan.deployment import Deployment, repacked
 from kvstow.plan.layout import ORDERS, Layout, Order
-from kvstow.plan.pack import Site
+from kvstow.plan.pack import PACKINGS, Packing
 
-if TYPE_CHECKING:
-    from kvstow.plan.fleet import Fleet
+NUM_SLABS = 16
+"""Slabs of each arena, unless the text says otherwise: a route's price does not depend on it."""
 
 _NUMBERS = ("tp", "pp", "rank", "block_tokens", "num_slabs")
-_CHOICES: dict[str, tuple[str, ...]] = {"order": ORDERS, "packing": get_args(Packing)}
+_CHOICES: dict[str, tuple[str, ...]] = {"order": ORDERS, "packing": PACKINGS}
 _KEYS = (*_NUMBERS, *_CHOICES, "kv_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """What was named: every rank of a fleet, one rank of it, or the one in a manifest."""
+    """What was named: every rank of a deployment, one rank of it, or the one in a manifest."""
 
     text: str
     layouts: tuple[Layout, ...]
@@ -29,17 +29,8 @@ class Named:
 
     def reordered(self, order: Order) -> tuple[Layout, ...]:
         """The same ranks in another order."""
-        from kvstow.plan.fleet import repacked
-
         return tuple(
-            layout
-            if layout.order == order
-            else repacked(
-                tuple(rows.group for rows in layout.groups),
-                self.packing,
-                layout.num_slabs,
-                Site(model=layout.model, order=order, tp=layout.tp, pp=layout.pp),
-            )
+            layout if layout.order == order else repacked(layout, order, self.packing)
             for layout in self.layouts
         )
 
@@ -51,14 +42,14 @@ def named(text: str, *, one_rank: bool) -> Named:
     if document is not None:
         rank = document.pp[0] * document.tp[1] + document.tp[0]
         return Named(text=text, layouts=(document,), ranks=(rank,), packing="slab")
-    fleet, rank = _fleet(text)
+    deployment, rank = _deployment(text)
     if rank is None and one_rank:
         rank = 0
-        if fleet.num_ranks > 1:
-            note(f"{text}: rank 0 of {fleet.num_ranks}; say rank=R for another")
-    ranks = tuple(range(fleet.num_ranks)) if rank is None else (rank,)
-    layouts = tuple(fleet.layout(rank) for rank in ranks)
-    return Named(text=text, layouts=layouts, ranks=ranks, packing=fleet.packing)
+        if deployment.num_ranks > 1:
+            note(f"{text}: rank 0 of {deployment.num_ranks}; say rank=R for another")
+    ranks = tuple(range(deployment.num_ranks)) if rank is None else (rank,)
+    layouts = tuple(deployment.layout(rank) for rank in ranks)
+    return Named(text=text, layouts=layouts, ranks=ranks, packing=deployment.packing)
 
 
 def _manifest(text: str) -> Layout | None:
@@ -78,8 +69,7 @@ def _manifest(text: str) -> Layout | None:
         refuse(f"{text}: {error}", code=MISUSED)
 
 
-def _fleet(text: str) -> "tuple[Fleet, int | None]":
-    from kvstow.plan.fleet import Fleet
+def _deployment(text: str) -> tuple[Deployment, int | None]:
     from kvstow.plan.models import load_model
 
     model, _, rest = text.partition("@")
@@ -92,7 +82,7 @@ def _fleet(text: str) -> "tuple[Fleet, int | None]":
     except ModelError as error:
         refuse(str(error), code=MISUSED)
     rank = settings.pop("rank", None)
-    return Fleet(model=config, **settings), rank
+    return Deployment(model=config, **{"num_slabs": NUM_SLABS} | settings), rank
 
 
 def _value(text: str, key: str, value: str) -> int | str:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.deployment import Deployment, served
+from kvstow.cli.deployment import check_arena, on_rank
 from kvstow.cli.output import emit_json, emit_text, human, note, table
+from kvstow.plan.deployment import Deployment
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -80,27 +81,28 @@ def simulate(
     from kvstow.simulate import Pace
     from kvstow.simulate.replay import layout_of
 
-    what = served(
-        Deployment(
-            model=model,
-            tp=tp,
-            pp=pp,
-            rank=rank,
-            block_tokens=block_tokens,
-            kv_dtype=kv_dtype,
-            memory=memory,
-            num_slabs=num_slabs,
-            alignment=options.alignment(align or ()),
-        )
+    check_arena(memory, num_slabs)
+    deployment = Deployment(
+        model=model,
+        tp=tp,
+        pp=pp,
+        block_tokens=block_tokens,
+        kv_dtype=kv_dtype,
+        memory=memory,
+        num_slabs=num_slabs,
+        alignment=options.alignment(align or ()),
     )
-    site = Site(model=what.model.name, alignment=what.deployment.alignment)
+    what = on_rank(deployment, rank)
+    site = Site(model=what.model.name, alignment=deployment.alignment)
     lines = _trace(trace, requests, rate, seed)
     pace = Pace(chunk_tokens=chunk_tokens)
     reports: dict[str, ReplayReport] = {}
     films: dict[str, Film] = {}
     names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     for name in names:
-        layout = layout_of(name, what.groups, budget=what.budget, num_slabs=num_slabs, site=site)
+        layout = layout_of(
+            name, what.groups, budget=deployment.budget, num_slabs=num_slabs, site=site
+        )
         films[name] = Film()
         reports[name] = _replayed(name, layout, lines, pace, seconds, films[name])
     if html is not None:

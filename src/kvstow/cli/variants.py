@@ -1,12 +1,9 @@
 """What the page of `kvstow plan` can be asked: the same model, planned many times over."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from kvstow import __version__
-from kvstow.cli.deployment import Deployment, Served
-from kvstow.cli.figures import descriptors, padding_fractions, per_layer_figures
-from kvstow.cli.options import Packing
 from kvstow.errors import KvstowError
 from kvstow.plan.capacity import (
     bytes_per_token,
@@ -15,14 +12,16 @@ from kvstow.plan.capacity import (
     max_tokens,
     request_bytes,
 )
+from kvstow.plan.deployment import RankLayers
 from kvstow.plan.group import Group
 from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.report import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.page import page
 from kvstow.render.record import Index, layout_record
 from kvstow.render.svg import layout_svg
 
 PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
 TP = (1, 2, 4, 8)
 FACTORS = (0.5, 1, 2, 4)
 """Tokens per block, times what was asked for."""
@@ -35,22 +34,22 @@ COMPARED: tuple[Order, ...] = ("BLHNC", "LBHNC")
 """The orders, one of either kind, in which every packing is planned."""
 
 
-def plan_page(served: Served, layout: Layout, packing: Packing) -> str:
+def plan_page(held: RankLayers, layout: Layout, packing: Packing) -> str:
     """The page: this layout and its neighbours, drawn; a still picture without scripts."""
-    data = plan_data(served, layout.order, packing)
+    data = plan_data(held, layout.order, packing)
     return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=layout_svg(layout))
 
 
-def plan_data(served: Served, order: Order, packing: Packing) -> dict[str, Any]:
+def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
     """Everything the page draws: what was asked for, and its neighbours.
 
     Neighbours that cannot be carry the reason instead. Ranks other than the first are
     planned as they were asked for, with no other `tp`.
     """
     index = Index()
-    asked = served.deployment
+    asked = held.deployment
     choices = _choices(order, packing)
-    tried = [_served(served, tp, tokens) for tp in _tps(served) for tokens in _tokens(served)]
+    tried = [_variant(held, tp, tokens) for tp in _tps(held) for tokens in _tokens(held)]
     alike: dict[tuple[Group, ...], dict[str, Any]] = {}
     variants: list[dict[str, Any]] = []
     for each in tried:
@@ -58,28 +57,30 @@ def plan_data(served: Served, order: Order, packing: Packing) -> dict[str, Any]:
             continue
         if each.groups not in alike:
             alike[each.groups] = {"planned": len(alike), **_planned_all(each, choices, index)}
-        variants.append({
-            "tp": each.deployment.tp,
-            "block_tokens": each.block_tokens,
-            "planned": alike[each.groups]["planned"],
-        })  # fmt: skip
+        variants.append(
+            {
+                "tp": each.deployment.tp,
+                "block_tokens": each.block_tokens,
+                "planned": alike[each.groups]["planned"],
+            }
+        )
     return {
         "kvstow": __version__,
-        "model": served.model.name,
+        "model": held.model.name,
         "source": asked.model,
-        "rank": asked.rank,
+        "rank": held.rank,
         "pp": asked.pp,
-        "kv_dtype": served.kv_dtype,
+        "kv_dtype": held.kv_dtype,
         "asked_dtype": asked.kv_dtype,
-        "budget": served.budget,
+        "budget": asked.budget,
         "slabs_asked": asked.num_slabs,
-        "notes": list(served.model.notes),
+        "notes": list(held.model.notes),
         "orders": sorted(ORDERS, key=lambda each: each[0]),
         "packings": list(PACKINGS),
         "lengths": list(LENGTHS),
         "start": {
             "tp": asked.tp,
-            "block_tokens": served.block_tokens,
+            "block_tokens": held.block_tokens,
             "order": order,
             "packing": packing,
         },
@@ -89,44 +90,28 @@ def plan_data(served: Served, order: Order, packing: Packing) -> dict[str, Any]:
     }
 
 
-def _tps(served: Served) -> list[int]:
-    asked = served.deployment
-    return [asked.tp] if asked.rank else sorted({*TP, asked.tp})
+def _tps(held: RankLayers) -> list[int]:
+    asked = held.deployment
+    return [asked.tp] if held.rank else sorted({*TP, asked.tp})
 
 
-def _tokens(served: Served) -> list[int]:
+def _tokens(held: RankLayers) -> list[int]:
     """Tokens per block to try, whole and within reason; what was asked for is among them."""
-    asked = served.block_tokens
+    asked = held.block_tokens
     tried = {int(asked * factor) for factor in FACTORS if asked * factor >= 1}
     return sorted(n for n in tried if n == asked or n <= MOST_TOKENS)
 
 
-def _served(served: Served, tp: int, block_tokens: int) -> Served | None:
+def _variant(held: RankLayers, tp: int, block_tokens: int) -> RankLayers | None:
     """The same model with another `tp` and block size; None where it cannot be split so."""
-    asked = served.deployment
-    if (tp, block_tokens) == (asked.tp, served.block_tokens):
-        return served
+    asked = held.deployment
+    if (tp, block_tokens) == (asked.tp, held.block_tokens):
+        return held
     try:
-        found = _planned_as(replace(asked, tp=tp, block_tokens=block_tokens), served.budget)
+        other = replace(asked, tp=tp, block_tokens=block_tokens).on_rank(held.rank)
     except KvstowError:
         return None
-    return found if found.block_tokens == block_tokens else None
-
-
-def _planned_as(deployment: Deployment, budget: int | None) -> Served:
-    from kvstow.plan.group import grouped
-    from kvstow.plan.models import load_model, model_layers
-
-    model = model_layers(
-        load_model(deployment.model),
-        tp=deployment.tp,
-        tp_rank=deployment.tp_rank,
-        pp=deployment.pp,
-        pp_rank=deployment.pp_rank,
-        block_tokens=deployment.block_tokens,
-        kv_dtype=deployment.kv_dtype,
-    )
-    return Served(deployment=deployment, model=model, groups=grouped(model.layers), budget=budget)
+    return other if other.block_tokens == block_tokens else None
 
 
 def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:
@@ -140,27 +125,27 @@ def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:
 
 
 def _planned_all(
-    served: Served, choices: list[tuple[Order, Packing]], index: Index
+    held: RankLayers, choices: list[tuple[Order, Packing]], index: Index
 ) -> dict[str, Any]:
     known: dict[object, dict[str, Any]] = {}
     return {
-        "per_layer": per_layer_figures(served.groups),
+        "per_layer": per_layer_figures(held.groups),
         "layouts": {
-            f"{order} {packing}": _planned(served, order, packing, index, known)
+            f"{order} {packing}": _planned(held, order, packing, index, known)
             for order, packing in choices
         },
     }
 
 
 def _planned(
-    served: Served,
+    held: RankLayers,
     order: Order,
     packing: Packing,
     index: Index,
     known: dict[object, dict[str, Any]],
 ) -> dict[str, Any]:
     try:
-        layout = served.layout(order, packing)
+        layout = held.layout(order, packing)
     except KvstowError as error:
         return {"error": str(error)}
     return {
@@ -176,9 +161,11 @@ def _holding(layout: Layout, known: dict[object, dict[str, Any]]) -> dict[str, A
     key = (
         layout.num_slabs,
         tuple(layout.sharing),
-        tuple((rows.group, rows.rows_per_slab, layout.row_stride(g))
-              for g, rows in enumerate(layout.groups)),
-    )  # fmt: skip
+        tuple(
+            (rows.group, rows.rows_per_slab, layout.row_stride(g))
+            for g, rows in enumerate(layout.groups)
+        ),
+    )
     if key not in known:
         known[key] = {
             "fixed_bytes": fixed_bytes(layout),

@@ -1,19 +1,25 @@
 """Groups: layers that share one block table."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvstow.errors import SpecError
 from kvstow.plan.retention import (
+    Full,
     Retention,
+    State,
     lasting_first,
     rows_bound,
     rows_needed,
     short_name,
 )
+from kvstow.plan.slab import MAX_SLAB_BYTES
 from kvstow.plan.spec import LayerSpec
+
+LONG_ROW_BYTES = 32 << 20
+"""A recurrent group with a longer row becomes several groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +109,51 @@ def scaled(group: Group, factor: int) -> Group:
         for layer in group.layers
     )
     return replace(group, layers=layers)
+
+
+# ── groups that engines and slabs can live with ───────────────────────────────────────
+
+
+def short_rows(group: Group) -> tuple[Group, ...]:
+    """A recurrent group with very long rows, cut into equal parts, so that slabs stay
+    small; uneven parts, which would pad each other, only where a slab cannot hold it."""
+    if not isinstance(group.retention, State) or group.page_bytes <= LONG_ROW_BYTES:
+        return (group,)
+    num_layers = len(group.layers)
+    fewest = -(-group.page_bytes // LONG_ROW_BYTES)
+    for parts in range(fewest, min(4 * fewest, num_layers) + 1):
+        if num_layers % parts == 0:
+            return split(group, parts)
+    return split(group, min(num_layers, -(-group.page_bytes // MAX_SLAB_BYTES)))
+
+
+def equal_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups cut until none has longer rows than the full-attention group (the shortest
+    one, where there is none); recurrent ones until none has more layers than it."""
+    lasting = [group for group in groups if isinstance(group.retention, Full)]
+    unit = lasting[0] if lasting else min(groups, key=lambda group: group.page_bytes)
+
+    def parts(group: Group) -> int:
+        if isinstance(group.retention, State):
+            return -(-len(group.layers) // len(unit.layers))
+        return min(len(group.layers), -(-group.page_bytes // unit.page_bytes))
+
+    return tuple(part for group in groups for part in split(group, parts(group)))
+
+
+def level_pages(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Attention blocks scaled up until a page is no smaller than a recurrent page."""
+    states = [
+        layer.page_bytes
+        for group in groups
+        if isinstance(group.retention, State)
+        for layer in group.layers
+    ]
+    if not states:
+        return tuple(groups)
+    return tuple(
+        group
+        if isinstance(group.retention, State)
+        else scaled(group, -(-max(states) // min(layer.page_bytes for layer in group.layers)))
+        for group in groups
+    )

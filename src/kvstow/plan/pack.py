@@ -1,7 +1,7 @@
 """Groups and a budget → Layout: `packed`, `union`, `separate`.
 
-All three place the same pages; they differ in how many rows of each group make a slab,
-and in who may own one:
+`packed_as` takes the name of one. All three place the same pages; they differ in how many
+rows of each group make a slab, and in who may own one:
 
     packed    tight rows; a slab is a whole number of rows of every group
     union     one row per slab, as long as the largest group's (what engines do today)
@@ -14,21 +14,26 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from math import lcm
+from typing import Literal, get_args
 
 from kvstow.errors import PlanError
-from kvstow.plan.group import Group, scaled, split
+from kvstow.plan.group import Group, equal_groups, level_pages, short_rows
 from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.retention import Full, State
-from kvstow.plan.slab import MAX_SLAB_BYTES, slab_geometry
+from kvstow.plan.retention import MAX_TOKENS
+from kvstow.plan.slab import slab_geometry
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import align_up
+from kvstow.plan.words import MAX_BYTES, parse_order, parse_size
 
 
-def whole_number(what: str, value: object, *, least: int) -> int:
-    """The value, if it is a whole number and not below `least`."""
-    if type(value) is not int or value < least:
-        raise PlanError(f"{what} is {value!r}, not a whole number of at least {least}")
+def whole_number(what: str, value: object, *, least: int, most: int = MAX_BYTES - 1) -> int:
+    """The value, if it is a whole number in `[least, most]`."""
+    if type(value) is not int or not least <= value <= most:
+        raise PlanError(f"{what} is {value!r}, not a whole number from {least} to {most}")
     return value
+
+
+# ── what kernels, NICs and files ask of offsets and strides ────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,14 @@ class Demand:
     offset_multiple: int = 1
     stride_multiple: int = 1
     stride_limit: int = 1 << 62
+
+    def __post_init__(self) -> None:
+        for what, value in (
+            ("offset multiple", self.offset_multiple),
+            ("stride multiple", self.stride_multiple),
+            ("stride limit", self.stride_limit),
+        ):
+            whole_number(f"{what} of {self.layers!r}", value, least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +93,13 @@ class Site:
     pp: tuple[int, int] = (0, 1)
     alignment: Alignment = Alignment()
 
+    def __post_init__(self) -> None:
+        if parse_order(self.order) != self.order:
+            raise PlanError(
+                f"order {self.order!r} is written {parse_order(self.order)!r}"
+                "\n\nhint: kvstow.plan.words.parse_order reads the spellings that people use"
+            )
+
 
 ANYWHERE = Site()
 """A nameless model on one rank, in the default order, with the default alignment."""
@@ -95,14 +115,177 @@ def check_demands(demands: Sequence[Demand], layer: LayerSpec, place: Placement)
             ("block stride", place.block_stride, demand.stride_multiple),
         ):
             if value % multiple:
-                raise PlanError(f"layer {layer.name!r}: {what} {value} is not a multiple of "
-                                f"{multiple}")  # fmt: skip
+                raise PlanError(
+                    f"layer {layer.name!r}: {what} {value} is not a multiple of {multiple}"
+                )
         if place.block_stride > demand.stride_limit:
             raise PlanError(
                 f"layer {layer.name!r}: block stride {place.block_stride} is above the limit of "
                 f"{demand.stride_limit}\n\nhint: layer-compact orders (LBHNC) have the page "
                 f"itself, {layer.page_bytes} bytes, as stride"
             )
+
+
+# ── the three packings ─────────────────────────────────────────────────────────────────
+
+
+Packing = Literal["slab", "union", "separate"]
+PACKINGS: tuple[Packing, ...] = get_args(Packing)
+
+
+def packed_as(
+    packing: Packing,
+    groups: Sequence[Group],
+    *,
+    budget: int | str | None = None,
+    num_slabs: int | None = None,
+    site: Site = ANYWHERE,
+) -> Layout:
+    """The groups under the packing of that name; `slab` is `packed`."""
+    match packing:
+        case "slab":
+            return packed(groups, budget=budget, num_slabs=num_slabs, site=site)
+        case "union":
+            return union(groups, budget=budget, num_slabs=num_slabs, site=site)
+        case "separate":
+            return separate(groups, budget=budget, num_slabs=num_slabs, site=site)
+        case _:
+            raise PlanError(f"packing {packing!r} is none of {', '.join(PACKINGS)}")
+
+
+def packed(
+    groups: Sequence[Group],
+    *,
+    budget: int | str | None = None,
+    num_slabs: int | None = None,
+    site: Site = ANYWHERE,
+) -> Layout:
+    """Tight rows; slab geometry searched for the least expected waste.
+
+    In layer-compact orders there are no rows: layers of one page shape, one from each
+    group, take turns in one region, and a slab is one block id in all regions.
+    """
+    size = ArenaSize.of(budget, num_slabs)
+    _check_groups(groups)
+    if site.order.startswith("L"):
+        return _columns(equal_groups(groups), size, site)
+    parts = tuple(part for group in groups for part in short_rows(group))
+    shapes = [row_shape(group, site) for group in parts]
+    geometry = slab_geometry(
+        [shape.nbytes for shape in shapes],
+        [site.alignment.of_row(group) for group in parts],
+        pool_bytes=size.budget,
+    )
+    rows = tuple(
+        shape.rows(0, geometry.slab_bytes // count, count)
+        for shape, count in zip(shapes, geometry.rows_per_slab, strict=True)
+    )
+    count = size.slabs_of(geometry.slab_bytes)
+    return _layout(rows, count, geometry.slab_bytes * count, site)
+
+
+def union(
+    groups: Sequence[Group],
+    *,
+    budget: int | str | None = None,
+    num_slabs: int | None = None,
+    site: Site = ANYWHERE,
+) -> Layout:
+    """One row per slab, as long as the largest: equally large groups, scaled blocks."""
+    size = ArenaSize.of(budget, num_slabs)
+    _check_groups(groups)
+    parts = equal_groups(level_pages(groups))
+    if site.order.startswith("L"):
+        return _columns(parts, size, site)
+    shapes = [row_shape(group, site) for group in parts]
+    step = lcm(*(site.alignment.of_row(group) for group in parts))
+    stride = align_up(max(shape.nbytes for shape in shapes), step)
+    rows = tuple(shape.rows(0, stride, 1) for shape in shapes)
+    count = size.slabs_of(stride)
+    return _layout(rows, count, stride * count, site)
+
+
+def separate(
+    groups: Sequence[Group],
+    *,
+    budget: int | str | None = None,
+    num_slabs: int | None = None,
+    context_tokens: int = 8192,
+    site: Site = ANYWHERE,
+) -> Layout:
+    """Nothing shared. Budgets are cut so that all groups run out together at
+    `context_tokens` per request."""
+    size = ArenaSize.of(budget, num_slabs)
+    _check_groups(groups)
+    whole_number("context_tokens", context_tokens, least=1, most=MAX_TOKENS)
+    needs = [group.rows_needed(context_tokens) for group in groups]
+    shares = [max(1, round(need / min(needs))) for need in needs]
+    if site.order.startswith("L"):
+        return _stacks(groups, shares, size, site)
+    shapes = [row_shape(group, site) for group in groups]
+    strides = [
+        align_up(shape.nbytes, site.alignment.of_row(group))
+        for shape, group in zip(shapes, groups, strict=True)
+    ]
+    steps = [site.alignment.of_row(group) for group in groups]
+    per_slab = sum(share * stride for share, stride in zip(shares, strides, strict=True))
+    count = size.slabs_of(per_slab, reserved=sum(steps[1:]))
+    rows: list[PlacedGroup] = []
+    end = 0
+    for shape, step, stride, share in zip(shapes, steps, strides, shares, strict=True):
+        base = align_up(end, step)
+        rows.append(shape.rows(base, stride, share))
+        end = base + count * share * stride
+    return _layout(tuple(rows), count, end, site)
+
+
+def _check_groups(groups: Sequence[Group]) -> None:
+    """Refuses no groups at all, and pages that no arena holds."""
+    if not groups:
+        raise PlanError("there are no groups to place\n\nhint: grouped(layers) makes them")
+    for group in groups:
+        if group.page_bytes >= MAX_BYTES:
+            raise PlanError(
+                f"group {group.name!r}: one block of {group.block_tokens} tokens takes "
+                f"{group.page_bytes} bytes, not below 2^63\n\nhint: fewer tokens per block"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSize:
+    """How much there is to fill: a budget in bytes, or a number of slabs; one of the two."""
+
+    budget: int | None
+    num_slabs: int | None
+
+    @staticmethod
+    def of(budget: int | str | None, num_slabs: int | None) -> "ArenaSize":
+        """The one of the two that is given; a budget may be written `"20GiB"`."""
+        if budget is not None and num_slabs is None:
+            return ArenaSize(parse_size(budget), None)
+        if budget is None and num_slabs is not None:
+            return ArenaSize(None, whole_number("number of slabs", num_slabs, least=1 + NULL_SLABS))
+        raise PlanError(
+            f"give either a budget or a number of slabs, not {budget!r} and {num_slabs!r}"
+            '\n\nhint: budget="20GiB" for all that fits into 20 GiB'
+        )
+
+    def slabs_of(self, slab_bytes: int, *, reserved: int = 0) -> int:
+        """How many slabs of `slab_bytes` there will be, `reserved` bytes set aside."""
+        if self.budget is None:
+            return self.num_slabs or 0
+        count = (self.budget - reserved) // slab_bytes
+        if count < 1 + NULL_SLABS:
+            least = (1 + NULL_SLABS) * slab_bytes + reserved
+            raise PlanError(
+                f"a budget of {self.budget} bytes holds {max(0, count)} slabs of {slab_bytes}; "
+                f"{1 + NULL_SLABS} are the least (one is the null slab)\n\n"
+                f"hint: give at least {least} bytes"
+            )
+        return count
+
+
+# ── rows: the pages of one block together ──────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +344,9 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
     return RowShape(group, tuple(places[layer.name] for layer in group.layers), end)
 
 
+# ── layer-compact orders: the pages of one layer together ──────────────────────────────
+
+
 def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[Placement, int]:
     """All pages of one layer side by side, and the bytes they take."""
     head_stride, token_stride = _inner_strides(layer, site.order)
@@ -172,179 +358,14 @@ def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[
     return Placement(offset, stride, head_stride, token_stride), num_blocks * stride
 
 
-__all__ = ["Alignment", "Demand", "Site", "packed", "separate", "union"]
-
-LONG_ROW_BYTES = 32 << 20
-"""A recurrent group with a longer row becomes several groups."""
-
-
-def packed(
-    groups: Sequence[Group],
-    *,
-    budget: int | None = None,
-    num_slabs: int | None = None,
-    site: Site = ANYWHERE,
-) -> Layout:
-    """Tight rows; slab geometry searched for the least expected waste.
-
-    In layer-compact orders there are no rows: layers of one page shape, one from each
-    group, take turns in one region, and a slab is one block id in all regions.
-    """
-    room = ArenaSize(budget, num_slabs)
-    if site.order.startswith("L"):
-        return _columns(equal_groups(groups), room, site)
-    parts = tuple(part for group in groups for part in _bounded(group))
-    shapes = [row_shape(group, site) for group in parts]
-    geometry = slab_geometry(
-        [shape.nbytes for shape in shapes],
-        [site.alignment.of_row(group) for group in parts],
-        pool_bytes=budget,
-    )
-    rows = tuple(
-        shape.rows(0, geometry.slab_bytes // count, count)
-        for shape, count in zip(shapes, geometry.rows_per_slab, strict=True)
-    )
-    count = room.slabs_of(geometry.slab_bytes)
-    return _layout(rows, count, geometry.slab_bytes * count, site)
-
-
-def union(
-    groups: Sequence[Group],
-    *,
-    budget: int | None = None,
-    num_slabs: int | None = None,
-    site: Site = ANYWHERE,
-) -> Layout:
-    """One row per slab, as long as the largest: equally large groups, scaled blocks."""
-    room = ArenaSize(budget, num_slabs)
-    parts = equal_groups(level_pages(groups))
-    if site.order.startswith("L"):
-        return _columns(parts, room, site)
-    shapes = [row_shape(group, site) for group in parts]
-    step = lcm(*(site.alignment.of_row(group) for group in parts))
-    stride = align_up(max(shape.nbytes for shape in shapes), step)
-    rows = tuple(shape.rows(0, stride, 1) for shape in shapes)
-    count = room.slabs_of(stride)
-    return _layout(rows, count, stride * count, site)
-
-
-def separate(
-    groups: Sequence[Group],
-    *,
-    budget: int | None = None,
-    num_slabs: int | None = None,
-    context_tokens: int = 8192,
-    site: Site = ANYWHERE,
-) -> Layout:
-    """Nothing shared. Budgets are cut so that all groups run out together at
-    `context_tokens` per request."""
-    room = ArenaSize(budget, num_slabs)
-    needs = [group.rows_needed(context_tokens) for group in groups]
-    shares = [max(1, round(need / min(needs))) for need in needs]
-    if site.order.startswith("L"):
-        return _stacks(groups, shares, room, site)
-    shapes = [row_shape(group, site) for group in groups]
-    strides = [
-        align_up(shape.nbytes, site.alignment.of_row(group))
-        for shape, group in zip(shapes, groups, strict=True)
-    ]
-    steps = [site.alignment.of_row(group) for group in groups]
-    per_slab = sum(share * stride for share, stride in zip(shares, strides, strict=True))
-    count = room.slabs_of(per_slab, reserved=sum(steps[1:]))
-    rows: list[PlacedGroup] = []
-    end = 0
-    for shape, step, stride, share in zip(shapes, steps, strides, shares, strict=True):
-        base = align_up(end, step)
-        rows.append(shape.rows(base, stride, share))
-        end = base + count * share * stride
-    return _layout(tuple(rows), count, end, site)
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaSize:
-    """How much there is to fill: a budget in bytes, or a number of slabs; one of the two."""
-
-    budget: int | None
-    num_slabs: int | None
-
-    def __post_init__(self) -> None:
-        if (self.budget is None) == (self.num_slabs is None):
-            raise PlanError(
-                f"give either a budget or a number of slabs, not {self.budget!r} and "
-                f"{self.num_slabs!r}"
-            )
-        if self.budget is None:
-            whole_number("number of slabs", self.num_slabs, least=1 + NULL_SLABS)
-        else:
-            whole_number("budget in bytes", self.budget, least=1)
-
-    def slabs_of(self, slab_bytes: int, *, reserved: int = 0) -> int:
-        """How many slabs of `slab_bytes` there will be, `reserved` bytes set aside."""
-        if self.budget is None:
-            return self.num_slabs or 0
-        count = (self.budget - reserved) // slab_bytes
-        if count < 1 + NULL_SLABS:
-            least = (1 + NULL_SLABS) * slab_bytes + reserved
-            raise PlanError(
-                f"a budget of {self.budget} bytes holds {max(0, count)} slabs of {slab_bytes}; "
-                f"{1 + NULL_SLABS} are the least (one is the null slab)\n\n"
-                f"hint: give at least {least} bytes"
-            )
-        return count
-
-
-# ── groups ────────────────────────────────────────────────────────────────────────────
-
-
-def _bounded(group: Group) -> tuple[Group, ...]:
-    """A recurrent group with very long rows, cut into equal parts, so that slabs stay
-    small; uneven parts, which would pad each other, only where a slab cannot hold it."""
-    if not isinstance(group.retention, State) or group.page_bytes <= LONG_ROW_BYTES:
-        return (group,)
-    num_layers = len(group.layers)
-    fewest = -(-group.page_bytes // LONG_ROW_BYTES)
-    for parts in range(fewest, min(4 * fewest, num_layers) + 1):
-        if num_layers % parts == 0:
-            return split(group, parts)
-    return split(group, min(num_layers, -(-group.page_bytes // MAX_SLAB_BYTES)))
-
-
-def equal_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups cut until none has longer rows than the full-attention group (the shortest
-    one, where there is none); recurrent ones until none has more layers than it."""
-    lasting = [group for group in groups if isinstance(group.retention, Full)]
-    unit = lasting[0] if lasting else min(groups, key=lambda group: group.page_bytes)
-
-    def parts(group: Group) -> int:
-        if isinstance(group.retention, State):
-            return -(-len(group.layers) // len(unit.layers))
-        return min(len(group.layers), -(-group.page_bytes // unit.page_bytes))
-
-    return tuple(part for group in groups for part in split(group, parts(group)))
-
-
-def level_pages(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Attention blocks scaled up until a page is no smaller than a recurrent page."""
-    states = [layer.page_bytes for group in groups if isinstance(group.retention, State)
-              for layer in group.layers]  # fmt: skip
-    if not states:
-        return tuple(groups)
-    return tuple(
-        group
-        if isinstance(group.retention, State)
-        else scaled(group, -(-max(states) // min(layer.page_bytes for layer in group.layers)))
-        for group in groups
-    )
-
-
-# ── layer-compact orders ──────────────────────────────────────────────────────────────
-
-
-def _stacks(groups: Sequence[Group], shares: Sequence[int], room: ArenaSize, site: Site) -> Layout:
+def _stacks(groups: Sequence[Group], shares: Sequence[int], size: ArenaSize, site: Site) -> Layout:
     """One region per layer; group `g` has `shares[g]` blocks to a slab."""
-    layers = [(layer, share) for group, share in zip(groups, shares, strict=True)
-              for layer in group.layers]  # fmt: skip
-    count, places, end = _regions(layers, room, site)
+    layers = [
+        (layer, share)
+        for group, share in zip(groups, shares, strict=True)
+        for layer in group.layers
+    ]
+    count, places, end = _regions(layers, size, site)
     placed = iter(places)
     rows = tuple(
         PlacedGroup(
@@ -355,7 +376,7 @@ def _stacks(groups: Sequence[Group], shares: Sequence[int], room: ArenaSize, sit
     return _layout(rows, count, end, site)
 
 
-def _columns(groups: Sequence[Group], room: ArenaSize, site: Site) -> Layout:
+def _columns(groups: Sequence[Group], size: ArenaSize, site: Site) -> Layout:
     """One region per page shape and rank within its group, shared by the groups."""
     columns: dict[tuple[int, ...], LayerSpec] = {}
     keys: list[list[tuple[int, ...]]] = []
@@ -368,7 +389,7 @@ def _columns(groups: Sequence[Group], room: ArenaSize, site: Site) -> Layout:
             seen[shape] += 1
             columns.setdefault(key, layer)
             keys[-1].append(key)
-    count, places, end = _regions([(layer, 1) for layer in columns.values()], room, site)
+    count, places, end = _regions([(layer, 1) for layer in columns.values()], size, site)
     place_of = dict(zip(columns, places, strict=True))
     rows = tuple(
         PlacedGroup(
@@ -380,12 +401,12 @@ def _columns(groups: Sequence[Group], room: ArenaSize, site: Site) -> Layout:
 
 
 def _regions(
-    layers: Sequence[tuple[LayerSpec, int]], room: ArenaSize, site: Site
+    layers: Sequence[tuple[LayerSpec, int]], size: ArenaSize, site: Site
 ) -> tuple[int, list[Placement], int]:
     """Layers one after another, each with its blocks per slab: slabs, places, total bytes."""
     per_slab = sum(share * region(layer, 0, 1, site)[1] for layer, share in layers)
     gaps = sum(site.alignment.of(layer) for layer, _ in layers)
-    count = room.slabs_of(per_slab, reserved=gaps)
+    count = size.slabs_of(per_slab, reserved=gaps)
     places: list[Placement] = []
     end = 0
     for layer, share in layers:
@@ -397,6 +418,11 @@ def _regions(
 
 
 def _layout(rows: tuple[PlacedGroup, ...], num_slabs: int, nbytes: int, site: Site) -> Layout:
+    if nbytes >= MAX_BYTES:
+        raise PlanError(
+            f"{num_slabs} slabs take {nbytes} bytes, not below 2^63"
+            "\n\nhint: fewer slabs, or fewer tokens per block"
+        )
     layers = [
         (layer, place)
         for placed in rows

@@ -22,7 +22,7 @@ from math import prod
 from typing import cast
 
 from kvstow.errors import SpecError
-from kvstow.plan.retention import MAX_TOKENS, Retention, State, check_retention
+from kvstow.plan.retention import MAX_TOKENS, Full, Retention, State, check_retention
 from kvstow.plan.view import align_up
 
 
@@ -40,6 +40,21 @@ class DType(StrEnum):
     INT8 = "int8"
     UINT8 = "uint8"
     INT4 = "int4"
+
+    @staticmethod
+    def parse(value: "str | DType | object") -> "DType":
+        """The element type that `"bf16"`, `"half"`, `"fp8_e5m2"` or `torch.float16` is.
+
+        Letters may be large or small; `fp8` is `float8_e4m3fn`, as in vLLM.
+        """
+        text = str(value)
+        if isinstance(value, str) or text.startswith("torch."):
+            name = text.lower().removeprefix("torch.")
+            if name in _SPELLINGS:
+                return _SPELLINGS[name]
+        raise SpecError(
+            f"{text[:80]!r} is not an element type\n\nhint: one of {', '.join(_SPELLINGS)}"
+        )
 
     @property
     def bits(self) -> int:
@@ -70,6 +85,31 @@ _BITS = {
     DType.INT4: 4,
 }
 
+_SPELLINGS = {dtype.value: dtype for dtype in DType} | {
+    "double": DType.FLOAT64,
+    "fp64": DType.FLOAT64,
+    "float": DType.FLOAT32,
+    "fp32": DType.FLOAT32,
+    "half": DType.FLOAT16,
+    "fp16": DType.FLOAT16,
+    "bf16": DType.BFLOAT16,
+    "fp8": DType.FLOAT8_E4M3,
+    "e4m3": DType.FLOAT8_E4M3,
+    "fp8_e4m3": DType.FLOAT8_E4M3,
+    "float8_e4m3": DType.FLOAT8_E4M3,
+    "e5m2": DType.FLOAT8_E5M2,
+    "fp8_e5m2": DType.FLOAT8_E5M2,
+    "fp4": DType.FLOAT4_E2M1,
+    "e2m1": DType.FLOAT4_E2M1,
+    "fp4_e2m1": DType.FLOAT4_E2M1,
+}
+
+
+def check_count(what: str, value: object) -> None:
+    """Raises SpecError unless the value is a whole number from 1 to `MAX_TOKENS`."""
+    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+        raise SpecError(f"{what} is {value!r}, not a whole number from 1 to {MAX_TOKENS}")
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -90,6 +130,7 @@ class Extent:
         return Extent(name, size, ((0, size),))
 
     def __post_init__(self) -> None:
+        check_count(f"axis {self.name!r}: its size", self.total)
         ends = sorted(self.pieces)
         inside = all(0 <= lo < hi <= self.total for lo, hi in ends)
         apart = all(a[1] <= b[0] for a, b in pairwise(ends))
@@ -153,6 +194,44 @@ class LayerSpec:
     fields: tuple[Field, ...]
     align: int = 1
 
+    @staticmethod
+    def attention(
+        name: str,
+        *,
+        heads: int | Extent,
+        head_dim: int,
+        dtype: DType | str,
+        block_tokens: int = 16,
+        retention: Retention | None = None,
+        v_head_dim: int | None = None,
+        align: int = 1,
+    ) -> "LayerSpec":
+        """Keys and values of every token, per kv head.
+
+        `heads` is how many kv heads the layer has, all held here, or the `Extent` of a
+        tensor-parallel rank. Without a retention every token is kept. `v_head_dim` is for
+        layers whose values are narrower or wider than their keys.
+        """
+        element = DType.parse(dtype)
+        value_dim = head_dim if v_head_dim is None else v_head_dim
+        for what, value in (("head_dim", head_dim), ("v_head_dim", value_dim)):
+            check_count(f"layer {name!r}: {what}", value)
+        if not isinstance(heads, Extent):
+            check_count(f"layer {name!r}: heads", heads)
+            heads = Extent.whole("head", heads)
+        return LayerSpec(
+            name=name,
+            retention=Full() if retention is None else retention,
+            block_tokens=block_tokens,
+            states=block_tokens,
+            heads=heads,
+            fields=(
+                Field("k", element, (Extent.whole("content", head_dim),)),
+                Field("v", element, (Extent.whole("content", value_dim),)),
+            ),
+            align=align,
+        )
+
     def __post_init__(self) -> None:
         self._check_types()
         names = [field.name for field in self.fields]
@@ -163,11 +242,7 @@ class LayerSpec:
             ("states", self.states),
             ("align", self.align),
         ):
-            if type(value) is not int or not 1 <= value <= MAX_TOKENS:
-                raise SpecError(
-                    f"layer {self.name!r}: {what} is {value!r}, not a whole number from 1 to "
-                    f"{MAX_TOKENS}"
-                )
+            check_count(f"layer {self.name!r}: {what}", value)
         if isinstance(self.retention, State):
             if self.states != 1:
                 raise SpecError(f"layer {self.name!r}: a summary is one state, not {self.states}")

@@ -9,7 +9,7 @@ ScaledLatent   MLA: an fp8 latent, a float32 scale per 128 of it, a bfloat16 rop
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from kvstow.errors import ModelError
+from kvstow.errors import ModelError, SpecError
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.ranks import TensorRank
 from kvstow.plan.spec import DType, LayerSpec
@@ -37,15 +37,16 @@ class ScaledLatent:
 
 Precision = Plain | PerTokenHead | NvFp4 | ScaledLatent
 
-_ELEMENTS = {
-    "bfloat16": DType.BFLOAT16, "bf16": DType.BFLOAT16,
-    "float16": DType.FLOAT16, "fp16": DType.FLOAT16, "half": DType.FLOAT16,
-    "float32": DType.FLOAT32, "fp32": DType.FLOAT32, "float": DType.FLOAT32,
-    "fp8": DType.FLOAT8_E4M3, "fp8_e4m3": DType.FLOAT8_E4M3, "float8_e4m3fn": DType.FLOAT8_E4M3,
-    "fp8_e5m2": DType.FLOAT8_E5M2, "float8_e5m2": DType.FLOAT8_E5M2,
-}  # fmt: skip
+_FLOATS = (
+    DType.BFLOAT16,
+    DType.FLOAT16,
+    DType.FLOAT32,
+    DType.FLOAT8_E4M3,
+    DType.FLOAT8_E5M2,
+)
+"""Element types that keys and values are kept in without scales of their own."""
 
-_PRECISIONS: dict[str, Precision] = {name: Plain(dtype) for name, dtype in _ELEMENTS.items()} | {
+_SCALED: dict[str, Precision] = {
     "fp8_per_token_head": PerTokenHead(DType.FLOAT8_E4M3),
     "int8_per_token_head": PerTokenHead(DType.INT8),
     "int4_per_token_head": PerTokenHead(DType.INT4),
@@ -55,17 +56,25 @@ _PRECISIONS: dict[str, Precision] = {name: Plain(dtype) for name, dtype in _ELEM
 
 
 def element(name: str) -> DType | None:
-    """The element type of that name, with or without `torch.` in front."""
-    return _ELEMENTS.get(name.removeprefix("torch."))
+    """The floating-point type of that name, with or without `torch.` in front."""
+    try:
+        dtype = DType.parse(name)
+    except SpecError:
+        return None
+    return dtype if dtype in _FLOATS else None
 
 
 def precision(name: str) -> Precision:
-    """The precision of that name."""
-    found = _PRECISIONS.get(name.lower().removeprefix("torch."))
-    if found is None:
-        close = get_close_matches(name.lower(), _PRECISIONS, n=3) or sorted(_PRECISIONS)
+    """How a cache of that dtype is stored: a floating-point type, or one with scales."""
+    scaled = _SCALED.get(name.lower())
+    if scaled is not None:
+        return scaled
+    dtype = element(name)
+    if dtype is None:
+        known = [*("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"), *_SCALED]
+        close = get_close_matches(name.lower(), known, n=3) or known
         raise ModelError(f"unknown cache dtype {name!r}\n\nhint: one of {', '.join(close)}")
-    return found
+    return Plain(dtype)
 
 
 DEFAULT_BLOCK_TOKENS = 16

@@ -1,8 +1,9 @@
-"""The figures of a layout, as `kvstow plan --json` gives them."""
+"""The figures of a layout: what `kvstow plan`, `kvstow compare` and their pages show."""
 
+from fractions import Fraction
 from typing import Any
 
-from kvstow.cli.deployment import Served
+from kvstow.errors import PlanError
 from kvstow.plan.capacity import (
     bytes_per_token,
     fixed_bytes,
@@ -10,26 +11,28 @@ from kvstow.plan.capacity import (
     max_tokens,
     request_bytes,
 )
+from kvstow.plan.deployment import USUAL_TOKENS, RankLayers
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, PlacedGroup
+from kvstow.plan.layout import Layout, Order, PlacedGroup
 from kvstow.plan.manifest import fingerprint
+from kvstow.plan.pack import Packing
 from kvstow.plan.retention import short_name
 
 LENGTHS = (1024, 8192, 32768, 131072)
 """Tokens per request for which sizes and concurrency are given."""
 
 
-def plan_figures(served: Served, layout: Layout) -> dict[str, Any]:
+def plan_figures(held: RankLayers, layout: Layout) -> dict[str, Any]:
     """Every stable key of `kvstow plan --json`."""
-    asked = served.deployment
+    asked = held.deployment
     names = [rows.group.name for rows in layout.groups]
     return {
         "model": layout.model,
         "tp": asked.tp,
         "pp": asked.pp,
-        "rank": asked.rank,
-        "block_tokens": served.block_tokens,
-        "kv_dtype": served.kv_dtype,
+        "rank": held.rank,
+        "block_tokens": held.block_tokens,
+        "kv_dtype": held.kv_dtype,
         "order": layout.order,
         "groups": [_group(layout, g, rows) for g, rows in enumerate(layout.groups)],
         "slab_bytes": layout.slab_bytes,
@@ -41,13 +44,33 @@ def plan_figures(served: Served, layout: Layout) -> dict[str, Any]:
             "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
             "bytes_per_block": {name: layout.row_bytes(g) for g, name in enumerate(names)},
         },
-        "separate": per_layer_figures(served.groups),
+        "separate": per_layer_figures(held.groups),
         "request": _request(layout),
         "capacity": {
             "tokens": max_tokens(layout),
             "requests": {str(n): max_requests(layout, n) for n in LENGTHS},
         },
         "fingerprint": fingerprint(layout),
+    }
+
+
+def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
+    """One line of `kvstow compare --json`: a layout's figures, or the reason why there is none."""
+    chosen: dict[str, Any] = {"order": order, "packing": packing}
+    try:
+        layout = held.layout(order, packing)
+    except PlanError as error:
+        return chosen | {"error": str(error)}
+    names = [rows.group.name for rows in layout.groups]
+    return chosen | {
+        "error": None,
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "padding": max(padding_fractions(layout)),
+        "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
+        "bytes_per_token": _plain(bytes_per_token(layout)),
+        "requests": {str(USUAL_TOKENS): max_requests(layout, USUAL_TOKENS)},
     }
 
 
@@ -130,9 +153,12 @@ def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
 
 
 def _request(layout: Layout) -> dict[str, Any]:
-    growth = bytes_per_token(layout)
     return {
         "fixed_bytes": fixed_bytes(layout),
-        "bytes_per_token": int(growth) if growth.denominator == 1 else float(growth),
+        "bytes_per_token": _plain(bytes_per_token(layout)),
         "at_tokens": {str(n): request_bytes(layout, n) for n in LENGTHS},
     }
+
+
+def _plain(number: Fraction) -> int | float:
+    return int(number) if number.denominator == 1 else float(number)
