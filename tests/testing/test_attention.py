@@ -252,7 +252,7 @@ def test_a_kernel_that_writes_to_the_cache_is_found_out():
 
     report = check_attention(kernel, cache())
     assert not report.ok
-    assert all(probe.wrote for probe in report.probes)
+    assert all(check.wrote for check in report.checks)
 
 
 def test_a_kernel_that_refuses_strided_memory_is_reported_as_refusing():
@@ -262,7 +262,7 @@ def test_a_kernel_that_refuses_strided_memory_is_reported_as_refusing():
         return gathered(query, keys, values, table, lengths)
 
     report = check_attention(kernel, cache())
-    assert all("must be contiguous" in probe.refused for probe in report.probes)
+    assert all("must be contiguous" in check.refused for check in report.checks)
     assert "refused" in str(report)
 
 
@@ -289,3 +289,26 @@ def test_a_layout_without_keys_and_values_cannot_be_checked():
         check_attention(gathered, layout)
     with pytest.raises(SpecError, match="no reference for"):
         check_attention(gathered, cache(dtype=DType.INT8))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:, None], "shape"),
+        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:1], "shape"),
+        (lambda q, k, v, t, n: None, "returned NoneType"),
+    ],
+    ids=["one axis more", "one sequence", "nothing"],
+)
+def test_a_result_of_another_shape_is_refused_and_not_stretched(kernel, reason):
+    report = check_attention(kernel, cache())
+    assert not report.ok
+    assert all(reason in check.refused for check in report.checks)
+
+
+def test_a_kernel_that_asserts_what_it_cannot_do_is_reported_as_refusing():
+    def kernel(query, keys, values, table, lengths):
+        raise AssertionError("head size 4 is not supported")
+
+    report = check_attention(kernel, cache())
+    assert all("head size 4" in check.refused for check in report.checks)

@@ -11,6 +11,7 @@ So a kernel that computes an address from a wrong stride reads NaN or another to
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import nan
 
 import numpy as np
 import torch
@@ -65,23 +66,23 @@ class AttentionReport:
     such a kernel.
     """
 
-    probes: tuple[StrideCheck, ...]
+    checks: tuple[StrideCheck, ...]
     needs_clean_tail: bool
 
     @property
     def ok(self) -> bool:
-        return all(probe.honoured for probe in self.probes)
+        return all(check.honoured for check in self.checks)
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Names of the probes that failed, each once."""
-        return tuple(dict.fromkeys(p.name for p in self.probes if not p.honoured))
+        """Names of the placements that failed, each once."""
+        return tuple(dict.fromkeys(check.name for check in self.checks if not check.honoured))
 
     def __str__(self) -> str:
         tail = (
             "unfilled slots must be zeroed" if self.needs_clean_tail else "unfilled slots are safe"
         )
-        return "\n".join([*map(str, self.probes), tail])
+        return "\n".join([*map(str, self.checks), tail])
 
 
 def check_attention(
@@ -98,16 +99,16 @@ def check_attention(
     `query_groups` query heads share a kv head.
     """
     trial = _Trial(attention, torch.device(device), query_groups, seed)
-    probes: list[StrideCheck] = []
+    checks: list[StrideCheck] = []
     dirty = False
     for name in _shapes(layout):
-        variants = probe_layouts(layout.layers[name][1])
-        probes.append(trial.probe(layout, name, "the layout itself", tail=1.0))
-        probes += [trial.probe(placed, name, probe, tail=1.0) for probe, placed in variants]
-        if probes[-len(variants)].honoured:
-            tail = trial.probe(variants[0][1], name, "unfilled slots", tail=float("nan"))
+        variants = stride_variants(layout.layers[name][1])
+        checks.append(trial.check(layout, name, "the layout itself", tail=1.0))
+        checks += [trial.check(placed, name, which, tail=1.0) for which, placed in variants]
+        if checks[-len(variants)].honoured:
+            tail = trial.check(variants[0][1], name, "unfilled slots", tail=float("nan"))
             dirty = dirty or not tail.honoured
-    return AttentionReport(tuple(probes), dirty)
+    return AttentionReport(tuple(checks), dirty)
 
 
 def check_in_place(
@@ -121,13 +122,13 @@ def check_in_place(
     """Run a kernel on the layout itself alone: right or wrong there, not why."""
     trial = _Trial(attention, torch.device(device), query_groups, seed)
     names = _shapes(layout)
-    probes = [trial.probe(layout, name, "the layout itself", tail=1.0) for name in names]
+    checks = [trial.check(layout, name, "the layout itself", tail=1.0) for name in names]
     tails = [
-        trial.probe(layout, name, "unfilled slots", tail=float("nan"))
-        for name, probe in zip(names, probes, strict=True)
-        if probe.honoured
+        trial.check(layout, name, "unfilled slots", tail=float("nan"))
+        for name, check in zip(names, checks, strict=True)
+        if check.honoured
     ]
-    return AttentionReport(tuple(probes), any(not tail.honoured for tail in tails))
+    return AttentionReport(tuple(checks), any(not tail.honoured for tail in tails))
 
 
 def _shapes(layout: Layout) -> list[str]:
@@ -141,7 +142,7 @@ def _shapes(layout: Layout) -> list[str]:
     return list(shapes.values())
 
 
-def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:
+def stride_variants(spec: LayerSpec) -> list[tuple[str, Layout]]:
     """One layer's pages, compact and with one number of the address law changed at a time."""
     cell, heads, states = spec.cell_bytes, spec.heads.size, spec.states
     gap = align_up(3 * cell, 16 * spec.unit)
@@ -162,12 +163,12 @@ def probe_layouts(spec: LayerSpec) -> list[tuple[str, Layout]]:
 def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
     num_blocks = 24
     rows = PlacedGroup(
-        group=Group(name="probe", layers=(replace(spec, align=1),)),
+        group=Group(name="check", layers=(replace(spec, align=1),)),
         rows_per_slab=1,
         placements=(place,),
     )
     return Layout(
-        model="probe",
+        model="check",
         order=order,
         groups=(rows,),
         num_slabs=num_blocks,
@@ -183,7 +184,7 @@ class _Trial:
     query_groups: int
     seed: int
 
-    def probe(self, layout: Layout, layer: str, name: str, *, tail: float) -> StrideCheck:
+    def check(self, layout: Layout, layer: str, name: str, *, tail: float) -> StrideCheck:
         """Fill a poisoned arena with random sequences and run the kernel once."""
         group, spec, _ = layout.layers[layer]
         dtype = spec.field("k").dtype
@@ -199,31 +200,44 @@ class _Trial:
             shape = (len(lengths), spec.heads.size * self.query_groups, contents[0].shape[-1])
             query = torch.as_tensor(rng.standard_normal(shape)).to(TORCH_TYPES[dtype])
             before = arena.bytes.clone()
-            try:
-                result = self.attention(
-                    query.to(self.device),
-                    arena.field(layer, "k"),
-                    arena.field(layer, "v"),
-                    torch.as_tensor(table, dtype=torch.int32, device=self.device),
-                    torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
-                )
-            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-                return StrideCheck(
-                    layer=layer,
-                    name=name,
-                    error=float("nan"),
-                    tolerance=0.0,
-                    wrote=False,
-                    refused=f"{type(error).__name__}: {error}",
-                )
             wanted = reference(query, *contents, lengths)
-            got = result.detach().to("cpu", torch.float64)
-            off, size = (got - wanted).square().sum(), wanted.square().sum()
-            error = float((off / size).sqrt())
+            result = self._run(query, arena, layer, lengths, table, wanted.shape)
             wrote = not torch.equal(before, arena.bytes)
+        if isinstance(result, str):
+            return StrideCheck(
+                layer=layer, name=name, error=nan, tolerance=0.0, wrote=wrote, refused=result
+            )
+        off, size = (result - wanted).square().sum(), wanted.square().sum()
+        error = float((off / size).sqrt())
         return StrideCheck(
             layer=layer, name=name, error=error, tolerance=TOLERANCE[dtype], wrote=wrote
         )
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        arena: Arena,
+        layer: str,
+        lengths: "Lengths",
+        table: "Table",
+        shape: torch.Size,
+    ) -> torch.Tensor | str:
+        """The kernel's result in float64 on the host, or why there is none."""
+        try:
+            result: object = self.attention(
+                query.to(self.device),
+                arena.field(layer, "k"),
+                arena.field(layer, "v"),
+                torch.as_tensor(table, dtype=torch.int32, device=self.device),
+                torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
+            )
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            return f"{type(error).__name__}: {error}"
+        if not isinstance(result, torch.Tensor):
+            return f"returned {type(result).__name__}, not a tensor"
+        if result.shape != shape:
+            return f"returned shape {tuple(result.shape)}, not {tuple(shape)}"
+        return result.detach().to("cpu", torch.float64)
 
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
