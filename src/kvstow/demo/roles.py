@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +29,7 @@ from kvstow.demo.messages import (
 from kvstow.demo.parallel import agreed
 from kvstow.demo.weights import Language, LoadedModel
 from kvstow.errors import StoreError, TransferError
+from kvstow.offload.keys import block_keys, keys_at
 from kvstow.offload.store import Store
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
@@ -80,16 +80,15 @@ class PromptStore:
         }
 
     def _keys(self, g: int, tokens: Sequence[int], listed: Blocks) -> list[bytes]:
-        """A key says which tokens a row depends on: all up to its end."""
+        """A key says which tokens a row depends on: all up to its end, or to the prompt's."""
         group = self.memory.layout.groups[g].group
-        whole = np.asarray(tokens, "<i8")
-        steps = [len(tokens)] * len(listed)
-        if not isinstance(group.retention, State):
-            steps = [(int(k) + 1) * group.block_tokens for k in listed.index]
-        return [
-            blake2b(whole[:end].tobytes(), digest_size=16, person=f"rows{g}".encode()).digest()
-            for end in steps
-        ]
+        prompt, identity = Prompt.of(np.asarray(tokens)), self.memory.layout.identity
+        assert identity is not None
+        if isinstance(group.retention, State):
+            return keys_at(identity, prompt, [len(tokens)] * len(listed))
+        whole = block_keys(identity, prompt, group.block_tokens)
+        rest = keys_at(identity, prompt, [len(tokens)])
+        return [(*whole, *rest)[int(k)] for k in listed.index]
 
     def __enter__(self) -> Self:
         return self

@@ -105,10 +105,11 @@ class Worker:
         )
 
     def _memory(self, message: Load, found: "LoadedModel") -> "tuple[ModelMemory, str]":
-        from kvstow.adapters.transformers import HeadShard, ModelMemory
+        from kvstow.adapters.transformers import HeadShard, ModelMemory, model_identity
         from kvstow.demo.parallel import can_split, check_heads, split
 
         how, shard = "one process", HeadShard()
+        identity = model_identity(found.model, name=found.name)  # before the weights are split
         if message.ranks > 1:
             check_heads(found.model, message.ranks)
             if can_split(found.model, message.ranks):
@@ -132,7 +133,7 @@ class Worker:
             block_tokens=message.block_tokens,
             order=message.order,
             shard=shard,
-            name=found.name,
+            identity=identity,
         )
         return memory, how
 

@@ -380,6 +380,30 @@ def test_what_cannot_go_back_is_refused_and_unchanged(family, rollback_tokens, r
         assert cache.is_croppable == (rollback_tokens == 2)
 
 
+@pytest.mark.parametrize("make", [lambda memory: Cache(memory), lambda memory: DynamicCache()])
+def test_a_positive_number_of_tokens_to_remove_is_refused_as_in_transformers(make):
+    model = tiny_model("llama")
+    with ModelMemory.of(model, budget=1 << 20) as memory:
+        cache = make(memory)
+        forward(model, torch.arange(9).unsqueeze(0), cache)
+        with pytest.raises(ValueError, match="positive"):
+            cache.crop(5)
+        assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("make", [lambda memory: Cache(memory), lambda memory: DynamicCache()])
+def test_taking_back_more_than_there_is_leaves_nothing_as_in_transformers(make):
+    model = tiny_model("llama")
+    ids = torch.arange(9).unsqueeze(0)
+    with ModelMemory.of(model, budget=1 << 20) as memory:
+        cache = make(memory)
+        cache.crop(-3)
+        forward(model, ids, cache)
+        cache.crop(-12)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(forward(model, ids, cache), model(ids).logits)
+
+
 def test_known_tokens_and_those_of_beams_that_have_split_are_not_taken_back():
     model = tiny_model("llama")
     ids = torch.arange(9).unsqueeze(0)

@@ -100,6 +100,16 @@ families = pytest.mark.parametrize("family", ["t5", "whisper"])
 
 
 @families
+def test_a_cache_with_a_memory_of_its_own_serves_an_encoder_too(family):
+    model = model_of(family)
+    given = source(family, 1)
+    wanted = generated(model, given)
+    with Cache(model, memory="1MiB", block_tokens=4, encoder_tokens=SOURCE_TOKENS) as cache:
+        assert isinstance(cache, EncoderDecoderCache)
+        assert_same_bits(generated(model, given, cache), wanted)
+
+
+@families
 def test_the_encoder_has_rows_of_its_own(family):
     with memory_for(model_of(family)) as memory:
         assert [group.retention for group in memory.ledger.groups] == [
@@ -155,7 +165,7 @@ def test_rows_of_both_go_on_elsewhere(family):
                 cache.blocks(0), elsewhere.ledger.blocks(request), 5
             )
             copy(memory.arena, elsewhere.arena, moves).wait()
-        there = Cache(elsewhere, requests=[request], num_tokens=5, encoder_tokens=SOURCE_TOKENS)
+        there = Cache(elsewhere, requests=[request], num_tokens=5, num_encoder_tokens=SOURCE_TOKENS)
         with there:
             found = model(**given, decoder_input_ids=tokens[:, 5:], past_key_values=there)
             torch.testing.assert_close(found.logits[:, -1], expected, rtol=1e-4, atol=1e-4)

@@ -1,12 +1,25 @@
 """A transformers `Cache` that lives in kvstow rows, for any decoder model.
 
-memory = ModelMemory.of(model, budget=1 << 30)
-with Cache(memory) as cache:
-    model.generate(**inputs, past_key_values=cache)
+    with Cache(model, memory="2GiB") as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+cache       `Cache`, what `generate` is given
+layers      its layers, one class per kind of layer: what transformers asks of each
+inspect     what a model keeps, found by letting it keep a few tokens; which computation it is
+memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or many
+sequences   the sequences behind one cache: requests of the ledger, their tables
+states      recurrent states of the sequences
+attention   tokens written to rows and gathered; attention that reads rows in place
+lightning   MiniMax, which insists on a cache class of its own
 """
 
 from kvstow.adapters.transformers.cache import Cache
-from kvstow.adapters.transformers.inspect import HeadShard, cache_layers, cache_name
+from kvstow.adapters.transformers.inspect import (
+    HeadShard,
+    cache_layers,
+    cache_name,
+    model_identity,
+)
 from kvstow.adapters.transformers.memory import ModelMemory
 
-__all__ = ["Cache", "HeadShard", "ModelMemory", "cache_layers", "cache_name"]
+__all__ = ["Cache", "HeadShard", "ModelMemory", "cache_layers", "cache_name", "model_identity"]

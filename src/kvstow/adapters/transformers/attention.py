@@ -7,6 +7,7 @@ carries them to the attention function, which reads the rows and not the keys. S
 gathered. Models that do something to their keys in between cannot be served this way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,17 +108,19 @@ def noted(states: torch.Tensor, pages: LayerPages) -> torch.Tensor:
     return states
 
 
-def attend_in_place(model: PreTrainedModel) -> None:
-    """Make the model's attention read rows; from then on it needs a `Cache`."""
+def attend_in_place(model: PreTrainedModel) -> Callable[[], None]:
+    """Make the model's attention read rows; until the returned call it needs a `Cache`."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
             f"{type(model).__name__} attends in chunks, which rows in place do not serve\n\n"
             "hint: leave in_place out"
         )
+    before: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
     AttentionInterface.register(IN_PLACE, attention)
     AttentionMaskInterface.register(IN_PLACE, padding)
     model.set_attn_implementation(IN_PLACE)
+    return lambda: model.set_attn_implementation(before)
 
 
 def padding(

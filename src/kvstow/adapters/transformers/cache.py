@@ -8,9 +8,10 @@ from typing import Any, Self
 
 import torch
 from transformers import Cache as TransformersCache
-from transformers import EncoderDecoderCache
+from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from kvstow.adapters.transformers.inspect import own_cache
 from kvstow.adapters.transformers.layers import (
     CompressedLayer,
     CrossLayer,
@@ -22,6 +23,7 @@ from kvstow.adapters.transformers.layers import (
 )
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.sequences import Sequences
+from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks
@@ -30,43 +32,74 @@ from kvstow.route.blocks import Blocks
 class Cache(TransformersCache):
     """The cache of one batch of sequences, for `generate` or a forward pass.
 
-    `Cache(memory)` admits its sequences when the first keys arrive. Give `tokens`
-    (`input_ids`, and `attention_mask` where there is padding) to admit them at once: then
-    what the memory still knows of a common prefix is not computed again. Or give the
-    `requests` of the ledger that hold `num_tokens` tokens already, such as pulled ones, and
-    `encoder_tokens` positions of an encoder, where there is one.
+        with Cache(model, memory="2GiB") as cache:
+            model.generate(**inputs, past_key_values=cache)
 
-    Rows go back when the cache is closed.
+    Caches that share a memory, and so what it still knows of common prefixes, are made of it:
+    `Cache(ModelMemory.of(model, budget="2GiB"))`. The options from `block_tokens` to `in_place`
+    are those of `ModelMemory.of`, for a cache that makes its own.
+
+    Sequences are admitted when the first keys arrive. Give `tokens` (`input_ids`, and
+    `attention_mask` where there is padding) to admit them at once: then what the memory still
+    knows of a common prefix is not computed again. Or give the `requests` of the ledger that
+    hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens` positions of
+    an encoder, where there is one.
+
+    Rows go back when the cache is closed, and the memory with them if it is the cache's own.
     """
 
-    def __new__(cls, memory: ModelMemory, **_: Any) -> "Cache":
+    def __new__(cls, model: PreTrainedModel | ModelMemory, **_: Any) -> "Cache":
         """Of the model's own class as well, where it takes no other."""
-        if memory.own_cache == "MiniMaxCache":
+        kind = model.own_cache if isinstance(model, ModelMemory) else own_cache(model)
+        if kind == "MiniMaxCache":
             from kvstow.adapters.transformers.lightning import LightningCache
 
             return object.__new__(LightningCache)
-        if memory.own_cache == "EncoderDecoderCache":
-            return object.__new__(CrossCache)
-        return object.__new__(cls)
+        return object.__new__(CrossCache if kind == "EncoderDecoderCache" else cls)
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self,
-        memory: ModelMemory,
+        model: PreTrainedModel | ModelMemory,
         *,
+        memory: int | str | None = None,
+        block_tokens: int = 16,
+        order: Order = "BLHNC",
+        rollback_tokens: int = 0,
+        encoder_tokens: int | None = None,
+        in_place: bool = False,
         tokens: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         requests: Sequence[int] = (),
         num_tokens: int = 0,
-        encoder_tokens: int = 0,
+        num_encoder_tokens: int = 0,
     ) -> None:
+        shares = isinstance(model, ModelMemory)
+        if shares == (memory is not None):
+            raise TypeError(
+                "Cache(model, memory='2GiB') makes a memory, Cache(ModelMemory.of(...)) uses one: "
+                f"memory is {memory!r} for a {type(model).__name__}"
+            )
+        held = (
+            model
+            if isinstance(model, ModelMemory)
+            else ModelMemory.of(
+                model,
+                budget=memory or 0,
+                block_tokens=block_tokens,
+                order=order,
+                rollback_tokens=rollback_tokens,
+                encoder_tokens=encoder_tokens,
+                in_place=in_place,
+            )
+        )
+        self._own_memory = None if shares else held
         self.batch = Sequences(
-            memory, requests=requests, num_tokens=num_tokens, encoder_tokens=encoder_tokens
+            held, requests=requests, num_tokens=num_tokens, encoder_tokens=num_encoder_tokens
         )
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)
-        TransformersCache.__init__(
-            self, layers=[_layer(self.batch, i) for i in range(memory.num_layers)]
-        )
+        layers = [_layer(self.batch, i) for i in range(held.num_layers)]
+        TransformersCache.__init__(self, layers=layers)
 
     @property
     def memory(self) -> ModelMemory:
@@ -116,12 +149,19 @@ class Cache(TransformersCache):
     # ── tokens taken back ─────────────────────────────────────────────────────────
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens of every sequence.
+        """Take back the last `-tokens_to_remove` tokens of every sequence, or all there are.
+
+        A positive number is a ValueError, as in transformers.
 
         `rollback_tokens` of the memory says how many that may be where layers have windows;
         recurrent layers, prefixes and beams that have split do not go back at all.
         """
-        self.batch.crop(self.num_tokens - abs(tokens_to_remove))
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) would remove a positive number of tokens\n\n"
+                f"hint: crop(-{tokens_to_remove}) takes back the last {tokens_to_remove}"
+            )
+        self.batch.crop(max(0, self.num_tokens + tokens_to_remove))
 
     @property
     def is_croppable(self) -> bool:
@@ -137,8 +177,10 @@ class Cache(TransformersCache):
     # ── its end ───────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Give all rows back."""
+        """Give all rows back, and the memory if it is this cache's own."""
         self.batch.release()
+        if self._own_memory is not None:
+            self._own_memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -191,9 +233,9 @@ def _window(batch: Sequences, spec: LayerSpec) -> int | None:
 class CrossCache(Cache, EncoderDecoderCache):
     """Both caches of such a model, as the two that it looks for."""
 
-    def __init__(self, memory: ModelMemory, **given: Any) -> None:
-        super().__init__(memory, **given)
-        names = [f"layers.{i}.cross" for i in range(memory.num_layers)]
+    def __init__(self, model: PreTrainedModel | ModelMemory, **given: Any) -> None:
+        super().__init__(model, **given)
+        names = [f"layers.{i}.cross" for i in range(self.memory.num_layers)]
         self.self_attention_cache = TransformersCache(layers=self.layers)
         self.cross_attention_cache = TransformersCache(
             layers=[CrossLayer(self.batch, x) for x in names]

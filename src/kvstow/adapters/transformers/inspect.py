@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvstow.errors import ModelError
+from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
@@ -203,6 +204,13 @@ OWN_CACHES = ("DynamicCache", "EncoderDecoderCache", "MiniMaxCache")
 """Caches whose content is described by `kept_layers`, and replaced by a kvstow `Cache`."""
 
 
+def own_cache(model: PreTrainedModel) -> str:
+    """The class of the cache that the model makes for itself, as its configuration says."""
+    if model.config.is_encoder_decoder:
+        return "EncoderDecoderCache"
+    return "MiniMaxCache" if model.config.model_type == "minimax" else "DynamicCache"
+
+
 def cache_name(model: PreTrainedModel) -> str:
     """The argument by which the model takes its cache."""
     takes = inspect.signature(model.forward).parameters
@@ -295,3 +303,37 @@ def encoder_positions(model: PreTrainedModel) -> int:
             "hint: ModelMemory.of(model, encoder_tokens=...)"
         )
     return int(most)
+
+
+# ── which computation ─────────────────────────────────────────────────────────────────
+
+SAMPLED_ELEMENTS = 64
+
+
+def model_identity(model: PreTrainedModel, *, name: str = "") -> Identity:
+    """Which computation fills the model's cache: its configuration and a sample of every tensor.
+
+    The tensors are looked at as they are now. A model whose weights change afterwards, or whose
+    adapters are switched, needs another memory. Raises ModelError for weights that are not in
+    this process.
+    """
+    return Identity.of_tensors(
+        name or str(model.config.model_type),
+        model.config.to_dict(),
+        [_sample(*each) for each in model.state_dict().items()],
+        kv_dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def _sample(name: str, tensor: torch.Tensor) -> tuple[str, str, bytes]:
+    """A tensor's name, its type and shape, and elements at even distances."""
+    if tensor.is_meta or hasattr(tensor, "full_tensor"):
+        raise ModelError(
+            f"tensor {name!r} is {'not loaded' if tensor.is_meta else 'split over ranks'}\n\n"
+            "hint: ModelMemory.of(model, identity=...) with the identity of the whole model"
+        )
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // SAMPLED_ELEMENTS)
+    taken = flat[::step][: SAMPLED_ELEMENTS + 1].contiguous().cpu()
+    data = bytes(taken.view(torch.uint8).numpy()) if taken.numel() else b""
+    return name, f"{tensor.dtype} {tuple(tensor.shape)}", data

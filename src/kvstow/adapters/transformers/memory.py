@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The memory of one model in one process: a layout, its arena, its ledger."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -16,6 +17,7 @@ from kvstow.adapters.transformers.inspect import (
     crossed_layers,
     encoder_positions,
     kept_layers,
+    model_identity,
     resumes,
     trial,
 )
@@ -23,11 +25,13 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.table import RowCopy
 from kvstow.memory.arena import Arena
-from kvstow.plan.group import grouped
+from kvstow.plan.group import Group, grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Encoder, State, Window
 from kvstow.plan.spec import LayerSpec
+from kvstow.plan.words import parse_size
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,25 +48,32 @@ class ModelMemory:
     """Windows keep so many tokens longer than they are seen: see `Cache.crop`."""
     in_place: bool = False
     """Attention reads the rows; otherwise they are gathered for it."""
+    on_close: Callable[[], None] | None = None
+    """Gives the model its own attention back."""
 
     @classmethod
     def of(
         cls,
         model: PreTrainedModel,
         *,
-        budget: int,
+        budget: int | str,
         block_tokens: int = 16,
         order: Order = "BLHNC",
         shard: HeadShard = ALL_HEADS,
-        name: str | None = None,
+        name: str = "",
+        identity: Identity | None = None,
         rollback_tokens: int = 0,
         encoder_tokens: int | None = None,
         in_place: bool = False,
     ) -> Self:
-        """`budget` bytes on the model's device, in rows of what the model keeps.
+        """`budget` bytes (or `"2GiB"`) on the model's device, in rows of what the model keeps.
 
         Runs the model on a few tokens to see what that is. Prefixes are found again later,
         unless the model cannot go on from a state (see `resumes`) or attends to an encoder.
+
+        `identity` says which computation fills the rows, so that only caches of the same one
+        exchange them. It is made from the model itself (see `model_identity`), which needs all
+        its weights here: where they are split over ranks, give the one from before.
 
         `rollback_tokens` is how many tokens a cache may take back at a time where layers have
         windows: the candidates of assisted generation, say.
@@ -71,31 +82,26 @@ class ModelMemory:
         configuration does not say.
 
         With `in_place` (CUDA) the model's attention becomes one that reads rows where they
-        lie, and the model needs a `Cache` from then on.
+        lie, and the model needs a `Cache` until the memory is closed.
         """
-        site = Site(
-            model=name or str(model.config.model_type), order=order, tp=(shard.rank, shard.size)
-        )
+        known = identity or model_identity(model, name=name)
         cache = trial(model)
         specs = kept_layers(cache, block_tokens=block_tokens, shard=shard)
         if isinstance(cache, EncoderDecoderCache):
             most = encoder_tokens or encoder_positions(model)
             specs += crossed_layers(cache, most, block_tokens=block_tokens, shard=shard)
         groups = grouped(_with_rollback(spec, rollback_tokens) for spec in specs)
-        layout = packed(groups, budget=budget, site=site)
-        stateful = any(isinstance(group.retention, State) for group in groups)
-        encoded = any(isinstance(group.retention, Encoder) for group in groups)
-        caching = not encoded and (not stateful or resumes(model))
-        ledger = Ledger(Pool(layout), caching=caching)
-        if in_place:
-            attend_in_place(model)
+        site = Site(model=known.model, order=order, tp=(shard.rank, shard.size))
+        layout = packed(groups, budget=parse_size(budget), site=site).identified(known)
+        arena = Arena(layout, device=model.device)
         return cls(
-            arena=Arena(layout, device=model.device),
-            ledger=ledger,
+            arena=arena,
+            ledger=Ledger(Pool(layout), caching=_finds_prefixes(groups, model)),
             num_layers=len(cache),
             own_cache=type(cache).__name__,
             rollback_tokens=rollback_tokens,
             in_place=in_place,
+            on_close=attend_in_place(model) if in_place else None,
         )
 
     @property
@@ -120,8 +126,10 @@ class ModelMemory:
         )
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Let go of the arena; a model that has read it in place has its own attention again."""
         self.arena.close()
+        if self.on_close is not None:
+            self.on_close()
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +141,12 @@ class ModelMemory:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel) -> bool:
+    """Whether what the model keeps of a prompt serves another prompt that begins alike."""
+    kinds = {type(group.retention) for group in groups}
+    return Encoder not in kinds and (State not in kinds or resumes(model))
 
 
 def _with_rollback(spec: LayerSpec, tokens: int) -> LayerSpec:
