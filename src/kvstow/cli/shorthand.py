@@ -82,7 +82,8 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
     except ModelError as error:
         refuse(str(error), code=MISUSED)
     rank = settings.pop("rank", None)
-    return Deployment(model=config, **{"num_slabs": NUM_SLABS} | settings), rank
+    settings.setdefault("num_slabs", NUM_SLABS)
+    return Deployment(model=config, **settings), rank
 
 
 def _value(text: str, key: str, value: str) -> int | str:

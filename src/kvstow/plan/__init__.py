@@ -1,4 +1,80 @@
-"""Pure planning: integers in, integers out.
+"""Planning: a model's layers become a layout. Integers in, integers out; no memory, no torch.
 
-Read in this order: `view`, `spec`, `group`, `laws`, `layout`, `slab`, `pack`, `route`.
+In the order in which they are read:
+
+    view        strided bytes: Axis, View, Run
+    retention   what the next token sees: Full, Window, Chunk, Sink, State, Encoder
+    spec        what a layer keeps: DType, Extent, Field, LayerSpec
+    group       layers that share one block table
+    layout      where every byte lies; a layout that breaks a law cannot be built
+    sharing     the sharing law, decided exactly
+    slab        how many rows of each group make a slab
+    words       sizes and orders as people write them
+    pack        groups and a budget → layout: packed, union, separate
+    capacity    what requests cost in a layout, and how many fit
+    models      config.json or catalogue name → the layers of one rank
+    deployment  plan_model: model × tp × pp × dtype × packing → layouts of all ranks
+    identity    which computation made the bytes
+    checkpoint  digests of the files that a model is made of
+    manifest    a layout as a document, and its fingerprint
+    report      the figures that commands and pages show
+
+`plan_model` and `Plan` are in `deployment`, `encode`, `decode` and `fingerprint` in
+`manifest`: they load more than the rest needs.
 """
+
+from kvstow.plan.capacity import max_requests, max_tokens, request_bytes
+from kvstow.plan.group import Group, grouped
+from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.pack import (
+    Alignment,
+    Demand,
+    Packing,
+    Site,
+    packed,
+    packed_as,
+    separate,
+    union,
+)
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.view import Axis, Ints, Run, View
+from kvstow.plan.words import parse_order, parse_size
+
+__all__ = [
+    "ORDERS",
+    "Alignment",
+    "Axis",
+    "Chunk",
+    "DType",
+    "Demand",
+    "Encoder",
+    "Extent",
+    "Field",
+    "Full",
+    "Group",
+    "Ints",
+    "LayerSpec",
+    "Layout",
+    "Order",
+    "Packing",
+    "PlacedGroup",
+    "Placement",
+    "Retention",
+    "Run",
+    "Sink",
+    "Site",
+    "State",
+    "View",
+    "Window",
+    "grouped",
+    "max_requests",
+    "max_tokens",
+    "packed",
+    "packed_as",
+    "parse_order",
+    "parse_size",
+    "request_bytes",
+    "separate",
+    "union",
+]

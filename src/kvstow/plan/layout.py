@@ -117,7 +117,7 @@ class Layout:
             for layer, place in zip(rows.group.layers, rows.placements, strict=True)
         }
 
-    def _found(self, layer: str) -> tuple[int, LayerSpec, Placement]:
+    def _layer(self, layer: str) -> tuple[int, LayerSpec, Placement]:
         try:
             return self.layers[layer]
         except KeyError:
@@ -140,7 +140,7 @@ class Layout:
         The content axis counts elements when the layer's fields have one element type,
         bytes otherwise.
         """
-        group, spec, place = self._found(layer)
+        group, spec, place = self._layer(layer)
         units = {field.dtype.unit for field in spec.fields}
         unit = units.pop() if len(units) == 1 else 1
         cells = cell_axes(spec, place, self.num_blocks(group))
@@ -152,7 +152,7 @@ class Layout:
 
         4-bit elements are counted in bytes, two elements each, on the last axis.
         """
-        group, spec, place = self._found(layer)
+        group, spec, place = self._layer(layer)
         field = spec.field(name)
         axes: list[Axis] = []
         stride = field.dtype.unit
@@ -201,50 +201,54 @@ class Layout:
 
     def violations(self) -> tuple[str, ...]:
         """Every broken law, in words; empty for a layout that may be used."""
-        found = [*self._broken_counts()]
-        if not found:
-            found += self._broken_pages()
-        if not found:
-            found += self._broken_bounds()
-            found += sharing_violations(self.footprints, self.num_slabs)
-        return tuple(found)
+        broken = [*self._broken_counts()]
+        if not broken:
+            broken += self._broken_pages()
+        if not broken:
+            broken += self._broken_bounds()
+            broken += sharing_violations(self.footprints, self.num_slabs)
+        return tuple(broken)
 
     def _broken_counts(self) -> list[str]:
-        found: list[str] = []
+        broken: list[str] = []
         if self.order not in ORDERS:
-            found.append(f"order: {self.order!r} is none of {', '.join(ORDERS)}")
+            broken.append(f"order: {self.order!r} is none of {', '.join(ORDERS)}")
         names = [layer.name for rows in self.groups for layer in rows.group.layers]
         if not names or len(set(names)) < len(names):
-            found.append(f"coverage: {len(names)} layers, {len(set(names))} different names")
+            broken.append(f"coverage: {len(names)} layers, {len(set(names))} different names")
         if len({rows.group.name for rows in self.groups}) < len(self.groups):
-            found.append("coverage: two groups have one name")
+            broken.append("coverage: two groups have one name")
         for (rank, size), what in ((self.tp, "tp"), (self.pp, "pp")):
             if not 0 <= rank < size:
-                found.append(f"coverage: {what} rank {rank} of {size}")
+                broken.append(f"coverage: {what} rank {rank} of {size}")
         for rows in self.groups:
             if len(rows.placements) != len(rows.group.layers):
-                found.append(f"coverage: group {rows.group.name!r}: {len(rows.group.layers)} "
-                             f"layers, {len(rows.placements)} placements")  # fmt: skip
+                broken.append(
+                    f"coverage: group {rows.group.name!r}: {len(rows.group.layers)} layers, "
+                    f"{len(rows.placements)} placements"
+                )
             if rows.rows_per_slab < 1:
-                found.append(f"slab: group {rows.group.name!r}: {rows.rows_per_slab} rows per slab")
+                broken.append(
+                    f"slab: group {rows.group.name!r}: {rows.rows_per_slab} rows per slab"
+                )
         if self.num_slabs < 1 or self.base_align < 1:
-            found.append(f"slab: {self.num_slabs} slabs, base aligned to {self.base_align}")
-        return found
+            broken.append(f"slab: {self.num_slabs} slabs, base aligned to {self.base_align}")
+        return broken
 
     def _broken_pages(self) -> list[str]:
-        found: list[str] = []
+        broken: list[str] = []
         for rows in self.groups:
             pieces: list[Run] = []
             for layer, place in zip(rows.group.layers, rows.placements, strict=True):
-                found += page_violations(layer, place, self.order, self.base_align)
-                if not found:
+                broken += page_violations(layer, place, self.order, self.base_align)
+                if not broken:
                     pieces += page_runs(layer, place)
-            found += [
+            broken += [
                 f"sharing: group {rows.group.name!r}: pages at {a.offset} (+{a.nbytes}) and "
                 f"{b.offset} (+{b.nbytes}) overlap in block 0"
                 for a, b in overlapping(pieces)
             ]
-        return found
+        return broken
 
     def _broken_bounds(self) -> list[str]:
         return [
@@ -276,29 +280,42 @@ def page_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
 
 def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align: int) -> list[str]:
     """What is wrong with one page: alignment, nesting, axes not in the stated order."""
-    found: list[str] = []
-    for what, value in (("offset", place.offset), ("block stride", place.block_stride),
-                        ("head stride", place.head_stride),
-                        ("token stride", place.token_stride)):  # fmt: skip
-        page_step = spec.align if what in ("offset", "block stride") else 1
-        if value < 0 or value % spec.unit or value % page_step:
-            found.append(f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of "
-                         f"{max(spec.unit, page_step)}")  # fmt: skip
-    if base_align % spec.unit:
-        found.append(f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements "
-                     f"to {spec.unit}")  # fmt: skip
+    where = f"layer {spec.name!r}"
+    broken = _misaligned(spec, place, base_align)
     head = ("head", spec.heads.size, place.head_stride)
     token = ("token", spec.states, place.token_stride)
     outer, inner = (head, token) if order.index("H") < order.index("N") else (token, head)
     cells = inner[1] * spec.cell_bytes
     if inner[1] > 1 and inner[2] != spec.cell_bytes:
-        found.append(f"order: layer {spec.name!r}: {inner[0]} stride {inner[2]} is not the "
-                     f"{spec.cell_bytes} bytes of a cell, innermost in {order}")  # fmt: skip
+        broken.append(
+            f"order: {where}: {inner[0]} stride {inner[2]} is not the {spec.cell_bytes} bytes of "
+            f"a cell, innermost in {order}"
+        )
     if outer[1] > 1 and outer[2] < cells:
-        found.append(f"order: layer {spec.name!r}: {outer[0]} stride {outer[2]} is below the "
-                     f"{cells} bytes inside it")  # fmt: skip
+        broken.append(
+            f"order: {where}: {outer[0]} stride {outer[2]} is below the {cells} bytes inside it"
+        )
     if outer[1] > MAX_PIECES and outer[2] != cells:
-        found.append(f"order: layer {spec.name!r}: {outer[1]} pieces, at most {MAX_PIECES}")
+        broken.append(f"order: {where}: {outer[1]} pieces, at most {MAX_PIECES}")
     if place.block_stride < 1:
-        found.append(f"order: layer {spec.name!r}: block stride {place.block_stride}")
-    return found
+        broken.append(f"order: {where}: block stride {place.block_stride}")
+    return broken
+
+
+def _misaligned(spec: LayerSpec, place: Placement, base_align: int) -> list[str]:
+    page_unit = max(spec.unit, spec.align)
+    broken = [
+        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of {unit}"
+        for what, value, unit, steps in (
+            ("offset", place.offset, page_unit, (spec.unit, spec.align)),
+            ("block stride", place.block_stride, page_unit, (spec.unit, spec.align)),
+            ("head stride", place.head_stride, spec.unit, (spec.unit,)),
+            ("token stride", place.token_stride, spec.unit, (spec.unit,)),
+        )
+        if value < 0 or any(value % step for step in steps)
+    ]
+    if base_align % spec.unit:
+        broken.append(
+            f"alignment: layer {spec.name!r}: base aligned to {base_align}, elements to {spec.unit}"
+        )
+    return broken

@@ -64,15 +64,9 @@ def collision(a: Strip, b: Strip) -> tuple[int, int] | None:
     if first >= stop:
         return None
     phase = (start + first * a.stride) % b.stride
-    if phase <= width:
-        i = 0
-    else:
-        need = b.stride - phase
-        found = first_residue(a.stride, b.stride, need, need + width)
-        if found is None:
-            return None
-        i = found
-    if first + i >= stop:
+    need = b.stride - phase
+    i = 0 if phase <= width else first_residue(a.stride, b.stride, need, need + width)
+    if i is None or first + i >= stop:
         return None
     return first + i, (start + (first + i) * a.stride) // b.stride
 
@@ -116,8 +110,10 @@ def sharing_violations(footprints: Sequence[Footprint], num_slabs: int) -> Itera
     for footprint in footprints:
         for strip in footprint.strips:
             if strip.count > 1 and strip.nbytes > strip.stride:
-                yield (f"sharing: group {footprint.name!r}: a run of {strip.nbytes} bytes "
-                       f"repeats every {strip.stride} bytes and overlaps itself")  # fmt: skip
+                yield (
+                    f"sharing: group {footprint.name!r}: a run of {strip.nbytes} bytes "
+                    f"repeats every {strip.stride} bytes and overlaps itself"
+                )
     for g, a, h, b in meeting(footprints):
         if g == h:
             clash = collision(a, b)
@@ -127,9 +123,11 @@ def sharing_violations(footprints: Sequence[Footprint], num_slabs: int) -> Itera
             where = f"groups {footprints[g].name!r} and {footprints[h].name!r}"
         if clash:
             i, j = clash
-            yield (f"sharing: {where} overlap without sharing a slab: block {i} at "
-                   f"{a.offset + i * a.stride} and block {j} at {b.offset + j * b.stride}, "
-                   f"{a.nbytes} and {b.nbytes} bytes long")  # fmt: skip
+            yield (
+                f"sharing: {where} overlap without sharing a slab: block {i} at "
+                f"{a.offset + i * a.stride} and block {j} at {b.offset + j * b.stride}, "
+                f"{a.nbytes} and {b.nbytes} bytes long"
+            )
 
 
 def foreign_collision(

@@ -11,10 +11,9 @@ from itertools import product
 from math import lcm
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.errors import PlanError
-from kvstow.plan.view import align_up
+from kvstow.plan.view import Ints, align_up
 
 MAX_SLAB_BYTES = (1 << 30) // 12
 """A pool of 1 GiB has at least a dozen slabs, unless a single row is longer than that."""
@@ -31,8 +30,6 @@ TOO_MUCH = 100.0
 """Costs more than any waste that keeps within those parts."""
 
 MAX_CANDIDATES = 1 << 10
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import cast
 
 from kvstow.errors import SpecError
 from kvstow.plan.retention import MAX_TOKENS, Full, Retention, State, check_retention
@@ -263,12 +262,10 @@ class LayerSpec:
                 f"{where}: heads is {self.heads!r}, not an Extent"
                 '\n\nhint: Extent.whole("head", 2) for all of two heads'
             )
-        fields: object = self.fields
-        if not isinstance(fields, tuple) or not all(
-            isinstance(field, Field) for field in cast(tuple[object, ...], fields)
-        ):
+        kinds = {type(field) for field in self.fields}
+        if type(self.fields) is not tuple or kinds - {Field}:
             raise SpecError(
-                f"{where}: fields is {fields!r}, not a tuple of Fields"
+                f"{where}: fields is {self.fields!r}, not a tuple of Fields"
                 "\n\nhint: LayerSpec.attention(...) makes k and v"
             )
 

@@ -1,4 +1,14 @@
-"""What a model keeps: from its configuration to the layer specs of one rank."""
+"""What a model keeps: from its configuration to the layer specs of one rank.
+
+catalogue   real models by name
+config      a model's facts: where they come from, typed questions about them
+serving     what the operator chooses: ranks, tokens per block, element types
+ranks       what one rank holds of an axis, and of the layers
+families    model_type → what each decoder layer keeps
+attention   ordinary decoders           deepseek   latent and compressed attention
+recurrent   kinds of recurrent state    hybrid     models that have such layers
+seq2seq     encoder and decoder
+"""
 
 from dataclasses import dataclass
 

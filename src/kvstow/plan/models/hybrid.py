@@ -139,9 +139,14 @@ def mamba2(config: Config, serving: ServingOptions) -> Stack:
     inner = config.count("expand", default=2) * config.count("hidden_size")
     _agree(config, heads, head_dim, inner, "expand x hidden_size")
     state = _mamba2(
-        config, serving, heads=heads, head_dim=head_dim,
-        groups="n_groups", state="state_size", conv="conv_kernel",
-    )  # fmt: skip
+        config,
+        serving,
+        heads=heads,
+        head_dim=head_dim,
+        groups="n_groups",
+        state="state_size",
+        conv="conv_kernel",
+    )
     return Stack(tuple((state(f"backbone.layers.{i}.mixer"),) for i in range(num_layers(config))))
 
 
@@ -174,9 +179,14 @@ def _bamba_state(config: Config, serving: ServingOptions) -> Make:
     head_dim = inner // heads if automatic else config.count("mamba_d_head")
     _agree(config, heads, head_dim, inner, "the mamba width")
     return _mamba2(
-        config, serving, heads=heads, head_dim=head_dim,
-        groups="mamba_n_groups", state="mamba_d_state", conv="mamba_d_conv",
-    )  # fmt: skip
+        config,
+        serving,
+        heads=heads,
+        head_dim=head_dim,
+        groups="mamba_n_groups",
+        state="mamba_d_state",
+        conv="mamba_d_conv",
+    )
 
 
 def _agree(config: Config, heads: int, head_dim: int, inner: int, what: str) -> None:
@@ -212,10 +222,14 @@ def nemotron_h(config: Config, serving: ServingOptions) -> Stack:
     """One of Mamba 2, attention, or a feed-forward that keeps nothing, in each layer."""
     attention = full_attention(config, serving)
     state = _mamba2(
-        config, serving,
-        heads=config.count("mamba_num_heads"), head_dim=config.count("mamba_head_dim"),
-        groups="n_groups", state="ssm_state_size", conv="conv_kernel",
-    )  # fmt: skip
+        config,
+        serving,
+        heads=config.count("mamba_num_heads"),
+        head_dim=config.count("mamba_head_dim"),
+        groups="n_groups",
+        state="ssm_state_size",
+        conv="conv_kernel",
+    )
     layers: list[tuple[LayerSpec, ...]] = []
     for i, kind in enumerate(_nemotron_types(config)):
         name = f"model.layers.{i}.mixer"
@@ -291,9 +305,14 @@ def kimi_linear(config: Config, serving: ServingOptions) -> Stack:
 
     def state(name: str) -> LayerSpec:
         return recurrent.gated_delta_net(
-            name, recurrence,
-            key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, kernel=taps,
-        )  # fmt: skip
+            name,
+            recurrence,
+            key_heads=heads,
+            value_heads=heads,
+            key_dim=dim,
+            value_dim=dim,
+            kernel=taps,
+        )
 
     def attention(name: str) -> LayerSpec:
         return latent_layer(name, config, serving, precision)
