@@ -222,9 +222,12 @@ class LedgerMachine(RuleBasedStateMachine):
             } | {
                 int(block)
                 for run in self.running
-                for block in (self.ledger.checkpoints(run.request)[g].ids
-                              if g in self.ledger.checkpoints(run.request) else ())
-            }  # fmt: skip
+                for block in (
+                    self.ledger.checkpoints(run.request)[g].ids
+                    if g in self.ledger.checkpoints(run.request)
+                    else ()
+                )
+            }
             assert self.ledger.pool.num_held(g) == len(mine)
 
     @invariant()
@@ -263,5 +266,6 @@ def test_the_machine_meets_hits_copies_and_refusals() -> None:
     assert len(again.copies) == 1
     with pytest.raises(OutOfBlocks):
         ledger.admit(10_000)
-    assert np.array_equal(ledger.blocks(run.request)[0].ids[:4],
-                          ledger.blocks(again.request)[0].ids[:4])  # fmt: skip
+    assert np.array_equal(
+        ledger.blocks(run.request)[0].ids[:4], ledger.blocks(again.request)[0].ids[:4]
+    )
