@@ -46,8 +46,8 @@ SHORT = {
     "Union[Literal['memmove', 'batch', 'kernel', 'plain'], Literal['auto']]": "str",
 }
 PLAIN = (bool, bytes, float, int, str, tuple)
-INTRODUCTION = """All of it is in `kvstow` itself; nothing is imported before it is used. Made from the
-code by `scripts/api.py`."""
+INTRODUCTION = """All of it is in `kvstow` itself; nothing is imported before it is used.
+Made from the code by `scripts/api.py`."""
 
 
 def page() -> str:
