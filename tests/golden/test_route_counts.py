@@ -17,7 +17,7 @@ def counts(here: Deployment, there: Deployment, rank: int) -> Counts:
     found: Counts = {}
     for source in sources(here.layouts(), destination):
         for g, rows in enumerate(destination.groups):
-            moves = price([c for c in source.route.pairs if c.groups[1] == g]).moves
+            moves = price([c for c in source.route.pairs if c.groups[1] == g]).copies
             if moves:
                 assert moves.denominator == 1
                 found.setdefault(rows.group.name, {})[source.index] = int(moves)
