@@ -85,10 +85,7 @@ def hold_rows(
     held, too. There are rows enough for all `needs`, of which these are a part."""
     if count == 0:
         return NONE
-    left_over = -slabs.missing(needs)
-    if rows.per_slab > 1 and _most_slabs(slabs, rows, count, kind) > left_over + slabs.needed(
-        rows, count
-    ):
+    if rows.per_slab > 1 and not _has_slabs_to_spare(slabs, rows, count, kind, needs):
         ids = span(_placed_in_fewest_slabs(slabs, rows, count, kind))
     else:
         ids = _placed(slabs, rows, count, kind, policy)
@@ -167,6 +164,15 @@ def _placed(slabs: Slabs, rows: GroupRows, count: int, kind: Kind, policy: Evict
     if len(parts) == 1:
         return parts[0] if isinstance(parts[0], slice) else span(parts[0])
     return span(np.sort(np.concatenate([ids_at(part) for part in parts])))
+
+
+def _has_slabs_to_spare(
+    slabs: Slabs, rows: GroupRows, count: int, kind: Kind, needs: Mapping[int, int]
+) -> bool:
+    """Whether all `needs` can still be met when these rows take as many idle slabs as
+    `_placed` may use."""
+    beyond_need = _most_slabs(slabs, rows, count, kind) - slabs.needed(rows, count)
+    return beyond_need <= -slabs.missing(needs)
 
 
 def _most_slabs(slabs: Slabs, rows: GroupRows, count: int, kind: Kind) -> int:
