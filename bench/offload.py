@@ -33,6 +33,7 @@ from kvstow.offload.disk.files import Files, aligned
 from kvstow.offload.disk.index import RowEntry
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
@@ -59,7 +60,8 @@ def llama(num_layers: int = 16) -> Layout:
         )
         for i in range(num_layers)
     ]
-    return packed(grouped(layers), num_slabs=4, site=Site(model="llama-3.2-1b"))
+    layout = packed(grouped(layers), num_slabs=4, site=Site(model="llama-3.2-1b"))
+    return layout.identified(Identity.unverified("rows of random numbers"))
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -24,8 +24,9 @@ TOKENS = list(range(1000, 1160))
 
 def main(place: str) -> None:
     groups = grouped(model_layers(load_model("qwen3-0.6b")).layers)
-    layout = packed(groups, budget=64 << 20, site=Site(model="qwen3-0.6b"))
-    identity = Identity.unverified("random numbers, for an example", model="qwen3-0.6b")
+    # Of a model on disk: Identity.of(model_dir). Here nothing but random numbers is stored.
+    identity = Identity.of_tensors("qwen3-0.6b", {}, [("random", "bfloat16", b"seed 7")])
+    layout = packed(groups, budget=64 << 20, site=Site(model="qwen3-0.6b")).identified(identity)
     keys = block_keys(identity, Prompt.of(TOKENS), 16)
 
     arena, ledger = Arena(layout), Ledger(Pool(layout))

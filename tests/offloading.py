@@ -51,7 +51,7 @@ def hybrid(
         *(layer(f"l.{i}", Window(8), block_tokens=block_tokens, content=content) for i in (1, 3)),
     ]
     site = Site(model=model, order=order)
-    return packed(grouped(layers), num_slabs=num_slabs, site=site)
+    return packed(grouped(layers), num_slabs=num_slabs, site=site).identified(IDENTITY)
 
 
 def row_bytes(layout: Layout, group: int, block: int, memory: Bytes) -> Bytes:

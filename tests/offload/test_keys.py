@@ -10,7 +10,8 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.keys import block_keys, keys_at, known_identity, links, stored_prefix
+from kvstow.offload.keys import block_keys, keys_at, links, stored_prefix
+from kvstow.offload.tier import known_identity
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.pack import Site, packed
@@ -136,12 +137,12 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(tmp_path):
     longer = PROMPT.extended([1, 2, 3])  # the last token is always computed
     assert stored_prefix(IDENTITY, longer, [tier]).num_tokens == 24
     keys = block_keys(IDENTITY, PROMPT, 4)
-    names = [rows.group.name for rows in tier.layout.groups]
-    tier.evict(names.index("window8"), keys[:3])  # before the last window: not needed
+    kinds = [type(rows.group.retention) for rows in tier.layout.groups]
+    tier.evict(kinds.index(Window), keys[:3])  # before the last window: not needed
     assert stored_prefix(IDENTITY, longer, [tier]).num_tokens == 24
-    tier.evict(names.index("state"), keys[5:])  # no checkpoint at 24
+    tier.evict(kinds.index(State), keys[5:])  # no checkpoint at 24
     assert stored_prefix(IDENTITY, longer, [tier]).num_tokens == 20
-    tier.evict(names.index("full"), keys[1:2])  # 4 would need the window's first block
+    tier.evict(kinds.index(Full), keys[1:2])  # 4 would need the window's first block
     assert stored_prefix(IDENTITY, longer, [tier]).num_tokens == 0
     tier.close()
 

@@ -39,7 +39,8 @@ def layout_of(tp=(0, 1), *, order="BLHNC", block_tokens=4, num_slabs=24):
         *(layer(f"l.{i}", Window(8), block_tokens=block_tokens, heads=heads) for i in (1, 3)),
         layer("l.5", State(checkpoints=2), block_tokens=block_tokens),
     ]
-    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="m", order=order, tp=tp))
+    site = Site(model="m", order=order, tp=tp)
+    return packed(grouped(layers), num_slabs=num_slabs, site=site).identified(IDENTITY)
 
 
 def value(name, field, head, token, content):

@@ -23,10 +23,10 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
-from kvstow.offload.disk.segments import ChainLink
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
-from kvstow.plan.identity import HINT, Identity
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Encoder, can_hit, seen_blocks
 from kvstow.plan.view import Ints
@@ -72,21 +72,6 @@ def keys_at(identity: Identity, prompt: Prompt, ends: Iterable[int]) -> list[byt
 def links(keys: Sequence[bytes]) -> list[ChainLink]:
     """Where the blocks with these keys, a request's from the first on, stand."""
     return [ChainLink(i, keys[i - 1] if i else b"") for i in range(len(keys))]
-
-
-def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
-    """The identity given, else the layout's; StoreError where there is neither, or they differ."""
-    if identity is None:
-        identity = layout.identity
-    if identity is None:
-        raise StoreError(
-            f"{what}: which computation makes these rows is not known, and rows of another one "
-            f"would be taken for them\n\n{HINT}"
-        )
-    differences = () if layout.identity is None else layout.identity.differences(identity)
-    if differences:
-        raise StoreError(f"{what}: two identities were given:\n" + "\n".join(differences))
-    return identity
 
 
 def _sized(data: bytes) -> bytes:

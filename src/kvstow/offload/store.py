@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.files import Files
-from kvstow.offload.disk.segments import ChainLink
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.rows import check_joinable

@@ -7,6 +7,7 @@ the content and all content before it: two rows of one name are equal. A tier ne
 keep a row; it promises never to return another one.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
@@ -18,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import StoreError
+from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
+
+log = logging.getLogger("kvstow.offload")
 
 MAX_KEY_BYTES = 32
 
@@ -105,6 +109,28 @@ class Tier(Protocol):
     def close(self) -> None:
         """Let go of memory and files."""
         ...
+
+
+def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
+    """The identity given, else the layout's; StoreError where there is neither, or they differ."""
+    if identity is None:
+        identity = layout.identity
+    if identity is None:
+        raise StoreError(
+            f"{what}: which computation makes these rows is not known, and rows of another one "
+            f"would be taken for them\n\n{HINT}"
+        )
+    differences = () if layout.identity is None else layout.identity.differences(identity)
+    if differences:
+        raise StoreError(f"{what}: two identities were given:\n" + "\n".join(differences))
+    return identity
+
+
+def note_unverified(identity: Identity | None, what: str) -> None:
+    """Say in the log that nobody has looked at the weights, where that is so."""
+    if identity is not None and not identity.is_verified:
+        why = identity.unverified_because
+        log.warning("%s: nobody has checked which computation makes its rows (%s)", what, why)
 
 
 def checked_keys(layout: Layout, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -9,7 +9,7 @@ import xxhash
 
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.offload.disk.segments import RECORD_BYTES, ChainLink, SlotRecord, decode_record
+from kvstow.offload.disk.format import RECORD_BYTES, ChainLink, SlotRecord, decode_record
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.rows import row_layout
 from kvstow.offload.store import Store

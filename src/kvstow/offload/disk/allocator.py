@@ -15,8 +15,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.offload.disk.files import store_errors
 from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
-from kvstow.offload.disk.recovery import OpenStore
+from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
@@ -46,6 +47,11 @@ class Recency:
         at = np.asarray(places, np.int64)
         return (at >> SLOT_BITS) * self._slots[group] + (at & ((1 << SLOT_BITS) - 1))
 
+    def _known(self, group: int, places: npt.ArrayLike) -> Ints:
+        """The numbers of places that this process's capacity reaches; another may have more."""
+        numbers = self.number(group, places)
+        return numbers[numbers < len(self._generations[group])]
+
     def places(self, group: int, numbers: Ints) -> list[int]:
         segments, slots = np.divmod(numbers, self._slots[group])
         return (segments << SLOT_BITS | slots).tolist()
@@ -73,12 +79,12 @@ class Recency:
         self.flush(write)
         self._learn(group)
         pinned: Bools = np.zeros(len(self._generations[group]), bool)
-        pinned[self.number(group, np.fromiter(reading, np.int64))] = True
+        pinned[self._known(group, np.fromiter(reading, np.int64))] = True
         return self.places(group, self._policies[group].victims(marks, pinned))
 
     def forget(self, group: int, places: npt.ArrayLike) -> None:
         """These rows are gone."""
-        self._policies[group].remove(self.number(group, places))
+        self._policies[group].remove(self._known(group, places))
 
     def _learn(self, group: int) -> None:
         """Learn what came, and what was used, since the last time."""
@@ -114,7 +120,7 @@ class SlotAllocator:
 
         Fewer than asked for where everything else is being read or written.
         """
-        with self._store.index.write() as write:
+        with store_errors(self._store.path), self._store.index.write() as write:
             found = self._take_free(write, group, len(marks))
             while len(found) < len(marks) and (
                 self._grow(write, group) or self._take_over(write, group, reading, older=True)
@@ -134,7 +140,7 @@ class SlotAllocator:
         """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
         segments = self._store.segments
         rows = 0
-        with self._store.index.write() as write:
+        with store_errors(self._store.path), self._store.index.write() as write:
             coldest = self._coldest(write, None, set())
             count = len(write.ask("SELECT id FROM segments"))
             for segment, _ in coldest[: max(0, count - nbytes // segments.segment_bytes)]:

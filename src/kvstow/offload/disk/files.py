@@ -1,22 +1,42 @@
 """The file layer: whole operations on plain files, direct where the file system allows it.
 
 Everything that a disk tier does to data files goes through one `Files`, so that faults can be
-injected underneath (`kvstow.testing.faulty`).
+injected underneath (`kvstow.testing.faulty`). Files of a store are this user's, closed to others
+(0600, in a directory of 0700), and have one name; anything else is refused, links are not
+followed.
 """
 
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.errors import StoreError
+
 BLOCK = 4096
 """Offsets, lengths and memory of direct I/O are multiples of it."""
 
 Bytes = npt.NDArray[np.uint8]
+
+LOST = frozenset(
+    {
+        errno.EIO,
+        errno.ENOENT,
+        errno.EBADMSG,
+        errno.EUCLEAN,
+        errno.EILSEQ,
+        errno.ENODATA,
+        errno.EREMOTEIO,
+    }
+)
+"""Errors that say that bytes are gone. All others (no descriptors, no memory, no permission)
+may pass: what could not be read for one of them is still there."""
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -41,19 +61,90 @@ def behind(parts: Sequence[Bytes], nbytes: int) -> list[Bytes]:
     return left
 
 
+@contextmanager
+def store_errors(path: Path) -> Generator[None]:
+    """What the system refuses becomes a StoreError that names the store."""
+    try:
+        yield
+    except OSError as error:
+        where = "" if error.filename is None else f" ({error.filename})"
+        raise StoreError(f"store {path}: {error.strerror or error}{where}") from error
+
+
+def make_directory(path: Path) -> None:
+    """The directory of a store: made with mode 0700, or there, ours, and not open to writers.
+
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        facts = path.stat()
+        if not stat.S_ISDIR(facts.st_mode):
+            raise
+        _check_owner(facts, path)
+        if facts.st_mode & 0o022:
+            mode = stat.S_IMODE(facts.st_mode)
+            raise PermissionError(
+                errno.EPERM, f"others may write to it (mode {mode:#o}); hint: chmod 700", str(path)
+            ) from None
+
+
+def open_own(path: Path, flags: int, *, create: bool = False) -> int:
+    """A descriptor of an ordinary file that is ours alone; made with mode 0600 where asked for.
+
+    PermissionError, with the reason, for links, other users' files, files that others may open
+    or that have a second name. Never waits, whatever lies there.
+    """
+    more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    try:
+        fd = os.open(path, flags | more, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionError(errno.EPERM, "it is a link", str(path)) from None
+    try:
+        _check_file(os.fstat(fd), path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_file(facts: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        raise PermissionError(errno.EPERM, "it is no ordinary file", str(path))
+    _check_owner(facts, path)
+    if facts.st_mode & 0o077:
+        mode = stat.S_IMODE(facts.st_mode)
+        raise PermissionError(
+            errno.EPERM, f"others may open it (mode {mode:#o}); hint: chmod 600", str(path)
+        )
+    if facts.st_nlink > 1:
+        raise PermissionError(errno.EPERM, f"it has {facts.st_nlink} names", str(path))
+
+
+def _check_owner(facts: os.stat_result, path: Path) -> None:
+    if facts.st_uid != os.geteuid():
+        raise PermissionError(
+            errno.EPERM, f"it belongs to user {facts.st_uid}, not {os.geteuid()}", str(path)
+        )
+
+
 class Files:
-    """Data files of a store."""
+    """Data files of a store. Methods raise OSError."""
 
     def open(self, path: Path, *, create: bool = False) -> int:
         """A descriptor for reading and writing, past the page cache where that works."""
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        flags = os.O_RDWR | (os.O_EXCL if create else 0)
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o644)
+            return open_own(path, flags | os.O_DIRECT, create=create)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         # A file system without direct I/O refuses only after it has created the file.
-        return os.open(path, flags & ~os.O_EXCL, 0o644)
+        return open_own(path, flags & ~os.O_EXCL, create=create)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Set disk space aside; raises `OSError` (ENOSPC) where there is not enough."""
@@ -83,7 +174,7 @@ class Files:
 
     def sync_directory(self, path: Path) -> None:
         """Names in the directory are on the medium when this returns."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
@@ -97,7 +188,7 @@ class Files:
     def size(self, path: Path) -> int | None:
         """Bytes of the file; None where there is no such file."""
         try:
-            return path.stat().st_size
+            return path.lstat().st_size
         except FileNotFoundError:
             return None
 

@@ -11,9 +11,10 @@ A *place* is `segment << 24 | slot`. A row is entered only after its bytes are o
 a process may die anywhere: what it had not finished is a slot with a dead owner.
 """
 
+import os
 import sqlite3
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,10 +25,12 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.files import open_own, store_errors
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had keys of 16 bytes that did not name the computation."""
 SLOT_BITS = 24
 FREE = 0
 RETIRED = -1
@@ -52,6 +55,7 @@ CREATE TABLE owners (
 CREATE TABLE events (time REAL NOT NULL, what TEXT NOT NULL, rows INTEGER NOT NULL);
 INSERT INTO meta VALUES ('clock', 0);
 """
+_TABLES = {"meta", "segments", "slots", "rows", "owners", "events"}
 
 
 def place(segment: int, slot: int) -> int:
@@ -96,27 +100,42 @@ def _translated(path: Path) -> Generator[None]:
 
 
 def _broken(error: sqlite3.DatabaseError) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code in _UNREADABLE or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+_UNREADABLE = (
+    sqlite3.SQLITE_IOERR_READ,
+    sqlite3.SQLITE_IOERR_SHORT_READ,
+    sqlite3.SQLITE_IOERR_CORRUPTFS,
+)
 
 
 class IndexBroken(StoreError):
-    """The index file is not a database any more; the data files may still be good."""
+    """The index file cannot be read any more; the data files may still be good."""
+
+
+class OldFormat(StoreError):
+    """The store was made by an older version, whose rows are not served."""
 
 
 class StoreIndex:
     """One process's view of the index. Methods of `Transaction` change it, inside `write()`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
+        self.now = clock
         self._lock = RLock()
-        self._sql = sqlite3.connect(
-            path,
-            timeout=BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-            cached_statements=256,
-        )
+        with store_errors(path):
+            os.close(open_own(path, os.O_RDWR, create=True))  # or SQLite would make it 0644
+        with _translated(path):
+            self._sql = sqlite3.connect(
+                path,
+                timeout=BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=256,
+            )
         try:
             with _translated(path):
                 self._prepare()
@@ -128,7 +147,7 @@ class StoreIndex:
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")
         self._sql.execute("PRAGMA cache_size = -16384")
-        self._sql.execute("PRAGMA mmap_size = 1073741824")
+        self._sql.execute("PRAGMA mmap_size = 0")  # a failing medium is an error, not a signal
         with self.write() as write:
             write.create()
 
@@ -142,7 +161,7 @@ class StoreIndex:
         with self._lock, _translated(self.path):
             self._sql.execute("BEGIN IMMEDIATE")
             try:
-                yield Transaction(self._sql)
+                yield Transaction(self._sql, self.now)
                 self._sql.execute("COMMIT")
             except BaseException:
                 if self._sql.in_transaction:
@@ -213,8 +232,9 @@ class StoreIndex:
 class Transaction:
     """The commands of one transaction."""
 
-    def __init__(self, sql: sqlite3.Connection) -> None:
+    def __init__(self, sql: sqlite3.Connection, clock: Callable[[], float]) -> None:
         self._sql = sql
+        self.now = clock
 
     def ask(self, question: str, *values: Any) -> list[Any]:
         return self._sql.execute(question, values).fetchall()
@@ -224,15 +244,20 @@ class Transaction:
         return self._sql.execute(command, values).rowcount
 
     def create(self) -> None:
-        """The tables, where they are missing; refuses another format."""
-        if not self.ask("SELECT name FROM sqlite_master WHERE name = 'meta'"):
+        """The tables, where there are none; refuses another format."""
+        if not self.ask("SELECT name FROM sqlite_master"):
             for statement in _SCHEMA.split(";\n"):
                 self._sql.execute(statement)
             self.set_meta("format", FORMAT)
-        found = self.ask("SELECT value FROM meta WHERE name = 'format'")
-        if found != [(FORMAT,)]:
+        tables = {name for (name,) in self.ask("SELECT name FROM sqlite_master")}
+        if not tables >= _TABLES:
+            raise IndexBroken(f"the index lacks the tables {sorted(_TABLES - tables)}")
+        formats = self.ask("SELECT value FROM meta WHERE name = 'format'")
+        if formats == [(1,)]:
+            raise OldFormat("the index has format 1, made by an older version of kvstow")
+        if formats != [(FORMAT,)]:
             raise StoreError(
-                f"the index has format {found}, not {FORMAT}\n\n"
+                f"the index has format {formats}, not {FORMAT}\n\n"
                 "hint: open the store with the version of kvstow that made it"
             )
 
@@ -357,7 +382,7 @@ class Transaction:
 
     def note(self, what: str, rows: int) -> None:
         """Write down that rows were dropped; the last thousand notes are kept."""
-        self.tell("INSERT INTO events VALUES (?, ?, ?)", time.time(), what, rows)
+        self.tell("INSERT INTO events VALUES (?, ?, ?)", self.now(), what, rows)
         self.tell("DELETE FROM events WHERE rowid <= (SELECT MAX(rowid) FROM events) - 1000")
 
 

@@ -1,22 +1,27 @@
 """What a store holds: `survey` looks without changing anything, `verify` reads every row."""
 
 import json
+import os
 import sqlite3
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk.files import aligned
+from kvstow.offload.disk.files import aligned, open_own, store_errors
+from kvstow.offload.disk.format import segment_file, segment_numbers, slot_bytes
 from kvstow.offload.disk.index import SLOT_BITS
-from kvstow.offload.disk.owners import lives
-from kvstow.offload.disk.segments import slot_bytes
+from kvstow.offload.disk.opening import layout_in
+from kvstow.offload.disk.owners import Processes
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.layout import Layout
-from kvstow.plan.manifest import decode, fingerprint
+from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import align_up
 
 BATCH_BYTES = 64 << 20
@@ -61,65 +66,72 @@ EVENTS = 20
 
 def survey(path: Path) -> dict[str, Any]:
     """What a store holds, who has it open and what it has lost, as plain values."""
-    layout = layout_in(path)
-    ask = _asker(path / "index.db")
-    meta = dict(ask("SELECT name, value FROM meta"))
-    files = {file.name: file.stat().st_size for file in sorted(path.glob("segment-*.kv"))}
-    return {
-        "path": str(path),
-        "model": layout.model,
-        "order": layout.order,
-        "tp": list(layout.tp),
-        "pp": list(layout.pp),
-        "fingerprint": fingerprint(layout),
-        "format": meta.get("format"),
-        "capacity": meta.get("capacity"),
-        "segment_bytes": meta.get("segment_bytes"),
-        "data_bytes": sum(files.values()),
-        "rows": ask("SELECT COUNT(*) FROM rows")[0][0],
-        "groups": [_group(ask, layout, g) for g in range(len(layout.groups))],
-        "owners": [
-            _owner(*row)
-            for row in ask("SELECT pid, started, host, beat, counts FROM owners ORDER BY id")
-        ],
-        "events": [
-            {"time": when, "what": what, "rows": rows}
-            for when, what, rows in ask(
-                "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS
-            )
-        ],
-    }
+    layout = stored_layout(path)
+    with _opened(path / "index.db") as ask:
+        meta = dict(ask("SELECT name, value FROM meta"))
+        return {
+            "path": str(path),
+            "model": layout.model,
+            "order": layout.order,
+            "tp": list(layout.tp),
+            "pp": list(layout.pp),
+            "fingerprint": fingerprint(layout),
+            "format": meta.get("format"),
+            "capacity": meta.get("capacity"),
+            "segment_bytes": meta.get("segment_bytes"),
+            "data_bytes": _data_bytes(path),
+            "rows": ask("SELECT COUNT(*) FROM rows")[0][0],
+            "groups": [_group(ask, layout, g) for g in range(len(layout.groups))],
+            "owners": [
+                _owner(*row)
+                for row in ask("SELECT pid, started, host, beat, counts FROM owners ORDER BY id")
+            ],
+            "events": [
+                {"time": when, "what": what, "rows": rows}
+                for when, what, rows in ask(
+                    "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS
+                )
+            ],
+        }
 
 
-def layout_in(path: Path) -> Layout:
+def stored_layout(path: Path) -> Layout:
     """The layout of a store's rows."""
-    file = path / "layout.json"
-    if not file.exists():
+    with store_errors(path):
+        layout = layout_in(path)
+    if layout is None:
         raise StoreError(f"{path}: no store there (layout.json is missing)")
-    return decode(file.read_bytes())
+    return layout
 
 
-class _Asker:
-    def __init__(self, sql: sqlite3.Connection) -> None:
-        self._sql = sql
+def _data_bytes(path: Path) -> int:
+    with store_errors(path):
+        return sum(segment_file(path, n).lstat().st_size for n in segment_numbers(path))
 
-    def __call__(self, question: str, *values: Any) -> Sequence[Any]:
+
+Ask = Callable[..., Sequence[Any]]
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[Ask]:
+    """Questions to an index, which stays as it is. StoreError where it cannot be read."""
+    with store_errors(file.parent):
         try:
-            return self._sql.execute(question, values).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise StoreError(
-                f"the index cannot be read: {error}\n\n"
-                "hint: the next process to open the store makes it again"
-            ) from error
+            os.close(open_own(file, os.O_RDONLY))
+        except FileNotFoundError:
+            raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again") from None
+    try:
+        name = f"file:{quote(str(file.absolute()))}?mode=ro"
+        with closing(sqlite3.connect(name, uri=True, timeout=10)) as sql:
+            yield lambda question, *values: sql.execute(question, values).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(
+            f"the index cannot be read: {error}\n\n"
+            "hint: the next process to open the store makes it again"
+        ) from error
 
 
-def _asker(file: Path) -> _Asker:
-    if not file.exists():
-        raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again")
-    return _Asker(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=10))
-
-
-def _group(ask: _Asker, layout: Layout, group: int) -> dict[str, Any]:
+def _group(ask: Ask, layout: Layout, group: int) -> dict[str, Any]:
     row_bytes = layout.row_bytes(group)
     rows, oldest, newest = ask(
         "SELECT COUNT(*), MIN(seq), MAX(seq) FROM rows WHERE grp = ?", group
@@ -147,5 +159,9 @@ def _group(ask: _Asker, layout: Layout, group: int) -> dict[str, Any]:
 
 
 def _owner(pid: int, started: int, host: str, beat: float, counts: str) -> dict[str, Any]:
-    alive = lives(pid, started, host, beat)
-    return {"pid": pid, "alive": alive, "beat": beat, "tiers": json.loads(counts)}
+    alive = Processes().lives(pid, started, host, time.time() - beat)
+    try:
+        tiers = json.loads(counts)
+    except ValueError:
+        tiers = []
+    return {"pid": pid, "alive": alive, "beat": beat, "tiers": tiers}

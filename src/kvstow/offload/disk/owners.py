@@ -1,7 +1,6 @@
-"""Who has a store open, and whether they still live."""
+"""Which processes have a store open, and whether they still live."""
 
 import os
-import time
 from pathlib import Path
 
 from kvstow.offload.disk.index import FREE, StoreIndex, Transaction
@@ -10,6 +9,20 @@ SILENT_SECONDS = 120.0
 """An owner that cannot be looked up (on another machine, in another container) and has not
 written for so long counts as dead. If it was not, its leases are gone when it comes to enter
 its rows, and it enters none."""
+
+
+class Processes:
+    """The processes of this machine. A simulation gives a store its own."""
+
+    def me(self) -> tuple[int, int, str]:
+        """This process: its id, when it started, and where that means something."""
+        return os.getpid(), start_time(os.getpid()), this_host()
+
+    def lives(self, pid: int, started: int, host: str, silent_seconds: float) -> bool:
+        """Whether the process that wrote these facts, so long ago, is still there."""
+        if host == this_host() and host != "unknown":
+            return start_time(pid) == started
+        return silent_seconds < SILENT_SECONDS
 
 
 def this_host() -> str:
@@ -30,46 +43,37 @@ def start_time(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
-def enlist(write: Transaction) -> int:
+def enlist(write: Transaction, processes: Processes) -> int:
     """Enter this process among the owners; its number."""
     write.tell(
         "INSERT INTO owners (pid, started, host, beat) VALUES (?, ?, ?, ?)",
-        os.getpid(),
-        start_time(os.getpid()),
-        this_host(),
-        time.time(),
+        *processes.me(),
+        write.now(),
     )
     return write.ask("SELECT last_insert_rowid()")[0][0]
 
 
 def beat(write: Transaction, owner: int, counts: str) -> None:
     """Say that the owner lives, and what it has done."""
-    write.tell("UPDATE owners SET beat = ?, counts = ? WHERE id = ?", time.time(), counts, owner)
+    write.tell("UPDATE owners SET beat = ?, counts = ? WHERE id = ?", write.now(), counts, owner)
 
 
-def lives(pid: int, started: int, host: str, last_beat: float) -> bool:
-    """Whether the process that wrote these facts is still there."""
-    if host == this_host() and host != "unknown":
-        return start_time(pid) == started
-    return time.time() - last_beat < SILENT_SECONDS
-
-
-def bury(write: Transaction) -> tuple[int, int]:
-    """Strike out dead owners and free what they were writing; how many, how many slots."""
-    owners = write.ask("SELECT id, pid, started, host, beat FROM owners")
-    dead = [owner for owner, *facts in owners if not lives(*facts)]
-    slots = 0
-    for owner in dead:
-        slots += write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, owner)
+def bury(write: Transaction, processes: Processes) -> None:
+    """Strike out dead owners and free what they were writing."""
+    for owner in _dead(write, processes):
+        write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, owner)
         write.tell("DELETE FROM owners WHERE id = ?", owner)
-    return len(dead), slots
 
 
-def living(index: StoreIndex) -> list[tuple[int, int, str]]:
-    """Owners that live: number, process id, counts as JSON."""
-    owners = index.ask("SELECT id, pid, started, host, beat, counts FROM owners ORDER BY id")
+def any_died(index: StoreIndex, processes: Processes) -> bool:
+    """Whether some owner did not close the store."""
+    return bool(_dead(index, processes))
+
+
+def _dead(index: StoreIndex | Transaction, processes: Processes) -> list[int]:
+    owners = index.ask("SELECT id, pid, started, host, beat FROM owners")
     return [
-        (owner, pid, counts)
-        for owner, pid, started, host, last, counts in owners
-        if lives(pid, started, host, last)
+        owner
+        for owner, pid, started, host, last in owners
+        if not processes.lives(pid, started, host, index.now() - last)
     ]

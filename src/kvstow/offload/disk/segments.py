@@ -1,191 +1,41 @@
-"""Data files of a store: a header, then slots of one size, each of which ends with a record.
-
-    segment-000003.kv
-    ┌────────┬────────┬────────┬────────┬─      slot       slot_bytes, a multiple of 4096
-    │ header │ slot 0 │ slot 1 │ slot 2 │ …     ┌──────────────┬─────────┬──────────┐
-    └────────┴────────┴────────┴────────┴─      │ row          │ padding │ record   │
-     4096     slot_bytes each                   └──────────────┴─────────┴──────────┘
-                                                 row_bytes                160 bytes
-    header, little endian, zeros after it
-      0  magic          8   "kvstowS1"
-      8  segment_bytes  8
-     16  slot_bytes     8
-     24  group          4
-     28  slots          4
-     32  fingerprint   32   of the store's layout
-     64  own            8   XXH3-64 of bytes [0, 64)
-
-    record, little endian
-      0  magic          8   "kvstowR1"
-      8  generation     8   unique to this write of this slot, over the life of the store
-     16  row_bytes      8
-     24  checksum       8   XXH3-64 of the row's bytes
-     32  group          4
-     36  block          4   logical number of the block in its sequence
-     40  key_bytes      2
-     42  parent_bytes   2
-     44  zeros          4
-     48  key           32   zeros after key_bytes
-     80  parent        32   the key of the block before, zeros for the first
-    112  zeros         40
-    152  own            8   XXH3-64 of bytes [0, 152) of the record
-
-All files of a store are equally long, so one can pass from a group to another. A torn write, or a
-slot that was written again, is detected: the record's generation or the row's checksum is not the
-one that the index (or the record itself) states.
-"""
+"""Data files of a store: opened when needed, checked, read and written by several threads."""
 
 import errno
 import os
 import queue
-import struct
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from threading import Lock, Semaphore
+from typing import ParamSpec, TypeVar
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from kvstow.offload.disk.files import BLOCK, Bytes, Files, aligned, is_aligned
+from kvstow.offload.disk.format import (
+    RECORD_BYTES,
+    SegmentHeader,
+    SlotRecord,
+    checksum,
+    decode_header,
+    decode_record,
+    segment_file,
+    segment_numbers,
+    slot_bytes,
+)
 from kvstow.offload.disk.index import SLOT_BITS
 from kvstow.plan.layout import Layout
-from kvstow.plan.view import align_up
 
-RECORD_MAGIC = b"kvstowR1"
-RECORD_BYTES = 160
-_RECORD_FIELDS = struct.Struct("<8sQQqIIHH4x32s32s40x")
-_RECORD_HEAD = struct.Struct("<8sQQqI")
-_RECORD_OWN = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class ChainLink:
-    """Where a block stands in its sequence: its number, and the key of the block before it."""
-
-    block: int = 0
-    parent: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRecord:
-    """What a slot says of itself."""
-
-    generation: int
-    group: int
-    key: bytes
-    row_bytes: int
-    checksum: int
-    link: ChainLink
-
-    def names(self, data: bytes) -> bool:
-        """Whether a slot's record is of the same write of the same row, wherever that stands
-        in its sequence. Cheaper than to decode it: what must agree is compared as bytes."""
-        head = _RECORD_HEAD.pack(
-            RECORD_MAGIC, self.generation, self.row_bytes, self.checksum, self.group
-        )
-        return (
-            data[: _RECORD_HEAD.size] == head
-            and data[40:42] == len(self.key).to_bytes(2, "little")
-            and data[48:80] == self.key.ljust(32, b"\0")
-            and data[_RECORD_FIELDS.size :]
-            == _RECORD_OWN.pack(checksum(data[: _RECORD_FIELDS.size]))
-        )
-
-    def encode(self) -> bytes:
-        """The record's bytes."""
-        body = _RECORD_FIELDS.pack(
-            RECORD_MAGIC,
-            self.generation,
-            self.row_bytes,
-            self.checksum,
-            self.group,
-            self.link.block,
-            len(self.key),
-            len(self.link.parent),
-            self.key,
-            self.link.parent,
-        )
-        return body + _RECORD_OWN.pack(checksum(body))
-
-
-def decode_record(data: bytes) -> SlotRecord | None:
-    """The record, or None where the bytes are not one: never written, or torn."""
-    body = data[: _RECORD_FIELDS.size]
-    if (
-        len(data) != RECORD_BYTES
-        or checksum(body) != _RECORD_OWN.unpack(data[_RECORD_FIELDS.size :])[0]
-    ):
-        return None
-    magic, generation, row_bytes, row_sum, group, block, key_bytes, parent_bytes, key, parent = (
-        _RECORD_FIELDS.unpack(body)
-    )
-    if magic != RECORD_MAGIC:
-        return None
-    return SlotRecord(
-        generation=generation,
-        group=group,
-        key=key[:key_bytes],
-        row_bytes=row_bytes,
-        checksum=row_sum,
-        link=ChainLink(block, parent[:parent_bytes]),
-    )
-
-
-def slot_bytes(row_bytes: int) -> int:
-    """Bytes of the slot for a row: row, padding, record."""
-    return align_up(row_bytes + RECORD_BYTES, BLOCK)
-
-
-def checksum(data: Bytes | bytes) -> int:
-    """XXH3-64 of the bytes, seed 0, as a signed number (SQLite has no other)."""
-    digest = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
-    return digest - (digest >> 63 << 64)
-
-
-HEADER_MAGIC = b"kvstowS1"
 CHUNK_BYTES = 4 << 20
 """Adjacent slots are read and written together up to this length."""
 
 INDEX_RESERVE = 16 << 20
 
-_HEADER = struct.Struct("<8sQQII32s")
-_HEADER_OWN = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentHeader:
-    """What a data file says of itself."""
-
-    segment_bytes: int
-    slot_bytes: int
-    group: int
-    slots: int
-    fingerprint: bytes
-
-    def encode(self) -> bytes:
-        body = _HEADER.pack(
-            HEADER_MAGIC,
-            self.segment_bytes,
-            self.slot_bytes,
-            self.group,
-            self.slots,
-            self.fingerprint,
-        )
-        return (body + _HEADER_OWN.pack(checksum(body))).ljust(BLOCK, b"\0")
-
-
-def decode_header(data: bytes) -> SegmentHeader | None:
-    """The header, or None where the bytes are not one."""
-    body = data[: _HEADER.size]
-    end = _HEADER.size + _HEADER_OWN.size
-    if len(data) < end or checksum(body) != _HEADER_OWN.unpack(data[_HEADER.size : end])[0]:
-        return None
-    magic, *fields = _HEADER.unpack(body)
-    return SegmentHeader(*fields) if magic == HEADER_MAGIC else None
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +59,8 @@ class Segments:
     """The data files of one store, opened when first used.
 
     At most `threads` reads and writes are under way at a time. As many threads again see to
-    checksums meanwhile, so that the medium does not wait for them.
+    checksums meanwhile, so that the medium does not wait for them. Without threads, everything
+    happens in the caller's.
     """
 
     def __init__(
@@ -226,27 +77,32 @@ class Segments:
         self.segment_bytes = segment_bytes
         self.slot_bytes = tuple(slot_bytes(layout.row_bytes(g)) for g in range(len(layout.groups)))
         self.slots = tuple((segment_bytes - BLOCK) // n for n in self.slot_bytes)
-        self._fingerprint = bytes.fromhex(fingerprint)
+        self.fingerprint = bytes.fromhex(fingerprint)
         self._files = files
         self._open: dict[int, int] = {}
         self._gone: list[int] = []
-        self._unsynced_name = False
+        self._unsynced_names = False
+        self._closed = False
         self._lock = Lock()
-        self._turns = Semaphore(threads)
-        self._threads = ThreadPoolExecutor(2 * threads, thread_name_prefix="kvstow-disk")
+        self._turns = Semaphore(max(1, threads))
+        self._threads = (
+            ThreadPoolExecutor(2 * threads, thread_name_prefix="kvstow-disk")
+            if threads
+            else _CallerThread()
+        )
         self._buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         chunk = max(CHUNK_BYTES, *self.slot_bytes)
-        for _ in range(2 * threads):
+        for _ in range(max(1, 2 * threads)):
             self._buffers.put(aligned(chunk))
 
     # ── files ─────────────────────────────────────────────────────────────────────
 
     def file(self, segment: int) -> Path:
-        return self.path / f"segment-{segment:06}.kv"
+        return segment_file(self.path, segment)
 
     def numbers(self) -> set[int]:
         """The data files that are there."""
-        return {int(file.stem.split("-")[1]) for file in self.path.glob("segment-*.kv")}
+        return set(segment_numbers(self.path))
 
     def nbytes(self, segment: int) -> int | None:
         """Bytes of a data file; None where it is missing."""
@@ -271,11 +127,17 @@ class Segments:
             raise
         with self._lock:
             self._open[segment] = fd
-            self._unsynced_name = True
+            self._unsynced_names = True
 
-    def restore(self, segment: int) -> None:
-        """A data file that was cut short has its full length again."""
-        self._files.allocate(self._fd(segment), self.segment_bytes)
+    def restore(self, segment: int, group: int) -> None:
+        """A data file that was cut short, or lost its header, is whole again."""
+        fd = self._files.open(self.file(segment))
+        try:
+            self._files.allocate(fd, self.segment_bytes)
+            self._write_header(fd, group)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
 
     def hand_over(self, segment: int, group: int) -> None:
         """The data file belongs to another group; nothing in it is a row any more."""
@@ -284,9 +146,16 @@ class Segments:
         self._files.sync(fd)
 
     def header(self, segment: int) -> SegmentHeader | None:
-        """What the file says of itself; None where that is unreadable."""
+        """What the file says of itself; None where that is unreadable. Raises OSError."""
+        fd = self._files.open(self.file(segment))
+        try:
+            return self._header_in(fd)
+        finally:
+            self._files.close(fd)
+
+    def _header_in(self, fd: int) -> SegmentHeader | None:
         buffer = aligned(BLOCK)
-        if self._files.read(self._fd(segment), [buffer], 0) < BLOCK:
+        if self._files.read(fd, [buffer], 0) < BLOCK:
             return None
         return decode_header(buffer.tobytes())
 
@@ -302,8 +171,10 @@ class Segments:
         self._files.remove(self.file(segment))
 
     def close(self) -> None:
+        """End what is under way and let go of the files; using them is an error from now on."""
         self._threads.shutdown(wait=True)
         with self._lock:
+            self._closed = True
             for fd in (*self._open.values(), *self._gone):
                 self._files.close(fd)
             self._open.clear()
@@ -320,19 +191,33 @@ class Segments:
             self.slot_bytes[group],
             group,
             self.slots[group],
-            self._fingerprint,
+            self.fingerprint,
         )
 
     def _fd(self, segment: int) -> int:
         """A descriptor of the file that has that name now: another process may have removed
-        the one we knew, and made a new one."""
+        the one we knew, and made a new one. OSError if it is not a data file of this store."""
         with self._lock:
+            if self._closed:
+                raise OSError(errno.EBADF, "the store is closed")
             fd = self._open.get(segment)
             if fd is not None and os.fstat(fd).st_nlink == 0:
                 self._gone.append(self._open.pop(segment))
             if segment not in self._open:
-                self._open[segment] = self._files.open(self.file(segment))
+                self._open[segment] = self._opened(segment)
             return self._open[segment]
+
+    def _opened(self, segment: int) -> int:
+        fd = self._files.open(self.file(segment))
+        try:
+            header = self._header_in(fd)
+            if header is None or header.fingerprint != self.fingerprint:
+                what = "no header" if header is None else "the header of another layout"
+                raise OSError(errno.EBADMSG, f"{self.file(segment).name} has {what}")
+        except BaseException:
+            self._files.close(fd)
+            raise
+        return fd
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
@@ -348,7 +233,8 @@ class Segments:
         Per row: its record, completed by the checksum, or why it is not there.
         """
         results = [result for future in writing.futures for result in future.result()]
-        failed = self._synced({row.place >> SLOT_BITS for row in writing.rows})
+        segments = {row.place >> SLOT_BITS for row in writing.rows}
+        failed = self._threads.submit(self._synced, segments).result()
         return [
             failed.get(row.place >> SLOT_BITS, result)
             for row, result in zip(writing.rows, results, strict=True)
@@ -364,16 +250,19 @@ class Segments:
         return [result for chunk in results for result in chunk]
 
     def records(self, segment: int, group: int) -> list[SlotRecord | None]:
-        """The record of every slot of a data file, whatever the index says."""
-        found: list[SlotRecord | None] = []
+        """The record of every slot of a data file, whatever the index says. Raises OSError."""
         buffer = aligned(BLOCK)
         step = self.slot_bytes[group]
-        for slot in range(self.slots[group]):
-            end = BLOCK + (slot + 1) * step
-            count = self._files.read(self._fd(segment), [buffer], end - BLOCK)
-            whole = count == BLOCK
-            found.append(decode_record(buffer[-RECORD_BYTES:].tobytes()) if whole else None)
-        return found
+        fd = self._files.open(self.file(segment))
+        try:
+            records: list[SlotRecord | None] = []
+            for slot in range(self.slots[group]):
+                count = self._files.read(fd, [buffer], (slot + 1) * step)
+                whole = count == BLOCK
+                records.append(decode_record(buffer[-RECORD_BYTES:].tobytes()) if whole else None)
+            return records
+        finally:
+            self._files.close(fd)
 
     def _chunks(self, group: int, rows: Sequence[SlotRow]) -> list[list[SlotRow]]:
         """Rows in adjacent slots together, as many as fit into a buffer."""
@@ -435,17 +324,42 @@ class Segments:
             return [error] * len(rows)
 
     def _synced(self, segments: set[int]) -> dict[int, OSError]:
-        """Make the files, and the names of new ones, durable; those for which that failed."""
+        """Make data files, and the names of new ones, durable; those for which that failed."""
         failed: dict[int, OSError] = {}
-        if self._unsynced_name:
-            self._unsynced_name = False
-            self._files.sync_directory(self.path)
+        try:
+            self._sync_names()
+        except OSError as error:
+            return dict.fromkeys(segments, error)
         for segment in segments:
             try:
                 self._files.sync(self._fd(segment))
             except OSError as error:
                 failed[segment] = error
         return failed
+
+    def _sync_names(self) -> None:
+        """New names are durable when this returns; where it fails, the next call tries again."""
+        with self._lock:
+            wanted, self._unsynced_names = self._unsynced_names, False
+        if not wanted:
+            return
+        try:
+            self._files.sync_directory(self.path)
+        except BaseException:
+            self._unsynced_names = True
+            raise
+
+
+class _CallerThread(Executor):
+    """What a pool of threads does, without threads."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        done: Future[_T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,36 @@ checksum do not match, and that is a miss. Several processes may use one store.
 import json
 import logging
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import owners
 from kvstow.offload.disk.allocator import Recency, SlotAllocator
-from kvstow.offload.disk.files import Files
-from kvstow.offload.disk.index import FREE, RETIRED, RowEntry, RowPlaces, StoreIndex, Transaction
-from kvstow.offload.disk.recovery import DroppedRows, OpenStore
-from kvstow.offload.disk.segments import ChainLink, PendingWrite, Segments, SlotRecord, SlotRow
+from kvstow.offload.disk.files import LOST, Files
+from kvstow.offload.disk.format import ChainLink, SlotRecord
+from kvstow.offload.disk.gate import Gate
+from kvstow.offload.disk.index import (
+    FREE,
+    RETIRED,
+    IndexBroken,
+    RowEntry,
+    RowPlaces,
+    StoreIndex,
+    Transaction,
+)
+from kvstow.offload.disk.opening import OpenStore
+from kvstow.offload.disk.owners import Processes
+from kvstow.offload.disk.recovery import DroppedRows
+from kvstow.offload.disk.segments import PendingWrite, Segments, SlotRow
 from kvstow.offload.eviction.policies import PolicyName, mark
 from kvstow.offload.tier import (
     Bools,
@@ -39,8 +52,13 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     firsts,
+    known_identity,
+    note_unverified,
 )
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
+
+_T = TypeVar("_T")
 
 log = logging.getLogger("kvstow.offload")
 
@@ -57,59 +75,159 @@ class DiskTier:
     """Rows of one layout in a directory, within `capacity` bytes of data files.
 
     `layout` may be that of any arena whose rows are to be kept; the tier's own is the layout
-    that the directory states, and `layout=None` asks for just that. `dropped` says what was
-    lost when the store was opened after a crash.
+    that the directory states, and `layout=None` asks for just that. The computation that makes
+    the rows is `identity`, or the layout's. `dropped` says what was lost when the store was
+    opened after a crash. With `threads=0` nothing happens outside the caller's thread; `files`,
+    `clock` and `processes` are what a simulation replaces.
+
+    A broken index is made again from the data files as soon as no other process uses it. Until
+    then loads are misses and stores are errors.
     """
 
     name = "disk"
 
     def __init__(
         self,
-        path: Path,
+        path: str | Path,
         layout: Layout | None = None,
         *,
+        identity: Identity | None = None,
         capacity: int | None = None,
         policy: PolicyName = "lru",
         files: Files | None = None,
         threads: int = 4,
+        clock: Callable[[], float] = time.time,
+        processes: Processes | None = None,
     ) -> None:
+        self.path = Path(path)
+        if layout is not None:
+            known = known_identity(layout, identity, f"store {path}")
+            layout = layout.identified(known)
         self._open = OpenStore(
-            path, layout, capacity=capacity, files=files or Files(), threads=threads
+            self.path,
+            layout,
+            capacity=capacity,
+            files=files or Files(),
+            threads=threads,
+            clock=clock,
+            processes=processes or Processes(),
         )
-        self.path = path
         self.layout = self._open.layout
-        self.dropped: tuple[DroppedRows, ...] = self._open.dropped
-        for dropped in self.dropped:
-            log.warning("store %s: %s", path, dropped)
-        self._index: StoreIndex = self._open.index
-        self._segments: Segments = self._open.segments
-        self._recency = Recency(self._index, policy, self._segments.slots, self._open.max_segments)
-        self._allocator = SlotAllocator(self._open, self._recency)
+        self.dropped: tuple[DroppedRows, ...] = ()
+        self._note_dropped()
+        self._policy: PolicyName = policy
+        self._clock = clock
         self._reading: tuple[dict[int, list[int]], ...] = tuple({} for _ in self.layout.groups)
         """Per group and load under way, the places that are read."""
+        self._unreleased: set[int] = set()
+        """Slots that are to be given back as soon as the index can be written."""
         self._numbers = count()
         self._lock = Lock()
+        self._gate = Gate()
         self._counter = Counter()
-        self._beaten = 0.0
+        self._beaten = self._tried = float("-inf")
+        self._attached = True
         self._beside: tuple[Tier, ...] = ()
+        self._make_allocator()
+        if identity is not None and layout is None:
+            self._check_identity(identity)
+        if layout is not None:
+            note_unverified(self.layout.identity, f"store {path}")
+
+    def _make_allocator(self) -> None:
+        self._recency = Recency(
+            self._open.index, self._policy, self.segments.slots, self._open.max_segments
+        )
+        self._allocator = SlotAllocator(self._open, self._recency)
+
+    def _note_dropped(self) -> None:
+        self.dropped = (*self.dropped, *self._open.dropped)
+        for dropped in self._open.dropped:
+            log.warning("store %s: %s", self.path, dropped)
+
+    def _check_identity(self, identity: Identity) -> None:
+        try:
+            known_identity(self.layout, identity, f"store {self.path}")
+        except StoreError:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Write down what was used, and give up everything that is held."""
-        with self._index.write() as write:
-            self._recency.flush(write)
-            write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._open.owner)
-            write.tell("DELETE FROM owners WHERE id = ?", self._open.owner)
-        self._open.close()
+        """Write down what was used, and give up everything that is held; once is enough."""
+        if not self._gate.close():
+            return
+        try:
+            if self._attached:
+                with self.index.write() as write:
+                    self._recency.flush(write)
+                    write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._open.owner)
+                    write.tell("DELETE FROM owners WHERE id = ?", self._open.owner)
+        finally:
+            self._open.close()
+
+    # ── an index that breaks ──────────────────────────────────────────────────────
+
+    @contextmanager
+    def _using(self) -> Generator[None]:
+        """The store is open and its index usable meanwhile; StoreError where it is not."""
+        if not self._attached or self._is_marked():
+            self._reattach(found_broken=False)
+        try:
+            with self._gate.entered(f"store {self.path} is closed"):
+                if not self._attached:
+                    raise IndexBroken(f"store {self.path}: the index is being made again")
+                yield
+        except IndexBroken:
+            if self._attached:
+                self._reattach(found_broken=True)
+            raise
+
+    def _retried(self, work: Callable[[], _T]) -> _T:
+        """Do something with the index; once more if it broke and was made again."""
+        try:
+            with self._using():
+                return work()
+        except IndexBroken:
+            if not self._attached:
+                raise
+        with self._using():
+            return work()
+
+    def _is_marked(self) -> bool:
+        """Whether another process has found the index broken; looked at now and then."""
+        return self._beat_is_due() and self._open.is_marked
+
+    def _reattach(self, *, found_broken: bool) -> None:
+        """Let go of a broken index and, if nobody else uses it, make it again."""
+        with self._gate.alone() as open_still:
+            if not open_still:
+                return
+            if self._attached:
+                log.warning("store %s: the index is broken and is made again", self.path)
+                self._open.detach(mark=found_broken)
+                self._attached = False
+            elif self._clock() - self._tried < BEAT_SECONDS:
+                return
+            self._tried = self._clock()
+            try:
+                self._open.attach(seconds=0)
+            except StoreError as error:
+                log.warning("store %s: %s", self.path, error)
+                return
+            self._unreleased.clear()
+            self._note_dropped()
+            self._make_allocator()
+            self._attached = True
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
     @property
     def index(self) -> StoreIndex:
-        return self._index
+        return self._open.index
 
     @property
     def segments(self) -> Segments:
-        return self._segments
+        return self._open.segments
 
     @property
     def counts(self) -> Counts:
@@ -118,11 +236,19 @@ class DiskTier:
 
     @property
     def usage(self) -> Usage:
-        nbytes = len(self._index.segments()) * self._segments.segment_bytes
-        return Usage(rows=self._index.num_rows(), nbytes=nbytes, capacity=self._open.capacity)
+        try:
+            rows, files = self._retried(lambda: (self.index.num_rows(), self.index.segments()))
+        except IndexBroken:
+            rows, files = 0, []
+        nbytes = len(files) * self.segments.segment_bytes
+        return Usage(rows=rows, nbytes=nbytes, capacity=self._open.capacity)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        return self._index.contains(group, checked_keys(self.layout, group, keys))
+        checked_keys(self.layout, group, keys)
+        try:
+            return self._retried(lambda: self.index.contains(group, keys))
+        except IndexBroken:
+            return np.zeros(len(keys), bool)
 
     # ── store ─────────────────────────────────────────────────────────────────────
 
@@ -139,9 +265,18 @@ class DiskTier:
         index fails; rows that were entered before stay.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        kept = self._index.contains(group, keys)
+        return self._retried(lambda: self._stored(group, keys, rows, links))
+
+    def _stored(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink],
+    ) -> Bools:
+        kept = self.index.contains(group, keys)
         missing = firsts(keys, ~kept)
-        step = max(1, LEASE_BYTES // self._segments.slot_bytes[group])
+        step = max(1, LEASE_BYTES // self.segments.slot_bytes[group])
         done: set[bytes] = set()
         under_way: list[PendingWrite] = []
         try:
@@ -149,9 +284,11 @@ class DiskTier:
                 part = missing[start : start + step]
                 under_way.append(self._start(group, keys, rows, links, part))
                 if len(under_way) > PARTS:
-                    done |= self._finish(group, under_way.pop(0))
+                    done |= self._finish(group, under_way[0])
+                    del under_way[0]
             while under_way:
-                done |= self._finish(group, under_way.pop(0))
+                done |= self._finish(group, under_way[0])
+                del under_way[0]
         finally:
             for left in under_way:
                 self._abandon(left)
@@ -172,18 +309,21 @@ class DiskTier:
         for n, (at, i) in enumerate(zip(places, part, strict=False)):
             link = links[i] if links else ChainLink()
             slotted.append(SlotRow(at, self._record(group, keys[i], first + n, link), rows[i]))
-        return self._segments.start(group, slotted)
+        try:
+            return self.segments.start(group, slotted)
+        except BaseException:
+            self._release(places)
+            raise
 
     def _finish(self, group: int, writing: PendingWrite) -> set[bytes]:
         """Enter what has reached the medium; its keys. Raises where something has not."""
-        slotted, records = writing.rows, self._segments.finish(writing)
+        slotted, records = writing.rows, self.segments.finish(writing)
         good = [
             (s.place, r) for s, r in zip(slotted, records, strict=True) if isinstance(r, SlotRecord)
         ]
         entered = self._enter(group, good)
         bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
         if bad:
-            self._release(bad)
             self._counter.add(Counts(failures=len(bad)))
             raise StoreError(
                 f"{self.path}: {len(bad)} of {len(slotted)} rows were not written: "
@@ -192,7 +332,7 @@ class DiskTier:
         return entered
 
     def _abandon(self, writing: PendingWrite) -> None:
-        """Wait until nothing writes any more, then give the slots back."""
+        """Wait until nothing writes any more, then give back the slots that are no rows."""
         wait(writing.futures)
         self._release([row.place for row in writing.rows])
 
@@ -212,7 +352,9 @@ class DiskTier:
             RowEntry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
             for at, r in good
         ]
-        with self._index.write() as write:
+        with self.index.write() as write:
+            if self._unreleased:
+                self._give_back(write)
             entered = write.enter(group, entries, self._open.owner)
             self._beat(write)
         keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
@@ -221,8 +363,21 @@ class DiskTier:
         return keys
 
     def _release(self, places: Iterable[int]) -> None:
-        with self._index.write() as write:
+        """Give slots back; where the index cannot be written now, later."""
+        with self._lock:
+            self._unreleased.update(places)
+        with suppress(StoreError), self.index.write() as write:
+            self._give_back(write)
+
+    def _give_back(self, write: Transaction) -> None:
+        with self._lock:
+            places, self._unreleased = self._unreleased, set[int]()
+        try:
             write.release(places, self._open.owner)
+        except BaseException:
+            with self._lock:
+                self._unreleased |= places
+            raise
 
     # ── load ──────────────────────────────────────────────────────────────────────
 
@@ -233,9 +388,33 @@ class DiskTier:
         in the index; the caller sees a miss.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        found = self._index.find(group, keys)
+        try:
+            return self._retried(lambda: self._loaded(group, keys, rows))
+        except IndexBroken:
+            self._count_load(group, len(keys), 0)
+            return np.zeros(len(keys), bool)
+
+    def _loaded(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        places = self.index.find(group, keys)
+        wanted = self._slots(group, places, keys, rows)
+        with self._pinned(group, places):
+            results = self.segments.read(group, wanted)
+        good = np.array([result is True for result in results], bool)
+        if not good.all():
+            self._dismiss(group, wanted, results)
+        self._count_load(group, len(keys), int(good.sum()))
+        if self._recency.use(places.place[good]) or self._beat_is_due():
+            self._write_down()
+        mask = np.zeros(len(keys), bool)
+        mask[places.position[good]] = True
+        return mask
+
+    def _slots(
+        self, group: int, places: RowPlaces, keys: Sequence[bytes], rows: Sequence[Bytes]
+    ) -> list[SlotRow]:
+        """What is to be read where, and what its record must say."""
         row_bytes, nowhere = self.layout.row_bytes(group), ChainLink()
-        wanted = [
+        return [
             SlotRow(
                 place,
                 SlotRecord(
@@ -248,21 +427,19 @@ class DiskTier:
                 ),
                 rows[i],
             )
-            for i, place, generation, checksum in found.rows()
+            for i, place, generation, checksum in places.rows()
         ]
-        with self._pinned(group, found):
-            results = self._segments.read(group, wanted)
-        good = np.array([result is True for result in results], bool)
-        if not good.all():
-            self._dismiss(group, wanted, results)
-        self._count_load(group, len(keys), int(good.sum()))
-        if self._recency.use(found.place[good]) or self._beat_is_due():
-            with self._index.write() as write:
+
+    def _write_down(self) -> None:
+        """Uses and counts go into the index; rows that were read are good without that."""
+        try:
+            with self.index.write() as write:
                 self._recency.flush(write)
                 self._beat(write)
-        mask = np.zeros(len(keys), bool)
-        mask[found.position[good]] = True
-        return mask
+        except IndexBroken:
+            raise
+        except StoreError as error:
+            log.warning("store %s: what was used is not written down: %s", self.path, error)
 
     def _count_load(self, group: int, asked: int, loaded: int) -> None:
         nbytes = loaded * self.layout.row_bytes(group)
@@ -289,39 +466,58 @@ class DiskTier:
     def _dismiss(
         self, group: int, rows: Sequence[SlotRow], results: Sequence[bool | OSError]
     ) -> None:
-        """Drop rows that could not be read, unless they were replaced while we read."""
-        with self._index.write() as write:
-            for row, result in zip(rows, results, strict=True):
-                if result is True:
-                    continue
-                unreadable = isinstance(result, OSError)
-                still = write.ask(
-                    "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
-                    row.place,
-                    row.record.generation,
-                )
-                if not still:
-                    continue
-                write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
-                why = f"cannot be read ({result})" if unreadable else "is not what was written"
-                what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
-                write.note(what, 1)
-                log.warning("store %s: %s", self.path, what)
-                self._counter.add(Counts(failures=1))
+        """Drop rows whose bytes are lost, unless they were replaced while we read.
+
+        What could not be read for want of descriptors or memory is a miss now, and stays.
+        """
+        passing = [r for r in results if isinstance(r, OSError) and r.errno not in LOST]
+        if passing:
+            log.warning("store %s: %d rows not read: %s", self.path, len(passing), passing[0])
+        lost = [
+            (row, result)
+            for row, result in zip(rows, results, strict=True)
+            if result is False or (isinstance(result, OSError) and result.errno in LOST)
+        ]
+        if not lost:
+            return
+        with self.index.write() as write:
+            for row, result in lost:
+                self._drop(write, group, row, result)
+
+    def _drop(self, write: Transaction, group: int, row: SlotRow, result: bool | OSError) -> None:
+        still = write.ask(
+            "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
+            row.place,
+            row.record.generation,
+        )
+        if not still:
+            return
+        unreadable = isinstance(result, OSError)
+        write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
+        why = f"cannot be read ({result})" if unreadable else "is not what was written"
+        what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
+        write.note(what, 1)
+        log.warning("store %s: %s", self.path, what)
+        self._counter.add(Counts(failures=1))
 
     # ── evict ─────────────────────────────────────────────────────────────────────
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
-        found = self._index.find(group, checked_keys(self.layout, group, keys))
-        with self._index.write() as write:
-            count = write.drop(group, found.place.tolist())
-            self._recency.forget(group, found.place)
+        checked_keys(self.layout, group, keys)
+        count = self._retried(lambda: self._evicted(group, keys))
         self._counter.add(Counts(evicted_rows=count))
+        return count
+
+    def _evicted(self, group: int, keys: Sequence[bytes]) -> int:
+        places = self.index.find(group, keys).place
+        with self.index.write() as write:
+            count = write.drop(group, places.tolist())
+            self._recency.forget(group, places)
         return count
 
     def prune(self, nbytes: int) -> int:
         """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
-        count = self._allocator.shrink(nbytes)
+        count = self._retried(lambda: self._allocator.shrink(nbytes))
         self._counter.add(Counts(evicted_rows=count))
         return count
 
@@ -333,17 +529,17 @@ class DiskTier:
 
     def beat(self) -> None:
         """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
-        with self._index.write() as write:
+        with self._using(), self.index.write() as write:
             self._recency.flush(write)
-            self._beaten = 0.0
+            self._beaten = float("-inf")
             self._beat(write)
 
     def _beat_is_due(self) -> bool:
-        return time.monotonic() - self._beaten >= BEAT_SECONDS
+        return self._clock() - self._beaten >= BEAT_SECONDS
 
     def _beat(self, write: Transaction) -> None:
         if self._beat_is_due():
-            self._beaten = time.monotonic()
+            self._beaten = self._clock()
             tiers = [
                 {"tier": tier.name, **asdict(tier.counts), **asdict(tier.usage)}
                 for tier in (*self._beside, self)

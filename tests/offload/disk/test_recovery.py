@@ -1,0 +1,286 @@
+"""Damage that must not last: broken indexes, missing descriptors, leases that nobody ends."""
+
+import fcntl
+import os
+import resource
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+
+from kvstow.errors import StoreError
+from kvstow.offload.disk import opening
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.testing.faulty import FaultyFiles
+from offloading import hybrid, numbered_key, numbered_row
+
+MIB = 1 << 20
+ROWS = 200
+KEYS = [numbered_key(n) for n in range(ROWS)]
+
+
+def made(path, capacity=4 * MIB, **options):
+    tier = DiskTier(path, hybrid(), capacity=capacity, **options)
+    assert tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(ROWS)]).all()
+    return tier
+
+
+def right_rows(tier):
+    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in KEYS]
+    mask = tier.load(0, KEYS, rows)
+    assert all((rows[n] == numbered_row(tier, 0, n)).all() for n in np.flatnonzero(mask))
+    return int(mask.sum())
+
+
+def damage(path, table="rows_key"):
+    """Zeros instead of one page of the index."""
+    with sqlite3.connect(path / "index.db") as index:
+        index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = index.execute("PRAGMA page_size").fetchone()[0]
+        roots = dict(index.execute("SELECT name, rootpage FROM sqlite_master"))
+    index.close()
+    with open(path / "index.db", "r+b") as file:
+        file.seek((roots[table] - 1) * size)
+        file.write(bytes(size))
+
+
+# ── the index ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("table", ["rows_key", "rows", "slots", "segments", "rows_seq"])
+def test_a_damaged_page_of_the_index_costs_no_row_for_long(tmp_path, table):
+    made(tmp_path).close()
+    damage(tmp_path, table)
+    tier = DiskTier(tmp_path, hybrid())
+    right_rows(tier)
+    new = [numbered_key(n) for n in range(900, 910)]
+    assert tier.store(0, new, [numbered_row(tier, 0, n) for n in range(900, 910)]).all()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert right_rows(tier) == ROWS
+    assert tier.contains(0, new).all()
+    assert not (tmp_path / "index.rebuild").exists()
+    tier.close()
+
+
+def test_an_index_that_breaks_under_two_processes_is_made_again_when_both_have_let_go(tmp_path):
+    now = [0.0]
+    first = made(tmp_path, clock=lambda: now[0])
+    second = DiskTier(tmp_path, clock=lambda: now[0])
+    damage(tmp_path)
+    for tier in (first, second):  # SQLite keeps pages: a new connection sees the damage
+        tier.index.ask("PRAGMA cache_size = 0")
+    for _ in range(6):
+        now[0] += 1.5
+        for tier in (first, second):
+            assert right_rows(tier) in range(ROWS + 1)
+    assert right_rows(first) == right_rows(second) == ROWS
+    row = numbered_row(first, 0, 777)
+    assert first.store(0, [numbered_key(777)], [row]).all()
+    assert second.contains(0, [numbered_key(777)]).all()
+    first.close()
+    second.close()
+
+
+def test_the_lock_is_exclusive_until_a_broken_index_has_been_replaced(tmp_path, monkeypatch):
+    made(tmp_path).close()
+    (tmp_path / "index.db").write_bytes(b"no database at all" * 1000)
+    free = []
+
+    def probed(*args, **kwargs):
+        other = os.open(tmp_path / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            free.append(True)
+        except BlockingIOError:
+            free.append(False)
+        finally:
+            os.close(other)
+        return recovered(*args, **kwargs)
+
+    recovered = opening.recovered
+    monkeypatch.setattr(opening, "recovered", probed)
+    tier = DiskTier(tmp_path)
+    assert right_rows(tier) == ROWS
+    assert free == [False]
+    tier.close()
+
+
+def test_many_who_open_a_broken_store_at_once_all_get_it(tmp_path):
+    made(tmp_path).close()
+    (tmp_path / "index.db").write_bytes(b"no database at all" * 1000)
+    found, errors = [], []
+
+    def opened():
+        try:
+            tier = DiskTier(tmp_path)
+            found.append(right_rows(tier))
+            tier.close()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=opened) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (found, errors) == ([ROWS] * 5, [])
+
+
+def test_the_index_is_not_mapped_into_memory(tmp_path):
+    tier = made(tmp_path)
+    assert tier.index.ask("PRAGMA mmap_size") == [(0,)]
+    tier.close()
+
+
+# ── other processes ───────────────────────────────────────────────────────────────────
+
+
+def test_another_process_with_more_capacity_may_use_data_files_that_we_do_not_reach(tmp_path):
+    small = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    large = DiskTier(tmp_path, capacity=8 * MIB)
+    numbers = range(1500)
+    keys = [numbered_key(n) for n in numbers]
+    large.store(0, keys, [numbered_row(large, 0, n) for n in numbers])
+    assert max(s for s, _, _ in large.index.segments()) >= MIB // large.segments.segment_bytes
+    rows = [np.zeros(small.layout.row_bytes(0), np.uint8) for _ in keys]
+    assert small.load(0, keys, rows).all()
+    with small._pinned(0, small.index.find(0, keys)):
+        more = [numbered_key(n) for n in range(2000, 2400)]
+        small.store(0, more, [numbered_row(small, 0, n) for n in range(2000, 2400)])
+    assert small.evict(0, keys) > 0
+    small.close()
+    large.close()
+
+
+# ── what passes ───────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def no_descriptors():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count + 1, before[1]))
+    held = []
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_moment_without_descriptors_drops_nothing(tmp_path):
+    made(tmp_path).close()
+    tier = DiskTier(tmp_path)
+    assert tier.contains(0, KEYS).all()  # whatever SQLite needs is open
+    with no_descriptors():
+        with suppress(StoreError):
+            assert right_rows(tier) == 0
+        with pytest.raises(StoreError):
+            DiskTier(tmp_path)
+    assert right_rows(tier) == ROWS
+    assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner = -1") == [(0,)]
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert (right_rows(tier), tier.dropped) == (ROWS, ())
+    tier.close()
+
+
+# ── leases ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_directory_sync_that_failed_is_tried_again(tmp_path):
+    class Names(FaultyFiles):
+        fails = True
+        synced = 0
+
+        def sync_directory(self, path):
+            if self.fails:
+                raise OSError(5, "Input/output error")
+            super().sync_directory(path)
+            self.synced += 1
+
+    files = Names()
+    files.fails = False
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB, files=files)
+    files.fails = True
+    files.synced = 0
+    rows = [numbered_row(tier, 0, n) for n in range(10)]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="Input/output error"):
+            tier.store(0, KEYS[:10], rows)
+        assert not tier.contains(0, KEYS).any()
+        assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(0,)]
+    files.fails = False
+    assert tier.store(0, KEYS[:10], rows).all()
+    assert files.synced == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("where", ["finish", "start", "enter"])
+def test_slots_are_given_back_when_a_store_ends_in_any_error(tmp_path, monkeypatch, where):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    rows = [numbered_row(tier, 0, n) for n in range(10)]
+
+    def breaks(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    target = tier if where == "enter" else tier.segments
+    with monkeypatch.context() as patch:
+        patch.setattr(target, f"_{where}" if where == "enter" else where, breaks)
+        with pytest.raises(RuntimeError, match="a bug"):
+            tier.store(0, KEYS[:10], rows)
+    assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(0,)]
+    assert tier.store(0, KEYS[:10], rows).all()
+    tier.close()
+
+
+def test_slots_that_could_not_be_given_back_are_given_back_later(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    rows = [numbered_row(tier, 0, n) for n in range(10)]
+    true_write = tier.index.write
+    calls = []
+
+    def write():
+        calls.append(1)
+        if len(calls) in (2, 3):  # to enter the rows, and to give their slots back
+            raise StoreError("index: database or disk is full")
+        return true_write()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.index, "write", write)
+        with pytest.raises(StoreError, match="disk is full"):
+            tier.store(0, KEYS[:10], rows)
+    assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(10,)]
+    assert tier.store(0, KEYS[:10], rows).all()
+    assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(0,)]
+    tier.close()
+
+
+def test_a_process_that_dies_while_it_rebuilds_leaves_a_store_that_is_rebuilt(tmp_path):
+    made(tmp_path).close()
+    damage(tmp_path)
+    child = textwrap.dedent("""
+        import os, sys
+        from kvstow.offload.disk import recovery
+        from kvstow.offload.disk.tier import DiskTier
+        recovery._enter = lambda *args: os._exit(9)
+        (open(sys.argv[1] + "/index.rebuild", "w")).close()
+        os.chmod(sys.argv[1] + "/index.rebuild", 0o600)
+        DiskTier(sys.argv[1])
+    """)
+    assert subprocess.run([sys.executable, "-c", child, str(tmp_path)]).returncode == 9
+    tier = DiskTier(tmp_path)
+    assert right_rows(tier) == ROWS
+    tier.close()
