@@ -148,43 +148,45 @@ def hashed_tokens_per_second(num_tokens: int) -> float:
 
 def figures() -> dict[str, float]:
     plain, both, many = one_group(60_000), two_groups(60_000), slabs_of_many(60_000)
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name, layout in (("one group", plain), ("two groups", both), ("slabs of many", many)):
-        found[f"decode 256, {name}, µs"] = decode_us(layout, caching=True)
-        found[f"admit 8k uncached, {name}, µs"], found[f"release 8k uncached, {name}, µs"] = (
+        results[f"decode 256, {name}, µs"] = decode_us(layout, caching=True)
+        results[f"admit 8k uncached, {name}, µs"], results[f"release 8k uncached, {name}, µs"] = (
             admit_release_us(layout, caching=False, cached=0)
         )
         (
-            found[f"admit 8k, nothing cached, {name}, µs"],
-            found[f"release and store 8k, {name}, µs"],
+            results[f"admit 8k, nothing cached, {name}, µs"],
+            results[f"release and store 8k, {name}, µs"],
         ) = admit_release_us(layout, caching=True, cached=0)
-        found[f"admit 8k, all but one block cached, {name}, µs"] = hit_us(layout)
-        found[f"hold and release, {name}, million rows/s"] = rows_per_second(layout, 4096) / 1e6
-    found["hash, million tokens/s"] = hashed_tokens_per_second(PROMPT_TOKENS) / 1e6
-    return found
+        results[f"admit 8k, all but one block cached, {name}, µs"] = hit_us(layout)
+        results[f"hold and release, {name}, million rows/s"] = rows_per_second(layout, 4096) / 1e6
+    results["hash, million tokens/s"] = hashed_tokens_per_second(PROMPT_TOKENS) / 1e6
+    return results
 
 
 def scaling() -> dict[str, float]:
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for num_rows in (1_000, 10_000, 100_000, 1_000_000):
         layout = one_group(num_rows)
         admit, release = admit_release_us(layout, caching=False, cached=0)
-        found[f"{num_rows} rows: admit + release 8k uncached, µs"] = admit + release
-        found[f"{num_rows} rows: hold and release, million rows/s"] = (
+        results[f"{num_rows} rows: admit + release 8k uncached, µs"] = admit + release
+        results[f"{num_rows} rows: hold and release, million rows/s"] = (
             rows_per_second(layout, 512) / 1e6
         )
     for cached in (0, 10, 100, 1_000):
         admit, release = admit_release_us(one_group(1_000_000), caching=True, cached=cached)
-        found[f"{cached} prompts of 8k cached: admit + release and store 8k, µs"] = admit + release
-    return found
+        results[f"{cached} prompts of 8k cached: admit + release and store 8k, µs"] = (
+            admit + release
+        )
+    return results
 
 
 def best_of(measure: Callable[[], dict[str, float]], passes: int) -> dict[str, float]:
     """Every figure at its best: the least time, the highest rate."""
-    found = [measure() for _ in range(passes)]
+    results = [measure() for _ in range(passes)]
     return {
-        name: (max if name.endswith("/s") else min)(figure[name] for figure in found)
-        for name in found[0]
+        name: (max if name.endswith("/s") else min)(figure[name] for figure in results)
+        for name in results[0]
     }
 
 

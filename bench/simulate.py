@@ -41,7 +41,7 @@ def report(layout: Layout, steps: int, pace: Pace) -> ReplayReport:
 
 def figures(steps: int) -> dict[str, object]:
     """Requests at once and waste of both policies, with more waiting than fit."""
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name in MODELS:
         groups = grouped(model_layers(name).layers)
         reports = {
@@ -51,15 +51,17 @@ def figures(steps: int) -> dict[str, object]:
         slab, union = reports["slab"], reports["union"]
         ratio = slab.mean_requests / union.mean_requests
         lost = slab.waste["padding"] + slab.waste["fragmentation"]
-        found[name] = {policy: part.figures() for policy, part in reports.items()} | {
+        results[name] = {policy: part.figures() for policy, part in reports.items()} | {
             "ratio": ratio,
             "padding_and_fragmentation": lost,
         }
-        print(f"{name:20} {slab.mean_requests:8.1f} requests at once, {ratio:5.3f} × union; "
-              f"padding {slab.waste['padding']:.2%}, fragmentation "
-              f"{slab.waste['fragmentation']:.2%}, rounding {slab.waste['rounding']:.2%}",
-              flush=True)  # fmt: skip
-    return found
+        print(
+            f"{name:20} {slab.mean_requests:8.1f} requests at once, {ratio:5.3f} × union; "
+            f"padding {slab.waste['padding']:.2%}, fragmentation "
+            f"{slab.waste['fragmentation']:.2%}, rounding {slab.waste['rounding']:.2%}",
+            flush=True,
+        )
+    return results
 
 
 FEWER = (0, 1, 2, 4, 8, 20)
@@ -70,38 +72,41 @@ def nearby(union: Layout, groups: tuple[Group, ...], steps: int) -> dict[int, fl
 
     Who waits a step longer for a slab or two changes all that follows, in both directions.
     """
-    layouts = {fewer: layout_of("union", groups, num_slabs=union.num_slabs - fewer)
-               for fewer in FEWER}  # fmt: skip
+    layouts = {
+        fewer: layout_of("union", groups, num_slabs=union.num_slabs - fewer) for fewer in FEWER
+    }
     return {n: report(layout, steps, Pace()).mean_requests for n, layout in layouts.items()}
 
 
 def every_model(steps: int) -> dict[str, object]:
     """Requests at once, as a ratio to the union, for the whole catalogue; where it is below
     one, also what the union reaches nearby."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     unions: dict[str, dict[int, float]] = {}
     for name in catalogue():
         groups = grouped(model_layers(name).layers)
         layouts = {p: layout_of(p, groups, budget=MEMORY) for p in POLICIES}
         if layouts["slab"].groups == layouts["union"].groups:
-            found[name] = 1.0  # one and the same layout
+            results[name] = 1.0  # one and the same layout
             continue
         means = {p: report(layout, steps, Pace()).mean_requests for p, layout in layouts.items()}
-        found[name] = means["slab"] / means["union"]
-        if found[name] < 1:
+        results[name] = means["slab"] / means["union"]
+        if results[name] < 1:
             unions[name] = nearby(layouts["union"], groups, steps)
-        print(f"{name:28} {means['slab']:9.2f} requests at once, {found[name]:.6f} × union",
-              flush=True)  # fmt: skip
-    worst = min(found, key=lambda name: found[name])
-    print(f"{len(found)} models, worst {worst}: {found[worst]:.6f} × union")
+        print(
+            f"{name:28} {means['slab']:9.2f} requests at once, {results[name]:.6f} × union",
+            flush=True,
+        )
+    worst = min(results, key=lambda name: results[name])
+    print(f"{len(results)} models, worst {worst}: {results[worst]:.6f} × union")
     for name, means in unions.items():
         print(f"{name}: the union with a few slabs fewer: {means}")
-    return {"catalogue": found, "union_with_fewer_slabs": unions}
+    return {"catalogue": results, "union_with_fewer_slabs": unions}
 
 
 def churn(seconds: float) -> dict[str, object]:
     """Runs of newly admitted requests in the last tenth of the time, at 90 % load."""
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     pace = Pace(step_seconds=0.05, load=0.9, sample_steps=64)
     for name in MODELS:
         layout = layout_of("slab", grouped(model_layers(name).layers), budget=CHURN_MEMORY)
@@ -111,16 +116,18 @@ def churn(seconds: float) -> dict[str, object]:
         record = replay.run(max_steps=steps * 9 // 10)
         record.rows = record.runs = record.fewest_runs = record.admitted = 0
         late = ReplayReport.of(replay.run(max_steps=steps))
-        found[name] = {
+        results[name] = {
             "runs_to_fewest": late.runs_to_fewest,
             "runs_per_request": late.runs_per_request,
             "mean_run_rows": late.mean_run_rows,
             "admitted": record.admitted,
         }
-        print(f"{name:20} {late.runs_per_request:6.1f} runs per request, "
-              f"{late.runs_to_fewest:5.2f} × the fewest, {late.mean_run_rows:6.1f} rows per run",
-              flush=True)  # fmt: skip
-    return found
+        print(
+            f"{name:20} {late.runs_per_request:6.1f} runs per request, "
+            f"{late.runs_to_fewest:5.2f} × the fewest, {late.mean_run_rows:6.1f} rows per run",
+            flush=True,
+        )
+    return results
 
 
 def main() -> None:

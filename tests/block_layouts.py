@@ -75,3 +75,19 @@ def computed(ledger: Ledger, prompt: Prompt, step: int | None = None) -> int:
     while (have := ledger.num_tokens(request)) < len(prompt):
         ledger.grow(request, min(len(prompt), have + step))
     return request
+
+
+def rows_per_slab(pool: Pool, group: int) -> int:
+    return pool.layout.groups[group].rows_per_slab
+
+
+def all_rows(pool: Pool, group: int) -> int:
+    return (pool.layout.num_slabs - 1) * rows_per_slab(pool, group)
+
+
+def cache(pool: Pool, group: int, count: int) -> np.ndarray:
+    """Hold, keep and release rows."""
+    ids = pool.hold(group, count)
+    pool.keep(group, ids)
+    pool.release(group, ids)
+    return ids

@@ -4,9 +4,9 @@ The oracle knows the address law only: it lists, byte by byte, which logical byt
 model (layer, field, head, state, place in the field) lies where.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 
 import numpy as np
 from hypothesis import strategies as st
@@ -247,25 +247,37 @@ def field_bytes(
 
     What it is: one number for (field, head, place in the whole field, state).
     """
-    _, spec, _ = layout.layers[layer]
-    field, view = spec.field(name), layout.field(layer, name)
-    address = np.array(view.offset + block * view.axis("block").stride, np.int64)
-    number = np.array(0, np.int64)
-    states = logical * spec.states + np.arange(spec.states)
-    axes = [("head", spec.heads.total, coordinates(spec.heads), view.axes[1].stride)]
+    _, spec, place = layout.layers[layer]
+    field = spec.field(name)
+    axes = [(spec.heads.total, coordinates(spec.heads))]
     for k, extent in enumerate(field.axes):
         per_unit = field.dtype.per_unit if k == len(field.axes) - 1 else 1
-        axes.append((extent.name, extent.total // per_unit, coordinates(extent, per_unit),
-                     view.axes[3 + k].stride))  # fmt: skip
-    axes.append(("byte", field.dtype.unit, np.arange(field.dtype.unit), 1))
-    for _, total, places, stride in axes:
-        address = address[..., None] + np.arange(len(places)) * stride
+        axes.append((extent.total // per_unit, coordinates(extent, per_unit)))
+    axes.append((field.dtype.unit, np.arange(field.dtype.unit)))
+    number = np.array(0, np.int64)
+    for total, places in axes:
         number = number[..., None] * total + places
-    address = address[..., None] + np.arange(spec.states) * view.axes[2].stride
+    states = logical * spec.states + np.arange(spec.states)
     which = sorted(f.name for f in spec.fields).index(name)
     number = (which << 56) + number[..., None] * (1 << 20) + states
+    inside = np.arange(number[0].size // spec.states)  # row by row, nothing between
+    start = place.offset + block * place.block_stride + _start_of(spec, name)
+    heads = np.arange(len(axes[0][1])) * place.head_stride
+    slots = np.arange(spec.states) * place.token_stride
+    address = start + heads[:, None, None] + inside[:, None] + slots
     state = np.broadcast_to(states, address.shape)
     return address.ravel(), number.ravel(), state.ravel()
+
+
+def _start_of(spec: LayerSpec, name: str) -> int:
+    """Where a field starts in its cell: after those before it, at a multiple of its unit."""
+    end = 0
+    for field in spec.fields:
+        end += -end % field.dtype.unit
+        if field.name == name:
+            return end
+        end += field.dtype.bits * int(np.prod([axis.size for axis in field.axes])) // 8
+    raise KeyError(name)
 
 
 @dataclass(frozen=True)
@@ -305,30 +317,58 @@ def value(layer: Ints, number: Ints) -> "np.ndarray[tuple[int], np.dtype[np.uint
     return (mixed >> np.uint64(56)).astype(np.uint8)
 
 
-def own_bytes(
-    layout: Layout, group: int, blocks: Blocks
-) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Per byte of the arena, whether it lies in the listed rows or in padding between two
-    neighbouring ones that no other block can ever use at the same time."""
-    mine = np.zeros(layout.nbytes, np.bool_)
-    for block in blocks.ids.tolist():
-        for run in layout.runs(group, block):
-            mine[run.offset : run.end] = True
-    for a, b in pairwise(sorted(blocks.ids.tolist())):
-        if b == a + 1:
-            for one, other in zip(layout.runs(group, a), layout.runs(group, b), strict=True):
-                if not any(lo < other.offset and hi > one.end
-                           for lo, hi in foreign_runs(layout, group, a)):  # fmt: skip
-                    mine[one.end : other.offset] = True
-    return mine
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-def foreign_runs(layout: Layout, group: int, block: int) -> Iterator[tuple[int, int]]:
-    """Runs of all other blocks that may be in use while `block` is."""
-    partners = next(members for members in layout.sharing if group in members)
-    slab = block // layout.groups[group].rows_per_slab
-    for g, rows in enumerate(layout.groups):
-        for other in range(layout.num_blocks(g)):
-            shared = g in partners and g != group and other // rows.rows_per_slab == slab
-            if not shared:
-                yield from ((run.offset, run.end) for run in layout.runs(g, other))
+class Users:
+    """Which block of each group uses each byte of an arena, by listing every block."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.blocks = [self._blocks(g) for g in range(len(layout.groups))]
+        self.partners = self._partners()
+
+    def _blocks(self, group: int) -> Ints:
+        found = np.full(self.layout.nbytes, -1, np.int64)
+        ids = np.arange(self.layout.num_slabs * self.layout.groups[group].rows_per_slab)
+        rows = self.layout.groups[group]
+        for spec, place in zip(rows.group.layers, rows.placements, strict=True):
+            for field in spec.fields:
+                address, _, _ = field_bytes(self.layout, spec.name, field.name, 0, 0)
+                for block in ids.tolist():
+                    mine = address + block * place.block_stride
+                    assert (found[mine] == -1).all()
+                    found[mine] = block
+        return found
+
+    def _partners(self) -> list[set[int]]:
+        """Groups that have bytes in common, directly or through others."""
+        found = [{g} for g in range(len(self.blocks))]
+        for g, h in combinations(range(len(self.blocks)), 2):
+            if ((self.blocks[g] >= 0) & (self.blocks[h] >= 0)).any():
+                both = found[g] | found[h]
+                for member in both:
+                    found[member] = both
+        return found
+
+    def own(self, group: int, blocks: Blocks) -> Flags:
+        """Whether each byte is a field's in the listed blocks, or lies between two such bytes
+        with nothing between them that another block can use at the same time."""
+        mine = np.isin(self.blocks[group], blocks.ids)
+        slabs = np.unique(blocks.ids // self.layout.groups[group].rows_per_slab)
+        theirs = (self.blocks[group] >= 0) & ~mine
+        for g, users in enumerate(self.blocks):
+            if g != group:
+                slab = users // self.layout.groups[g].rows_per_slab
+                never = np.isin(slab, slabs) & (g in self.partners[group])
+                theirs |= (users >= 0) & ~never
+        at = np.flatnonzero(mine | theirs)
+        before = np.searchsorted(at, np.arange(len(mine)), "right") - 1
+        after = np.minimum(np.searchsorted(at, np.arange(len(mine))), len(at) - 1)
+        between = (before >= 0) & (at[after] >= np.arange(len(mine)))
+        return between & mine[at[np.maximum(before, 0)]] & mine[at[after]] & ~theirs
+
+
+def own_bytes(layout: Layout, group: int, blocks: Blocks) -> Flags:
+    """Per byte of the arena, whether a copy of the listed blocks may touch it."""
+    return Users(layout).own(group, blocks)

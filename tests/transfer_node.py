@@ -21,7 +21,7 @@ from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, 
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.sockets import Keys
+from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.options import Options

@@ -165,10 +165,15 @@ def test_a_fork_copies_the_running_state_at_once() -> None:
 def test_impossible_steps_are_refused() -> None:
     ledger = ledger_of(layer("a"))
     request = ledger.admit(3).request
-    for wrong in (lambda: ledger.admit(0), lambda: ledger.admit(5, num_tokens=6),
-                  lambda: ledger.grow(request, 2), lambda: ledger.grow([request, request], [4, 4]),
-                  lambda: ledger.release([request, request]), lambda: ledger.blocks(-1),
-                  lambda: ledger.append(request, [1])):  # fmt: skip
+    for wrong in (
+        lambda: ledger.admit(0),
+        lambda: ledger.admit(5, num_tokens=6),
+        lambda: ledger.grow(request, 2),
+        lambda: ledger.grow([request, request], [4, 4]),
+        lambda: ledger.release([request, request]),
+        lambda: ledger.blocks(-1),
+        lambda: ledger.append(request, [1]),
+    ):
         with pytest.raises(BlockError):
             wrong()
     assert ledger.num_tokens(request) == 3
@@ -272,6 +277,22 @@ def test_requests_belong_to_the_thread_that_owns_the_pool() -> None:
         assert other.submit(ledger.num_tokens, request).result() == 5
     ledger.release(request)
     ledger.check()
+
+
+def test_check_names_requests_and_prefixes_that_do_not_agree_with_the_pool() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    request = ledger.admit(Prompt.of(tokens(6))).request
+    ledger.grow(request, 7)
+    ledger.check()
+    first, second = ledger.blocks(request)[0].ids[:2].tolist()
+    ledger.pool._of[0][1].kept[first] = False
+    with pytest.raises(BlockError, match=f"block {first} can be found and is not kept"):
+        ledger.check()
+    ledger.pool._of[0][1].kept[first] = True
+    ledger._tables[0].write(0, 0, np.array([second]))
+    with pytest.raises(BlockError, match="1 ids are in one request twice") as caught:
+        ledger.check()
+    assert f"block {second} is in 2 requests and has 1 holds" in str(caught.value)
 
 
 def test_encoder_rows_are_held_once_and_for_good() -> None:

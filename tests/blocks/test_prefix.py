@@ -137,10 +137,13 @@ def test_a_collision_of_the_beginning_alone_is_noticed_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "hit"),
-    [({}, {"salt": b"x"}, 0), ({"salt": b"x"}, {"salt": b"x"}, 10),
-     ({"extra": ((5, b"cat"),)}, {"extra": ((5, b"dog"),)}, 4),
-     ({"extra": ((5, b"cat"),)}, {"extra": ((5, b"cat"),)}, 10)],
-)  # fmt: skip
+    [
+        ({}, {"salt": b"x"}, 0),
+        ({"salt": b"x"}, {"salt": b"x"}, 10),
+        ({"extra": ((5, b"cat"),)}, {"extra": ((5, b"dog"),)}, 4),
+        ({"extra": ((5, b"cat"),)}, {"extra": ((5, b"cat"),)}, 10),
+    ],
+)
 def test_salts_and_extra_content_keep_prompts_apart(first: dict, second: dict, hit: int) -> None:
     ledger = ledger_of(layer("a", tokens=2))
     ids = tokens(12)

@@ -34,8 +34,9 @@ def test_blocks_of_any_size_read_the_same_hashes() -> None:
 def test_extending_a_prompt_hashes_as_if_it_had_been_longer() -> None:
     ids = tokens(20_000)
     for cut in (0, 1, 8191, 8192, 8193, 19_999):
-        assert np.array_equal(Prompt.of(ids[:cut]).extended(ids[cut:]).hashes(1),
-                              Prompt.of(ids).hashes(1))  # fmt: skip
+        assert np.array_equal(
+            Prompt.of(ids[:cut]).extended(ids[cut:]).hashes(1), Prompt.of(ids).hashes(1)
+        )
 
 
 def test_salts_and_extra_content_change_what_comes_after_them() -> None:

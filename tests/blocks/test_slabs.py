@@ -1,16 +1,22 @@
-"""Slabs as letters, against a pool that is asked row by row."""
-
-import itertools
+"""Slabs: who loses one, and slabs as letters, against a pool that is asked row by row."""
 
 import numpy as np
 import pytest
 
+from block_layouts import (
+    HYBRID,
+    RECURRENT,
+    all_rows,
+    cache,
+    packed_layout,
+    rows_per_slab,
+)
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.slabs import MAX_LETTERS
+from kvstow.errors import OutOfBlocks
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed, separate
-from kvstow.render.film import MAX_FRAMES, Film
+from kvstow.plan.pack import packed, separate, union
 
 
 def layout(name="gemma-3-270m", slabs=9, pack=packed):
@@ -21,14 +27,14 @@ def levels(pool):
     """Owner and fullness of every slab, from the holds of single rows."""
     told = []
     for slab in range(1, pool.layout.num_slabs):
-        found = (-1, 0)
+        seen = (-1, 0)
         for g, rows in enumerate(pool.layout.groups):
             ids = np.arange(slab * rows.rows_per_slab, (slab + 1) * rows.rows_per_slab)
             held = int((pool.holds(g, ids) > 0).sum())
             if held:
                 part = held / rows.rows_per_slab
-                found = (g, 3 if part == 1 else 2 if part > 0.5 else 1)
-        told.append(found)
+                seen = (g, 3 if part == 1 else 2 if part > 0.5 else 1)
+        told.append(seen)
     return told
 
 
@@ -42,10 +48,10 @@ def test_letters_say_who_owns_a_slab_and_how_full_it_is(held):
     for g, count in enumerate(held):
         if count:
             pool.hold(g, count)
-    found = pool.slab_map()
-    assert read(found.letters) == levels(pool)
-    assert found.groups == ("full", "window512")
-    assert (found.num_slabs, found.step) == (8, 1)
+    letters = pool.slab_map()
+    assert read(letters.letters) == levels(pool)
+    assert letters.groups == ("full", "window512")
+    assert (letters.num_slabs, letters.step) == (8, 1)
 
 
 def test_a_lone_group_has_one_letter_per_row():
@@ -56,24 +62,74 @@ def test_a_lone_group_has_one_letter_per_row():
 
 
 def test_of_many_slabs_some_are_told():
-    found = Pool(layout(slabs=2 * MAX_LETTERS + 2)).slab_map()
-    assert found.step == 3
-    assert len(found.letters) == -(-found.num_slabs // 3) <= MAX_LETTERS
+    letters = Pool(layout(slabs=2 * MAX_LETTERS + 2)).slab_map()
+    assert letters.step == 3
+    assert len(letters.letters) == -(-letters.num_slabs // 3) <= MAX_LETTERS
 
 
 def test_groups_that_share_nothing_have_no_letters():
     assert Pool(layout(pack=separate)).slab_map().letters == ""
 
 
-def test_a_film_keeps_evenly_spread_frames_of_any_length():
-    pool, film = Pool(layout()), Film()
-    for moment in range(5 * MAX_FRAMES):
-        film.see(pool, float(moment), prompt_tokens=4, hit_tokens=1)
-    seconds = film.record()["seconds"]
-    assert MAX_FRAMES / 2 <= len(seconds) <= MAX_FRAMES
-    assert len({b - a for a, b in itertools.pairwise(seconds)}) == 1
-    assert set(film.record()["hit_rate"]) == {0.25}
+# ── slabs change hands ────────────────────────────────────────────────────────────────
 
 
-def test_a_film_of_nothing_is_empty():
-    assert Film().record()["slabs"] == []
+def test_whole_slabs_come_free() -> None:
+    pool = Pool(packed_layout(RECURRENT, 6))
+    before = pool.num_free(1)
+    ids = pool.hold(0, 2 * rows_per_slab(pool, 0))
+    assert pool.num_free(1) < before
+    pool.release(0, ids)
+    assert pool.num_free(1) == before
+
+
+def test_a_slab_that_changes_hands_loses_cached_rows_and_never_held_ones() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    size = rows_per_slab(pool, 0)
+    held = pool.hold(0, 1)
+    cached = cache(pool, 0, 2 * size - 1)
+    gone: list[int] = []
+    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
+    pool.hold(1, 1)
+    assert set(gone) == {row for row in cached.tolist() if row // size != held[0] // size}
+    assert pool.holds(0, held).tolist() == [1]
+    with pytest.raises(OutOfBlocks):
+        pool.hold(1, rows_per_slab(pool, 1))
+
+
+def test_the_slab_with_the_fewest_cached_rows_changes_hands() -> None:
+    pool = Pool(packed_layout(RECURRENT, 3))
+    size = rows_per_slab(pool, 0)
+    many = pool.hold(0, size)
+    few = pool.hold(0, size)
+    pool.keep(0, many)
+    pool.keep(0, few[:1])
+    pool.release(0, many)
+    pool.release(0, few)
+    gone: list[int] = []
+    pool.on_evict.append(lambda group, ids: gone.extend(ids.tolist()))
+    pool.hold(1, 1)
+    assert gone == few[:1].tolist()
+
+
+def test_rows_of_the_old_owner_are_fenced_when_a_slab_changes_hands() -> None:
+    pool = Pool(packed_layout(RECURRENT, 2))
+    ids = pool.hold(0, 1)
+    pool.release(0, ids)
+    ticket = int(pool.generations[0][ids[0]])
+    pool.hold(1, 1)
+    assert pool.generations[0][ids[0]] > ticket
+
+
+def test_groups_that_share_nothing_run_out_alone() -> None:
+    pool = Pool(separate(grouped(HYBRID), num_slabs=4, context_tokens=8))
+    pool.hold(0, pool.num_free(0))
+    assert pool.num_free(1) == all_rows(pool, 1)
+    pool.hold(1, pool.num_free(1))
+
+
+def test_one_row_per_slab_is_the_union_of_all_groups() -> None:
+    pool = Pool(union(grouped(HYBRID), num_slabs=5))
+    a, b = pool.hold(0, 2), pool.hold(1, 2)
+    assert not set(a.tolist()) & set(b.tolist())
+    assert pool.num_free(2) == 0

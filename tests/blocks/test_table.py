@@ -44,8 +44,7 @@ def test_a_window_holds_what_it_sees_however_far_it_has_moved(
         end = -(-(tokens + more) // step)
         count = end - int(it.end[0])
         _, gone = it.slide(SLOT, np.array([tokens]), np.array([count]))
-        out = {b: r for b, r in model.items()
-               if b < int(it.first[0]) and b >= -(-sink // step)}  # fmt: skip
+        out = {b: r for b, r in model.items() if b < int(it.first[0]) and b >= -(-sink // step)}
         assert sorted(gone.tolist()) == sorted(out.values())
         model = {b: r for b, r in model.items() if b not in out}
         ids = np.arange(row + 1, row + 1 + count)

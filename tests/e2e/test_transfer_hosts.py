@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstow.plan.manifest import encode
-from kvstow.transfer.channel.sockets import Keys
+from kvstow.transfer.channel.curve import Keys
 from transfer_node import hybrid_layout, rows_for
 from transfer_process import Process, Remote, Zygote
 

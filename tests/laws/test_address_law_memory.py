@@ -25,8 +25,15 @@ from planning import layouts
 
 TIGHT = Alignment(page=1, row=1, base=64)
 
-SIZES = [(1, 2, 1, 1, 2), (2, 2, 2, 2, 2), (2, 3, 2, 2, 4), (3, 2, 3, 3, 6), (2, 4, 4, 4, 4),
-         (1, 2, 8, 1, 2), (2, 2, 1, 8, 2)]  # fmt: skip
+SIZES = [
+    (1, 2, 1, 1, 2),
+    (2, 2, 2, 2, 2),
+    (2, 3, 2, 2, 4),
+    (3, 2, 3, 3, 6),
+    (2, 4, 4, 4, 4),
+    (1, 2, 8, 1, 2),
+    (2, 2, 1, 8, 2),
+]
 """Layers, blocks, heads, tokens, elements of a cell: ones, twos, and equal ones."""
 
 
@@ -36,11 +43,11 @@ def layer(name: str, kind: str, dtype: DType, heads: int, tokens: int, size: int
     fields = {
         "kv": (Field("k", dtype, half), Field("v", dtype, half)),
         "latent": (Field("latent", dtype, whole),),
-        "state": (Field("conv", dtype, (Extent.whole("channel", size // 2),
-                                        Extent.whole("tap", 1))),
-                  Field("ssm", dtype, (Extent.whole("row", 1),
-                                       Extent.whole("column", size // 2)))),
-    }[kind]  # fmt: skip
+        "state": (
+            Field("conv", dtype, (Extent.whole("channel", size // 2), Extent.whole("tap", 1))),
+            Field("ssm", dtype, (Extent.whole("row", 1), Extent.whole("column", size // 2))),
+        ),
+    }[kind]
     recurrent = kind == "state"
     return LayerSpec(
         name=name,
@@ -68,8 +75,9 @@ def test_every_element_of_every_view_lies_where_the_order_says(order, kind, dtyp
     specs = [layer(f"l.{i}", kind, dtype, heads, tokens, size) for i in range(num_layers)]
     layout = packed(grouped(specs), num_slabs=num_blocks, site=Site(order=order, alignment=TIGHT))
     spec = specs[0]
-    where = oracle(order, {"L": num_layers, "B": num_blocks, "H": spec.heads.size,
-                           "N": spec.states, "C": size})  # fmt: skip
+    where = oracle(
+        order, {"L": num_layers, "B": num_blocks, "H": spec.heads.size, "N": spec.states, "C": size}
+    )
     with Arena(layout) as arena:
         assert layout.nbytes == where.size * dtype.unit
         unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.unit]

@@ -200,6 +200,34 @@ class LedgerMachine(RuleBasedStateMachine):
         self.running = [run for run in self.running if not any(run is r for r in runs)]
         self.ledger.release([r.request for r in runs], computed_tokens=None if finished else 0)
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), late=st.booleans())
+    def fail_to_fill_a_row(self, data: st.DataObject, late: bool) -> None:
+        """A writer spoils a row of a request, in quarantine; the request is over, and nobody
+        may be given what is left of the row."""
+        run = data.draw(st.sampled_from(self.running))
+        rows = [
+            (g, block)
+            for g, part in self.ledger.blocks(run.request).items()
+            for block in part.ids.tolist()
+            if self.ledger.pool.holds(g, block)[0] == 1
+        ]
+        if not rows:
+            return
+        g, block = data.draw(st.sampled_from(rows))
+        self.ledger.pool.quarantine(g, block)
+        if late:
+            self.ledger.pool.unquarantine(g, block)
+        self.running = [other for other in self.running if other is not run]
+        self.ledger.release(run.request)
+        if not late:
+            self.ledger.pool.unquarantine(g, block)
+        self.engine.rows.pop((g, block), None)
+        assert self.ledger.pool.holds(g, block).tolist() == [0]
+        assert not self.ledger.pool.kept(g, block).any()
+        if self.ledger.prefixes:
+            assert block not in self.ledger.prefixes.rows(g).tolist()
+
     def holdings(self) -> dict[int, dict[int, tuple[list[int], list[int]]]]:
         return {
             run.request: {
@@ -222,9 +250,12 @@ class LedgerMachine(RuleBasedStateMachine):
             } | {
                 int(block)
                 for run in self.running
-                for block in (self.ledger.checkpoints(run.request)[g].ids
-                              if g in self.ledger.checkpoints(run.request) else ())
-            }  # fmt: skip
+                for block in (
+                    self.ledger.checkpoints(run.request)[g].ids
+                    if g in self.ledger.checkpoints(run.request)
+                    else ()
+                )
+            }
             assert self.ledger.pool.num_held(g) == len(mine)
 
     @invariant()
@@ -263,5 +294,6 @@ def test_the_machine_meets_hits_copies_and_refusals() -> None:
     assert len(again.copies) == 1
     with pytest.raises(OutOfBlocks):
         ledger.admit(10_000)
-    assert np.array_equal(ledger.blocks(run.request)[0].ids[:4],
-                          ledger.blocks(again.request)[0].ids[:4])  # fmt: skip
+    assert np.array_equal(
+        ledger.blocks(run.request)[0].ids[:4], ledger.blocks(again.request)[0].ids[:4]
+    )

@@ -221,11 +221,14 @@ class PoolMachine(RuleBasedStateMachine):
     def state(self) -> tuple[object, ...]:
         groups = range(len(self.sets.layout.groups))
         return tuple(
-            (self.pool.holds(g, np.arange(self.sets.layout.num_blocks(g))).tolist(),
-             self.pool.num_cached(g), self.pool.num_free(g),
-             self.pool.generations[g].tolist())
+            (
+                self.pool.holds(g, np.arange(self.sets.layout.num_blocks(g))).tolist(),
+                self.pool.num_cached(g),
+                self.pool.num_free(g),
+                self.pool.generations[g].tolist(),
+            )
             for g in groups
-        )  # fmt: skip
+        )
 
     @invariant()
     def the_books_balance(self) -> None:

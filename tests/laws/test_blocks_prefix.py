@@ -76,8 +76,11 @@ def test_a_hit_is_the_longest_that_every_group_can_serve(
     for g, shared in hit.blocks.items():
         blocks = zip(shared.logical.tolist(), shared.ids.tolist(), strict=True)
         assert all(rows[g, block] == row for block, row in blocks)
-        needed = {e // ledger.groups[g].block_tokens for e in range(longest)
-                  if sees(ledger.groups[g], longest, e)}  # fmt: skip
+        needed = {
+            e // ledger.groups[g].block_tokens
+            for e in range(longest)
+            if sees(ledger.groups[g], longest, e)
+        }
         assert set(shared.logical.tolist()) == needed
     ledger.admit(prompt)
     ledger.check()

@@ -18,7 +18,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
 from kvstow.route.route import Route, route
 from kvstow.route.sources import sources
-from strategies import Bytes, group_bytes, own_bytes, value
+from strategies import Bytes, Users, group_bytes, value
 
 LARGEST_ARENA = 1 << 21
 
@@ -36,6 +36,7 @@ class Side:
     def __init__(self, layout: Layout, blocks: Mapping[int, Blocks]) -> None:
         self.layout, self.blocks = layout, blocks
         self.bytes = {g: group_bytes(layout, g, blocks[g]) for g in blocks}
+        self.users = Users(layout)
 
     def filled(self) -> np.ndarray:
         """An arena of 0xA5 with the request's field bytes in their places."""
@@ -81,7 +82,7 @@ class Case:
 
 
 def free(side: Side, group: int, held: Bytes, filled: object) -> np.ndarray:
-    mask = own_bytes(side.layout, group, side.blocks[group])
+    mask = side.users.own(group, side.blocks[group])
     if len(held.address):
         mask[held.address[filled]] = False
     return mask
@@ -156,7 +157,7 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
     written = run(moves, here, there)
     expected, may_change = before.copy(), np.zeros(b.nbytes, np.bool_)
     may_read = np.zeros(a.nbytes, np.bool_)
-    fewest = 0
+    fewest, carried = 0, np.zeros(b.nbytes, np.bool_)
     for groups in group_pairs(way):
         case = Case(source, destination, groups, (start, num_tokens), exact)
         expected[case.destination_at] = here[case.source_at]
@@ -166,6 +167,9 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
         may_read[case.source_at] = True
         assert (written[case.destination_at] == 1).all()
         fewest += case.fewest()
+        carried[case.destination_at] = True
+    assert carried[moves.destination].all()
+    assert carried[moves.destination + moves.nbytes - 1].all()
     assert written.max(initial=0) <= 1
     assert not (written > 0)[~may_change].any()
     assert not touched(moves, a.nbytes)[~may_read].any()

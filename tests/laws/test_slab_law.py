@@ -50,10 +50,11 @@ def test_union_is_the_case_of_one_row_per_slab(layers):
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 5000), st.sampled_from([1, 4, 16, 144])), min_size=1,
-             max_size=7),
+    st.lists(
+        st.tuples(st.integers(1, 5000), st.sampled_from([1, 4, 16, 144])), min_size=1, max_size=7
+    ),
     st.one_of(st.none(), st.integers(1 << 12, 1 << 24)),
-)  # fmt: skip
+)
 def test_any_geometry_holds_whole_rows_of_every_group(rows, pool):
     sizes, steps = [n for n, _ in rows], [s for _, s in rows]
     geometry = slab_geometry(sizes, steps, pool_bytes=pool)

@@ -19,8 +19,21 @@ from planning import attention, block_bytes, layouts
 
 REAL = packed(grouped(model_layers("gpt-oss-20b").layers), budget=1 << 30)
 DOCUMENT = json.loads(encode(REAL))
-KINDS = {"syntax", "version", "duplicate", "shape", "range", "size", "spec", "sharing",
-         "bounds", "alignment", "order", "coverage", "slab"}  # fmt: skip
+KINDS = {
+    "syntax",
+    "version",
+    "duplicate",
+    "shape",
+    "range",
+    "size",
+    "spec",
+    "sharing",
+    "bounds",
+    "alignment",
+    "order",
+    "coverage",
+    "slab",
+}
 
 
 def refused(document: object) -> ManifestError:
@@ -163,21 +176,28 @@ def test_an_absurd_number_of_layers_is_refused_by_size():
 
 
 def test_an_absurd_number_of_heads_is_refused_before_anything_is_counted_out():
-    document = changed("groups.0.layers.0.heads", {"name": "head", "total": 1 << 60,
-                                                   "pieces": [[0, 1 << 60]]})  # fmt: skip
+    document = changed(
+        "groups.0.layers.0.heads", {"name": "head", "total": 1 << 60, "pieces": [[0, 1 << 60]]}
+    )
     assert refused(document).kind in {"spec", "order", "alignment", "bounds", "sharing"}
 
 
 PATHS = st.sampled_from(
     [
-        "nbytes", "num_slabs", "base_align", "groups.0.rows_per_slab", "groups.1.rows_per_slab",
-        "groups.0.block_tokens", "groups.1.retention.tokens",
+        "nbytes",
+        "num_slabs",
+        "base_align",
+        "groups.0.rows_per_slab",
+        "groups.1.rows_per_slab",
+        "groups.0.block_tokens",
+        "groups.1.retention.tokens",
         *(f"groups.{g}.layers.{i}.place.{n}" for g in (0, 1) for i in (0, 5) for n in range(4)),
         *(f"groups.{g}.layers.{i}.states" for g in (0, 1) for i in (0, 5)),
         *(f"groups.{g}.layers.{i}.heads.pieces.0.1" for g in (0, 1) for i in (0, 5)),
-        "groups.0.layers.3.fields.0.axes.0.pieces.0.1", "groups.0.layers.3.align",
+        "groups.0.layers.3.fields.0.axes.0.pieces.0.1",
+        "groups.0.layers.3.align",
     ]
-)  # fmt: skip
+)
 VALUES = st.one_of(
     st.integers(0, 64),
     st.integers(0, (1 << 63) - 1),

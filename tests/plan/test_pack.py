@@ -18,10 +18,12 @@ PACKINGS = (packed, union, separate)
 def test_padding_of_catalogue_models_keeps_within_four_percent(name, memory):
     layout = packed(grouped(model_layers(name).layers), budget=memory)
     padding = [
-        1 - rows.rows_per_slab * sum(layer.page_bytes for layer in rows.group.layers)
+        1
+        - rows.rows_per_slab
+        * sum(layer.page_bytes for layer in rows.group.layers)
         / layout.slab_bytes
         for rows in layout.groups
-    ]  # fmt: skip
+    ]
     assert max(padding) <= 0.04
     assert sum(padding) / len(padding) <= 0.025
     assert (1 << 30) // layout.slab_bytes >= 12

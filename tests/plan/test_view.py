@@ -74,14 +74,22 @@ def test_a_kernel_block_smaller_than_ours_is_a_view_with_the_token_axis_cut():
     """Facts 15: on packed rows the pieces stand beside the block axis."""
     packed = View(
         offset=0,
-        axes=(Axis("block", 3, 1000), Axis("head", 2, 64), Axis("token", 8, 8),
-              Axis("content", 4, 2)),
+        axes=(
+            Axis("block", 3, 1000),
+            Axis("head", 2, 64),
+            Axis("token", 8, 8),
+            Axis("content", 4, 2),
+        ),
         unit=2,
-    )  # fmt: skip
+    )
     cut = packed.subdivided("token", 2)
     assert [(a.name, a.size, a.stride) for a in cut.axes] == [
-        ("block", 3, 1000), ("sub", 4, 16), ("head", 2, 64), ("token", 2, 8), ("content", 4, 2),
-    ]  # fmt: skip
+        ("block", 3, 1000),
+        ("sub", 4, 16),
+        ("head", 2, 64),
+        ("token", 2, 8),
+        ("content", 4, 2),
+    ]
     with pytest.raises(SpecError, match="of size 8 cannot be cut into 3s"):
         packed.subdivided("token", 3)
 
@@ -89,8 +97,12 @@ def test_a_kernel_block_smaller_than_ours_is_a_view_with_the_token_axis_cut():
 def test_cutting_tokens_of_compact_one_head_pages_just_makes_more_blocks():
     view = View(
         offset=0,
-        axes=(Axis("block", 3, 64), Axis("head", 1, 64), Axis("token", 8, 8),
-              Axis("content", 4, 2)),
+        axes=(
+            Axis("block", 3, 64),
+            Axis("head", 1, 64),
+            Axis("token", 8, 8),
+            Axis("content", 4, 2),
+        ),
         unit=2,
-    )  # fmt: skip
+    )
     assert view.subdivided("token", 2).axis("block") == Axis("block", 12, 16)

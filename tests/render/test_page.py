@@ -17,7 +17,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate
-from kvstow.render.bands import Leg, group_records
+from kvstow.render.bands import NamedRoute, group_records
 from kvstow.render.page import asset, embedded, page
 from kvstow.render.record import Index, layout_record
 from kvstow.route.route import route
@@ -179,7 +179,9 @@ def test_a_page_without_scripts_still_shows_the_picture(tmp_path):
 ])  # fmt: skip
 def test_bands_carry_every_byte_of_every_page_once(here, there):
     source, destination = layouts(**here), layouts(**there)
-    records = group_records([Leg(name="rank 0", route=route(source, destination))], destination)
+    records = group_records(
+        [NamedRoute(name="rank 0", route=route(source, destination))], destination
+    )
     assert [record["name"] for record in records] == [
         rows.group.name for rows in destination.groups
     ]
@@ -201,7 +203,7 @@ def test_blocks_of_one_period_stand_side_by_side():
         groups = grouped(model_layers("llama-3.2-1b", block_tokens=tokens).layers)
         return pack(groups, num_slabs=4)
 
-    (record,) = group_records([Leg(name="r", route=route(of(16), of(24)))], of(24))
+    (record,) = group_records([NamedRoute(name="r", route=route(of(16), of(24)))], of(24))
     assert record["tokens"] == 48
     assert record["sources"][0]["num_blocks"] == 3
     assert record["destination"]["num_blocks"] == 2
@@ -212,7 +214,9 @@ def test_blocks_of_one_period_stand_side_by_side():
 def test_a_band_from_separate_to_packed_lies_inside_both_sides():
     groups = grouped(model_layers("gemma-3-270m").layers)
     source, destination = separate(groups, num_slabs=3), packed(groups, num_slabs=3)
-    for record in group_records([Leg(name="r", route=route(source, destination))], destination):
+    for record in group_records(
+        [NamedRoute(name="r", route=route(source, destination))], destination
+    ):
         for _, s, s_bytes, d, d_bytes, _, _ in record["bands"]:
             assert 0 <= s < s + s_bytes <= record["source_bytes"]
             assert 0 <= d < d + d_bytes <= record["destination"]["block_bytes"]

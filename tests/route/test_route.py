@@ -13,7 +13,7 @@ from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
-from kvstow.route.price import Link, price
+from kvstow.route.price import LinkSpeed, price
 from kvstow.route.route import route
 from kvstow.route.sources import sources
 from planning import attention, recurrent
@@ -366,11 +366,11 @@ class TestPrice:
         here = laid_out(attention("layers.0", tokens=4, heads=1))
         there = laid_out(attention("layers.0", tokens=6, heads=1))
         cost = price(route(here, there).pairs)
-        assert (cost.lanes, cost.moves, cost.nbytes) == (4, 2, 48)
-        assert (cost.min_move_bytes, cost.max_move_bytes) == (16, 32)
+        assert (cost.lanes, cost.copies, cost.nbytes) == (4, 2, 48)
+        assert (cost.min_copy_bytes, cost.max_copy_bytes) == (16, 32)
 
     def test_a_link_charges_for_moves_and_for_bytes(self):
-        link = Link(name="l", bytes_per_second=1000.0, seconds_per_move=0.5)
+        link = LinkSpeed(name="l", bytes_per_second=1000.0, seconds_per_copy=0.5)
         assert link.seconds(3, 500) == 2.0
 
 

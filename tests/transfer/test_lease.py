@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.errors import TransferError
+from kvstow.errors import SpecError, TransferError
 from kvstow.transfer.lease import Lease, Leases
 
 TICKET = b"digest of the ticket"
@@ -120,3 +120,10 @@ def test_leases_agree_with_a_list_that_is_scanned(steps):
             running = {id: entry for id, entry in running.items() if id not in over}
         assert len(leases) == len(running)
     assert all(len(ended) == (id not in running) for id, ended in ends.items())
+
+
+@pytest.mark.parametrize(("readers", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, float("nan"))])
+def test_a_lease_for_nobody_or_for_no_time_is_refused(readers, seconds):
+    with pytest.raises(SpecError, match="lease 5"):
+        Lease(id=5, digest=b"", seconds=seconds, readers=readers, deadline=1.0,
+              on_end=lambda reason: None)  # fmt: skip

@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         num_tokens=draw(st.integers(0, 2**40)),
         blocks={g: Blocks.first(ids) for g, ids in groups.items()},
         generations={g: np.arange(len(ids), dtype=np.int64) - 1 for g, ids in groups.items()},
+        identity=draw(st.sampled_from([b"", b"\x07" * 32])),
     )
 
 
@@ -47,6 +49,7 @@ def test_both_forms_give_the_ticket_back(ticket):
     for again in (Ticket.from_bytes(ticket.to_bytes()), Ticket.parse(str(ticket))):
         assert again.body == ticket.body
         assert again.digest == ticket.digest
+        assert again.identity == ticket.identity
         for g, blocks in ticket.blocks.items():
             assert (again.blocks[g].ids == blocks.ids).all()
             assert (again.blocks[g].index == blocks.index).all()
@@ -98,17 +101,68 @@ def test_a_ticket_of_4096_neighbouring_blocks_is_below_a_kilobyte():
 
 def test_a_small_message_that_inflates_to_gigabytes_is_refused():
     bomb = zlib.compress(b"\0" * (80 << 20), 9)
-    with pytest.raises(TransferError, match="checksum"):
+    with pytest.raises(TransferError, match="inflates to more than"):
         Ticket.from_bytes(b"\0" * 8 + bomb)
+
+
+def sealed(body: list) -> bytes:
+    """A body as whoever can count checksums would send it."""
+    data = msgspec.msgpack.encode(body)
+    return blake2b(data, digest_size=8).digest() + zlib.compress(data)
+
+
+def test_a_ticket_of_version_1_is_read_and_has_no_identity():
+    old = sealed(msgspec.msgpack.decode(one().body)[:9])
+    word = "kvt1." + base64.urlsafe_b64encode(old).decode().rstrip("=")
+    ticket = Ticket.parse(word)
+    assert ticket.identity == b""
+    assert ticket.num_tokens == 48
+    data = msgspec.msgpack.encode(msgspec.msgpack.decode(one().body)[:9])
+    assert ticket.digest == blake2b(data, digest_size=16).digest(), "its producer knows that one"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (0, "x" * 600), (2, "tcp://" + "y" * 600), (4, -1), (4, 2**63), (5, 0.0), (5, -1.0),
+        (5, float("nan")), (5, float("inf")), (7, -1), (7, 2**41), (8, [[0, b"", b"", b""]] * 2),
+        (8, [[-1, b"", b"", b""]]), (8, [[0, b"\1" * 7, b"", b""]]), (9, b"x" * 65),
+        (8, [[0, packed_ints(np.array([-5])), b"\0" * 8, b"\0" * 8]]),
+        (8, [[g, b"", b"", b""] for g in range(5000)]),
+    ],
+)  # fmt: skip
+def test_a_field_out_of_its_bounds_is_refused(field, value):
+    body = msgspec.msgpack.decode(one().body)
+    body[field] = value
+    with pytest.raises(TransferError, match="not a ticket"):
+        Ticket.from_bytes(sealed(body))
+
+
+def test_a_name_that_is_not_utf8_is_refused():
+    body = one().body.replace(b"prefill", b"\xf3\x28efill")
+    data = blake2b(body, digest_size=8).digest() + zlib.compress(body)
+    with pytest.raises(TransferError, match="not a ticket"):
+        Ticket.from_bytes(data)
+
+
+def test_more_blocks_than_any_request_has_are_refused():
+    many = np.zeros((1 << 18) + 1, "<i8")
+    many[0] = 7
+    body = msgspec.msgpack.decode(one().body)
+    body[8] = [[0, many.tobytes(), b"", b""]]
+    with pytest.raises(TransferError, match="262145 blocks, at most 262144"):
+        Ticket.from_bytes(sealed(body))
+
+
+def test_a_word_that_is_too_long_is_refused_before_it_is_decoded():
+    with pytest.raises(TransferError, match="characters, at most"):
+        Ticket.parse(PREFIX + "A" * (9 << 20))
 
 
 def test_a_body_with_wrong_numbers_is_refused():
     body = msgspec.msgpack.decode(one().body)
     body[8][0][3] = packed_ints(np.zeros(2, np.int64))  # two generations for three blocks
-    data = msgspec.msgpack.encode(body)
-    from hashlib import blake2b
-
-    whole = blake2b(data, digest_size=8).digest() + zlib.compress(data)
+    whole = sealed(body)
     with pytest.raises(TransferError, match="2 generations for 3 blocks"):
         Ticket.from_bytes(whole)
     with pytest.raises(TransferError, match="2 generations"):

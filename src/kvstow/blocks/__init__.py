@@ -1,1 +1,39 @@
-"""Which blocks a request has: slabs, holds, prefixes. Ids only, no memory."""
+"""Who owns which block. Ids only: no addresses, no memory, no torch.
+
+In the order in which a request meets them:
+
+    prompt      Prompt: token ids, and a hash of every prefix of them
+    ledger      Ledger: all blocks of all requests; admit, grow, fork, release
+    requests    what the ledger knows of each request
+    prefix      PrefixCache: which rows hold the beginning of a prompt
+    table       BlockTable: the blocks of every request in one group, and what a step adds
+    states      StateTable: running states of recurrent groups, and checkpoints of them
+    pool        Pool: which rows are free, held, cached or in quarantine
+    placement   which rows a demand gets, and what is evicted for it
+    slabs       Slabs: which group owns which slab
+    rows        GroupRows: the rows of one group, and the lists in which they are found
+    runs        ids that follow one another
+    events      BlockEvents: what became cached and what is gone
+"""
+
+from kvstow.blocks.events import BlockEvent
+from kvstow.blocks.ledger import Admission, Ledger
+from kvstow.blocks.placement import EvictionCandidates, EvictionPolicy, RowDemand, lru
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
+from kvstow.blocks.slabs import SlabMap
+from kvstow.blocks.table import RowCopy
+
+__all__ = [
+    "Admission",
+    "BlockEvent",
+    "EvictionCandidates",
+    "EvictionPolicy",
+    "Ledger",
+    "Pool",
+    "Prompt",
+    "RowCopy",
+    "RowDemand",
+    "SlabMap",
+    "lru",
+]

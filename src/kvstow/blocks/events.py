@@ -1,4 +1,4 @@
-"""BlockEvents: what became cached and what is gone, for routers and for those who offload.
+"""Events: what became cached and what is gone, for routers and for those who offload.
 
 Numbered without gaps, kept for a while, so that a reader who was away can catch up or
 learn that it has to start over.
@@ -78,5 +78,5 @@ class BlockEvents:
         )
         self.next_sequence += 1
         self._log.append(event)
-        for told in self.on_event:
-            told(event)
+        for listener in self.on_event:
+            listener(event)

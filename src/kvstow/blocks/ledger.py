@@ -20,6 +20,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import MISS, PrefixCache, PrefixHit
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.requests import Requests
+from kvstow.blocks.runs import NONE
 from kvstow.blocks.states import Checkpoints, StateTable
 from kvstow.blocks.table import (
     BlockTable,
@@ -48,10 +49,9 @@ class Admission:
 
 
 class Ledger:
-    """Requests on a pool that nobody else holds rows of for requests.
+    """Requests on a pool.
 
-    Requests belong to the thread that owns the pool (see `Pool`), and are changed only there.
-
+    Requests belong to the thread that owns the pool and are changed only there (see `Pool`).
     Copies that a method returns are to be made, in their order, before the tokens that
     were asked for are computed. Without `caching` nothing is kept after a release.
     """
@@ -118,8 +118,8 @@ class Ledger:
     def admit(self, prompt: Prompt | int, *, num_tokens: int | None = None) -> Admission:
         """Rows for the first `num_tokens` tokens of a prompt, all of them if not given.
 
-        Only the number of tokens where nothing is known of them. Raises `OutOfBlocks`
-        with what is needed and what is free, in every group.
+        `prompt` may be a number of tokens whose ids are not known. Raises `OutOfBlocks`,
+        having changed nothing, with what is needed and what is free in every group.
         """
         self.pool.check_thread()
         known = prompt if isinstance(prompt, Prompt) else None
@@ -129,13 +129,12 @@ class Ledger:
         hit = self.prefixes.hit(known) if self.prefixes and known else MISS
         upto = max(hit.num_tokens, length if num_tokens is None else num_tokens)
         held = self._hold_for_admission(hit, upto)
-        if self._requests.full:
+        if self._requests.is_full:
             self._reserve(max(64, 2 * self._requests.num_slots))
         slot = self._requests.open(upto, known, hit.num_tokens)
         if self.prefixes and known:
-            self._requests.sources[slot] = self.prefixes.add_source(
-                known, hit.source, hit.num_tokens
-            )
+            source = self.prefixes.add_source(known, hit.source, hit.num_tokens)
+            self._requests.sources[slot] = source
         copies = tuple(
             copy for g in range(len(self.groups)) for copy in self._open(slot, g, hit, held[g])
         )
@@ -216,6 +215,26 @@ class Ledger:
 
     def _grow_rows(self, slots: Ints, before: Ints, after: Ints) -> tuple[RowCopy, ...]:
         """Hold and enter what is new: blocks, copies of shared tails, checkpoints."""
+        growth = self._growth(slots, before, after)
+        grows = after > before
+        tails = self._shared_tails(slots[grows], before[grows])
+        must, may = self._checkpoints.due(slots[grows], before[grows])
+        singles = [RowDemand(part.group, 1) for part in (*tails, *must)]
+        try:
+            ids = self.pool.hold_all([*growth.demands, *singles])
+        except OutOfBlocks:
+            growth.undo(self.pool)
+            raise
+        rows = [int(part[0]) for part in ids[len(growth.demands) :]]
+        copies = [self._copied(tail, row) for tail, row in zip(tails, rows, strict=False)]
+        growth.enter(self.pool, ids[: len(growth.demands)])
+        if tails:
+            self._requests.forked[slots[grows]] = False
+        copies += self._checkpoints.make(must, rows[len(tails) :])
+        return (*copies, *(self._checkpoints.offer(may) if may else ()))
+
+    def _growth(self, slots: Ints, before: Ints, after: Ints) -> Growth:
+        """The blocks that requests need to grow. Windows move on, whether they fit or not."""
         growth = Growth()
         for g, table in self._growing.items():
             more = -(-after // table.block_tokens) - table.end[slots]
@@ -224,28 +243,7 @@ class Ledger:
             wanted = np.nonzero(more)[0]
             if len(wanted):
                 growth.add(g, table, slots[wanted], more[wanted], after[wanted])
-        grows = after > before
-        tails = self._shared_tails(slots[grows], before[grows])
-        must, may = self._checkpoints.due(slots[grows], before[grows]) if self._states else ((), ())
-        others = [RowDemand(tail.group, 1) for tail in tails] + [
-            RowDemand(due.group, 1) for due in must
-        ]
-        try:
-            ids = self.pool.hold_all([*growth.demands, *others]) if growth.demands or others else []
-        except OutOfBlocks:
-            for g, _, _, rows in growth.renewed:
-                self.pool.release(g, rows)
-            raise
-        given = iter(ids[len(growth.demands) :])
-        copies = [self._copied(tail, int(next(given)[0])) for tail in tails]
-        growth.enter(ids[: len(growth.demands)])
-        for g, table, of, rows in growth.renewed:
-            self.pool.renew(g, rows)
-            table.append_one_each(of, rows)
-        if tails:
-            self._requests.forked[slots[grows]] = False
-        copies += self._checkpoints.make(must, list(given))
-        return (*copies, *(self._checkpoints.offer(may) if may else ()))
+        return growth
 
     def _slide(self, g: int, slots: Ints, before: Ints, more: Ints, growth: Growth) -> None:
         """Move windows on. A row that its request leaves and that is nobody else's becomes
@@ -255,12 +253,12 @@ class Ledger:
         if not len(ids):
             return
         again = self.pool.renewable(g, ids) & (more[at] == 1)
-        if len(at) > 1:
+        if len(at) > 1:  # of a request that leaves several rows none is used again
             again[1:] &= at[1:] != at[:-1]
             again[:-1] &= at[1:] != at[:-1]
         num_again = int(np.count_nonzero(again))
         if num_again:
-            growth.renewed.append((g, table, slots[at[again]], ids[again]))
+            growth.renew(g, table, slots[at[again]], ids[again])
             more[at[again]] = 0
         if num_again < len(ids):
             self.pool.release(g, ids[~again])
@@ -337,7 +335,7 @@ class Ledger:
         self.pool.check_thread()
         slot = int(self._requests.slots(request)[0])
         rows = self.pool.hold_all([RowDemand(g, 1) for g in self._states])
-        if self._requests.full:
+        if self._requests.is_full:
             self._reserve(2 * self._requests.num_slots)
         known = self._requests.prompts[slot]
         twin = self._requests.open(
@@ -356,8 +354,8 @@ class Ledger:
             states.fork(slot, twin, int(row[0]))
             copies.append(RowCopy(g, int(states.running[slot]), int(row[0])))
         self._requests.forked[[slot, twin]] = True
-        return Admission(self._requests.handle(twin), int(self._requests.num_tokens[slot]),
-                         tuple(copies))  # fmt: skip
+        num_tokens = int(self._requests.num_tokens[slot])
+        return Admission(self._requests.handle(twin), num_tokens, tuple(copies))
 
     def release(self, requests: Handles, *, computed_tokens: npt.ArrayLike | None = None) -> None:
         """Give back all rows of requests.
@@ -377,8 +375,7 @@ class Ledger:
             part = self._part(g)
             ids = [part.all_ids(slot) for slot in slots.tolist()]
             self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate(ids))
-        living: list[int] = slots.tolist()
-        for slot in living:
+        for slot in map(int, slots):
             if self.prefixes and (number := self._requests.sources[slot]) is not None:
                 self.prefixes.drop_source(number)
             for table in self._tables.values():
@@ -388,13 +385,13 @@ class Ledger:
     # ── integrity ─────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        """Raises with every number that does not add up; changes nothing."""
+        """Raises with every number that does not add up; changes nothing. Slow, for tests."""
         self.pool.check()
         broken: list[str] = []
         slots = self._requests.living()
         for g, group in enumerate(self.groups):
             each = [self._part(g).all_ids(slot) for slot in slots.tolist()]
-            rows = np.concatenate(each) if each else np.zeros(0, np.int64)
+            rows = np.concatenate(each) if each else NONE
             twice = sum(len(ids) - len(np.unique(ids)) for ids in each)
             if twice:
                 broken.append(f"group {group.name!r}: {twice} ids are in one request twice")
@@ -405,5 +402,8 @@ class Ledger:
                     f"group {group.name!r}: block {row} is in {counted[row]} requests and has "
                     f"{holds[row]} holds"
                 )
+            known = self.prefixes.rows(g) if self.prefixes else NONE
+            for row in known[~self.pool.kept(g, known)][:3]:
+                broken.append(f"group {group.name!r}: block {row} can be found and is not kept")
         if broken:
             raise BlockError("\n".join(broken))

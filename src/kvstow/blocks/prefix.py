@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstow.blocks.events import BlockEvents
 from kvstow.blocks.prompt import Extra, Hashes, Prompt, Tokens
+from kvstow.blocks.runs import NONE
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Bools, Encoder, Full, can_hit, seen_blocks
 from kvstow.plan.view import Ints
@@ -99,6 +100,10 @@ class PrefixIndex:
     def has(self, rows: Ints) -> Bools:
         """Which rows have a hash."""
         return self._hash[rows] != 0
+
+    def rows(self) -> Ints:
+        """All rows that have a hash."""
+        return self._hash.nonzero()[0]
 
     def add(self, rows: Ints, hashes: Hashes, source: int) -> Bools:
         """Make rows known by hashes; which of them are, by now: neither the row nor the hash
@@ -230,6 +235,10 @@ class PrefixCache:
     def known(self, g: int, hashes: Hashes) -> Bools:
         """Which hashes the group has a row for."""
         return self._index[g].find(hashes) >= 0
+
+    def rows(self, g: int) -> Ints:
+        """The rows of a group that can be found."""
+        return self._index[g].rows() if g in self._index else NONE
 
     # ── changes ───────────────────────────────────────────────────────────────────
 

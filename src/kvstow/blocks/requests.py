@@ -44,7 +44,7 @@ class Requests:
         return len(self._handle)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return not self._free
 
     def reserve(self, num_slots: int) -> None:

@@ -1,4 +1,10 @@
-"""StateTable: the running row and the checkpoints that every request has in a recurrent group."""
+"""States of recurrent groups: the running row of every request, and checkpoints of it.
+
+A state is somewhere only after all its tokens and before the next one. So a checkpoint is
+made when a request that stands at a multiple of `block_tokens` goes on: the engine copies
+the running row first. One that the retention asks for is held by the request; one that
+only later requests may start from is cached at once, and left out where there is no room.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +14,7 @@ import numpy as np
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prefix import PrefixCache
+from kvstow.blocks.prompt import Hashes
 from kvstow.blocks.requests import Requests
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import OutOfBlocks
@@ -118,10 +125,10 @@ class Checkpoints:
             return False
         return not self._prefixes.known(due.group, self._hash(due)).all()
 
-    def make(self, must: Sequence[DueCheckpoint], ids: Sequence[Ints]) -> list[RowCopy]:
+    def make(self, must: Sequence[DueCheckpoint], rows: Sequence[int]) -> list[RowCopy]:
         """Enter checkpoints in rows that are held for them."""
         copies: list[RowCopy] = []
-        for due, (row,) in zip(must, (part.tolist() for part in ids), strict=True):
+        for due, row in zip(must, rows, strict=True):
             states = self._states[due.group]
             states.keep(due.slot, due.index, row)
             self._store(due, row)
@@ -136,7 +143,8 @@ class Checkpoints:
         except OutOfBlocks:
             return []
         copies: list[RowCopy] = []
-        for due, (row,) in zip(may, (part.tolist() for part in ids), strict=True):
+        for due, rows in zip(may, ids, strict=True):
+            row = int(rows[0])
             self._store(due, row)
             copies.append(RowCopy(due.group, int(self._states[due.group].running[due.slot]), row))
         for due, rows in zip(may, ids, strict=True):
@@ -149,7 +157,7 @@ class Checkpoints:
             return False
         return bool(self._pool.suspect(due.group, self._states[due.group].running[due.slot]))
 
-    def _hash(self, due: DueCheckpoint) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def _hash(self, due: DueCheckpoint) -> Hashes:
         prompt = self._requests.prompts[due.slot]
         assert prompt is not None
         return prompt.hash_after((due.index + 1) * self._states[due.group].block_tokens)

@@ -9,7 +9,7 @@ both. The ring is as wide as the longest stretch that was ever held, for any len
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -186,6 +186,9 @@ class BlockTable:
             self.write(slot, first if self.fixed < first else 0, ids[sinks:])
 
 
+# ── what a step adds ──────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True, slots=True)
 class GrowthEntry:
     """The requests that the next `num_demands` demands are for."""
@@ -195,18 +198,24 @@ class GrowthEntry:
     num_demands: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class RenewedRows:
+    """Rows, one for each request, that go on as the next block of their request."""
+
+    group: int
+    table: BlockTable
+    slots: Ints
+    ids: Ints
+
+
 class Growth:
-    """What many requests demand in one step, in the order in which it is to be held.
+    """The blocks that many requests need in one step: `demands`, in the order in which they
+    are to be held, and rows that their requests use again."""
 
-    `renewed` rows (group, table, requests, ids) are used again by their requests.
-    """
-
-    demands: list[RowDemand] = field(default_factory=list[RowDemand])
-    renewed: list[tuple[int, BlockTable, Ints, Ints]] = field(
-        default_factory=list[tuple[int, BlockTable, Ints, Ints]]
-    )
-    _entries: list[GrowthEntry] = field(default_factory=list[GrowthEntry])
+    def __init__(self) -> None:
+        self.demands: list[RowDemand] = []
+        self._entries: list[GrowthEntry] = []
+        self._renewed: list[RenewedRows] = []
 
     def add(self, g: int, table: BlockTable, slots: Ints, more: Ints, num_tokens: Ints) -> None:
         """Requests of which each needs so many more blocks to reach so many tokens."""
@@ -222,15 +231,27 @@ class Growth:
             self.demands += demands
             self._entries.append(GrowthEntry(table, slots[i : i + 1], len(demands)))
 
-    def enter(self, ids: list[Ints]) -> None:
-        """Write what was held for the demands into the tables."""
-        given = iter(ids)
+    def renew(self, g: int, table: BlockTable, slots: Ints, ids: Ints) -> None:
+        """Requests of which each goes on in a row that it has just left."""
+        self._renewed.append(RenewedRows(g, table, slots, ids))
+
+    def enter(self, pool: Pool, ids: list[Ints]) -> None:
+        """Write what was held for the demands, and what is used again, into the tables."""
+        held = iter(ids)
         for entry in self._entries:
-            rows = [next(given) for _ in range(entry.num_demands)]
+            parts = [next(held) for _ in range(entry.num_demands)]
             if len(entry.slots) == 1:
-                entry.table.append(int(entry.slots[0]), by_block(rows))
+                entry.table.append(int(entry.slots[0]), by_block(parts))
             else:
-                entry.table.append_one_each(entry.slots, rows[0])
+                entry.table.append_one_each(entry.slots, parts[0])
+        for part in self._renewed:
+            pool.renew(part.group, part.ids)
+            part.table.append_one_each(part.slots, part.ids)
+
+    def undo(self, pool: Pool) -> None:
+        """Give back the rows that were to be used again."""
+        for part in self._renewed:
+            pool.release(part.group, part.ids)
 
 
 def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[RowDemand]:
@@ -252,6 +273,9 @@ def demands_of(g: int, table: BlockTable, count: int, num_tokens: int) -> list[R
 def by_block(parts: list[Ints]) -> Ints:
     """The rows that `demands_of` one request got, in the order of its blocks."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
+
+
+# ── copies before a step ──────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
 
     Exit code 1 if one of them does not answer.
     """
-    from kvstow.transfer.channel.asking import Asker
+    from kvstow.transfer.channel.status import Asker
 
     asker = Asker()
     try:

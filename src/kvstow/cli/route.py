@@ -13,7 +13,7 @@ from kvstow.cli.shorthand import Named, named
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
-    from kvstow.route.price import Link, Price
+    from kvstow.route.price import LinkSpeed, Price
     from kvstow.route.route import Claims, Route
 
 SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,packing=slab."
@@ -44,7 +44,7 @@ def route(
     """What moving blocks from one layout to another costs, before anything is sent."""
     way = link_named(link)
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
-    found = _legs(here.layouts, there.layouts[0])
+    found = _rank_routes(here.layouts, there.layouts[0])
     document = _document(here, there, found, way, tokens)
     if html is not None:
         html.write_text(_page(document, here, there, found), encoding="utf-8")
@@ -55,17 +55,18 @@ def route(
         emit_text(*_report(document))
 
 
-def link_named(text: str) -> "Link":
+def link_named(text: str) -> "LinkSpeed":
     """A known link, or `GIGABYTES:MICROS`."""
-    from kvstow.route.price import LINKS, Link
+    from kvstow.route.price import LINKS, LinkSpeed
 
     for link in LINKS:
         if link.name == text:
             return link
     rate, _, cost = text.partition(":")
     try:
-        known = Link(name=text, bytes_per_second=float(rate) * 1e9,
-                     seconds_per_move=float(cost) * 1e-6)  # fmt: skip
+        known = LinkSpeed(
+            name=text, bytes_per_second=float(rate) * 1e9, seconds_per_copy=float(cost) * 1e-6
+        )
     except ValueError:
         names = ", ".join(link.name for link in LINKS)
         raise typer.BadParameter(
@@ -73,14 +74,15 @@ def link_named(text: str) -> "Link":
             "per copy",
             param_hint="'--link'",
         ) from None
-    if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_move < 1):
-        raise typer.BadParameter(f"{text!r}: a rate above 0 and a cost of at least 0 are needed",
-                                 param_hint="'--link'")  # fmt: skip
+    if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_copy < 1):
+        raise typer.BadParameter(
+            f"{text!r}: a rate above 0 and a cost of at least 0 are needed", param_hint="'--link'"
+        )
     return known
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RankRoute:
     """One source rank's part: which of the layouts, the route, and what it is limited to."""
 
     index: int
@@ -88,19 +90,19 @@ class Leg:
     claims: "Claims | None"
 
 
-def _legs(layouts: Sequence[Layout], destination: Layout) -> tuple[Leg, ...]:
+def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> tuple[RankRoute, ...]:
     """All ranks of the source if there are several to choose from, else the one."""
     from kvstow.route.route import route as route_between
     from kvstow.route.sources import sources
 
     if len(layouts) > 1:
         found = sources(layouts, destination)
-        return tuple(Leg(source.index, source.route, source.claims) for source in found)
-    return (Leg(0, route_between(layouts[0], destination), None),)
+        return tuple(RankRoute(source.index, source.route, source.claims) for source in found)
+    return (RankRoute(0, route_between(layouts[0], destination), None),)
 
 
 def _document(
-    here: Named, there: Named, found: Sequence[Leg], link: "Link", tokens: int
+    here: Named, there: Named, found: Sequence[RankRoute], link: "LinkSpeed", tokens: int
 ) -> dict[str, Any]:
     destination = there.layouts[0]
     routes = [source.route for source in found]
@@ -124,9 +126,9 @@ def _document(
         "link": {
             "name": link.name,
             "bytes_per_second": link.bytes_per_second,
-            "seconds_per_move": link.seconds_per_move,
+            "seconds_per_move": link.seconds_per_copy,
             "seconds": link.seconds(moves, nbytes),
-            "seconds_of_copies": moves * link.seconds_per_move,
+            "seconds_of_copies": moves * link.seconds_per_copy,
         },
         "cheapest": cheapest(here, there, found),
     }
@@ -146,7 +148,7 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
             {c.source.block_tokens for way in routes for c in way.pairs if c.groups[1] == group}
         ),
         **_figures(cost),
-        "request_moves": -(-cost.moves.numerator * blocks // cost.moves.denominator),
+        "request_moves": -(-cost.copies.numerator * blocks // cost.copies.denominator),
         "request_bytes": -(-cost.nbytes.numerator * blocks // cost.nbytes.denominator),
     }
 
@@ -154,10 +156,10 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
 def _figures(cost: "Price") -> dict[str, Any]:
     return {
         "lanes": cost.lanes,
-        "moves_per_block": _number(cost.moves),
+        "moves_per_block": _number(cost.copies),
         "bytes_per_block": _number(cost.nbytes),
-        "min_move_bytes": cost.min_move_bytes,
-        "max_move_bytes": cost.max_move_bytes,
+        "min_move_bytes": cost.min_copy_bytes,
+        "max_move_bytes": cost.max_copy_bytes,
     }
 
 
@@ -165,31 +167,34 @@ def _number(value: Fraction | int) -> int | float:
     return int(value) if Fraction(value).denominator == 1 else round(float(value), 3)
 
 
-def _source(here: Named, destination: Layout, source: Leg) -> dict[str, Any]:
+def _source(here: Named, destination: Layout, source: RankRoute) -> dict[str, Any]:
     from kvstow.route.price import price
 
     layout = here.layouts[source.index]
-    costs = [price([c for c in source.route.pairs if c.groups[1] == group])
-             for group in range(len(destination.groups))]  # fmt: skip
+    costs = [
+        price([c for c in source.route.pairs if c.groups[1] == group])
+        for group in range(len(destination.groups))
+    ]
     return {
         "rank": here.ranks[source.index],
         "tp_rank": layout.tp[0],
         "pp_rank": layout.pp[0],
-        "moves_per_block": _number(sum((cost.moves for cost in costs), Fraction(0))),
+        "moves_per_block": _number(sum((cost.copies for cost in costs), Fraction(0))),
         "bytes_per_block": _number(sum((cost.nbytes for cost in costs), Fraction(0))),
     }
 
 
-def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[Leg]) -> str:
+def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[RankRoute]) -> str:
     from kvstow import __version__
-    from kvstow.render.bands import Leg as Drawn
-    from kvstow.render.bands import group_records
+    from kvstow.render.bands import NamedRoute, group_records
     from kvstow.render.page import page
     from kvstow.render.svg import layout_svg
 
-    legs = [Drawn(name=f"rank {here.ranks[leg.index]}", route=leg.route) for leg in found]
+    routes = [
+        NamedRoute(name=f"rank {here.ranks[source.index]}", route=source.route) for source in found
+    ]
     destination = there.layouts[0]
-    groups = group_records(legs, destination)
+    groups = group_records(routes, destination)
     return page(
         f"{document['model']}: route",
         {"kvstow": __version__, "cost": document, "groups": groups},
@@ -201,7 +206,7 @@ def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[L
 # ── other orders ──────────────────────────────────────────────────────────────────────
 
 
-def cheapest(here: Named, there: Named, found: Sequence[Leg]) -> list[dict[str, Any]]:
+def cheapest(here: Named, there: Named, found: Sequence[RankRoute]) -> list[dict[str, Any]]:
     """The order with the fewest moves per block for the source, the destination, or both."""
     ours, theirs = ({order: side.reordered(order) for order in ORDERS} for side in (here, there))
     mine, yours = here.layouts[0].order, there.layouts[0].order
@@ -220,7 +225,7 @@ def cheapest(here: Named, there: Named, found: Sequence[Leg]) -> list[dict[str, 
     return best
 
 
-def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[Leg]) -> Fraction:
+def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[RankRoute]) -> Fraction:
     """Moves per block when the same parts come from the same ranks."""
     from kvstow.route.price import price
     from kvstow.route.route import route as route_between
@@ -229,7 +234,7 @@ def _moves(layouts: Sequence[Layout], destination: Layout, found: Sequence[Leg])
     for source in found:
         way = route_between(layouts[source.index], destination, claims=source.claims)
         for group in range(len(destination.groups)):
-            total += price([c for c in way.pairs if c.groups[1] == group]).moves
+            total += price([c for c in way.pairs if c.groups[1] == group]).copies
     return total
 
 

@@ -105,7 +105,7 @@ class Watch:
             }
 
     def _run(self) -> None:
-        from kvstow.transfer.channel.asking import Asker
+        from kvstow.transfer.channel.status import Asker
 
         asker = Asker()
         try:

@@ -27,38 +27,42 @@ MAX_BANDS = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class NamedRoute:
     """The route from one source rank; `name` is what the rank is called."""
 
     name: str
     route: Route
 
 
-def group_records(legs: Sequence[Leg], destination: Layout) -> list[dict[str, Any]]:
+def group_records(routes: Sequence[NamedRoute], destination: Layout) -> list[dict[str, Any]]:
     """One record per destination group that anything is brought to."""
     found: list[dict[str, Any]] = []
     for g, rows in enumerate(destination.groups):
-        pairs = [(leg, pair) for leg in legs for pair in leg.route.pairs if pair.groups[1] == g]
+        pairs = [(way, pair) for way in routes for pair in way.route.pairs if pair.groups[1] == g]
         if pairs:
             found.append({"name": rows.group.name, **_record(pairs, destination, g)})
     return found
 
 
-def _record(pairs: Sequence[tuple[Leg, GroupPair]], destination: Layout, g: int) -> dict[str, Any]:
+def _record(
+    pairs: Sequence[tuple[NamedRoute, GroupPair]], destination: Layout, g: int
+) -> dict[str, Any]:
     tokens = max(sum(lanes.tokens for lanes in c.period) for _, c in pairs)
     target = _Side(destination, g, -(-tokens // pairs[0][1].spans[1]))
     sources, bands = list[dict[str, Any]](), list[list[int]]()
     start = 0
-    for leg, pair in pairs:
+    for way, pair in pairs:
         side = _Side(pair.layouts[0], pair.groups[0], -(-tokens // pair.spans[0]))
         bands += _bands(pair, side, target, len(sources), start)
-        sources.append({
-            "name": leg.name,
-            "group": pair.source.name,
-            "block_tokens": pair.source.block_tokens,
-            "at": start,
-            **side.record(),
-        })  # fmt: skip
+        sources.append(
+            {
+                "name": way.name,
+                "group": pair.source.name,
+                "block_tokens": pair.source.block_tokens,
+                "at": start,
+                **side.record(),
+            }
+        )
         start += side.nbytes
     step = -(-len(bands) // MAX_BANDS)
     return {
@@ -114,19 +118,19 @@ class _Side:
 
 
 def _bands(
-    pair: GroupPair, source: _Side, destination: _Side, leg: int, start: int
+    pair: GroupPair, source: _Side, destination: _Side, number: int, start: int
 ) -> list[list[int]]:
-    """`[leg, source place, its bytes, destination place, its bytes, copies, bytes copied]`."""
+    """`[route, source place, its bytes, destination place, its bytes, copies, bytes copied]`."""
     found: list[list[int]] = []
+    near, far = source.nbytes // RESOLUTION, destination.nbytes // RESOLUTION
     token = 0
     for lanes in pair.period:
         s_block, d_block = token // pair.spans[0], token // pair.spans[1]
         s = source.places(lanes.copies.source, s_block) + start
         d = destination.places(lanes.copies.destination, d_block)
-        for here, there, nbytes in zip(s.tolist(), d.tolist(), lanes.copies.nbytes.tolist(),
-                                       strict=True):  # fmt: skip
-            _add(found, [leg, here, nbytes, there, nbytes, 1, nbytes],
-                 source.nbytes // RESOLUTION, destination.nbytes // RESOLUTION)  # fmt: skip
+        columns = s.tolist(), d.tolist(), lanes.copies.nbytes.tolist()
+        for here, there, nbytes in zip(*columns, strict=True):
+            _add(found, [number, here, nbytes, there, nbytes, 1, nbytes], near, far)
         token += lanes.tokens
     return found
 

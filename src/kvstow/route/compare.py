@@ -82,9 +82,9 @@ def _field_differences(source: Field, destination: Field) -> Iterable[str]:
         return [*found, _both(f"{what}: axes", *names)]
     for ours, theirs in zip(source.axes, destination.axes, strict=True):
         found += _axis_differences(f"{what}: axis {ours.name!r}", ours, theirs)
-    if not found and source.dtype.bits < 8 and any(
-        number % 8 for span in content_bits(source, destination) for number in span
-    ):  # fmt: skip
+    if found or source.dtype.bits >= 8:
+        return found
+    if any(number % 8 for span in content_bits(source, destination) for number in span):
         pieces = source.axes[-1].pieces, destination.axes[-1].pieces
         found.append(_both(f"{what}: split inside a byte: held of the last axis", *pieces))
     return found

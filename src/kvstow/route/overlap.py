@@ -82,10 +82,15 @@ def content_bits(source: Field, destination: Field, box: Box | None = None) -> t
             spans = tuple(Span(*(number * s_stride for number in span)) for span in held)
         else:
             spans = tuple(
-                Span((s + i) * s_stride + inner.source, (d + i) * d_stride + inner.destination,
-                     inner.size)
-                for s, d, size in held for i in range(size) for inner in spans
-            )  # fmt: skip
+                Span(
+                    (s + i) * s_stride + inner.source,
+                    (d + i) * d_stride + inner.destination,
+                    inner.size,
+                )
+                for s, d, size in held
+                for i in range(size)
+                for inner in spans
+            )
         s_stride *= s_axis.size
         d_stride *= d_axis.size
     return abutting(spans)

@@ -16,47 +16,48 @@ class Price:
     """
 
     lanes: int
-    moves: Fraction
+    copies: Fraction
     nbytes: Fraction
-    min_move_bytes: int
-    max_move_bytes: int
+    min_copy_bytes: int
+    max_copy_bytes: int
 
 
 def price(pairs: Iterable[GroupPair]) -> Price:
     """The price of one block of a destination group, from all of its sources."""
-    lanes, moves, nbytes = 0, Fraction(0), Fraction(0)
+    lanes, num_copies, nbytes = 0, Fraction(0), Fraction(0)
     sizes: list[int] = []
     for pair in pairs:
         s_span, d_span = pair.spans
         blocks = lcm(s_span, d_span) // d_span
         copies = [kind.copies.nbytes for kind in pair.period]
         lanes += sum(map(len, copies))
-        moves += Fraction(sum(map(len, copies)), blocks)
+        num_copies += Fraction(sum(map(len, copies)), blocks)
         nbytes += Fraction(sum(int(copy.sum()) for copy in copies), blocks)
         sizes += [extreme for copy in copies for extreme in (int(copy.min()), int(copy.max()))]
     return Price(
         lanes=lanes,
-        moves=moves,
+        copies=num_copies,
         nbytes=nbytes,
-        min_move_bytes=min(sizes, default=0),
-        max_move_bytes=max(sizes, default=0),
+        min_copy_bytes=min(sizes, default=0),
+        max_copy_bytes=max(sizes, default=0),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkSpeed:
     """A way for bytes, as two numbers: how fast they flow, and what each copy costs more."""
 
     name: str
     bytes_per_second: float
-    seconds_per_move: float
+    seconds_per_copy: float
 
-    def seconds(self, moves: float, nbytes: float) -> float:
-        return moves * self.seconds_per_move + nbytes / self.bytes_per_second
+    def seconds(self, num_copies: float, nbytes: float) -> float:
+        """How long so many copies of so many bytes in all take."""
+        return num_copies * self.seconds_per_copy + nbytes / self.bytes_per_second
 
 
 LINKS = tuple(
-    Link(name=name, bytes_per_second=gigabytes * 1e9, seconds_per_move=micros * 1e-6)
+    LinkSpeed(name=name, bytes_per_second=gigabytes * 1e9, seconds_per_copy=micros * 1e-6)
     for name, gigabytes, micros in (
         ("pcie4", 25.0, 0.6),
         ("pcie5", 55.0, 0.6),

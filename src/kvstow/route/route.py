@@ -145,8 +145,6 @@ class Route:
         ]
         return joined(found)
 
-    moves = copies  # until every caller says `copies`
-
     def _check_listed(
         self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]
     ) -> None:

@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Source:
+class SourceRoute:
     """A peer to read from, by its place in the list of layouts, and what to read."""
 
     index: int
@@ -44,7 +44,9 @@ class _Piece:
     nbytes: int
 
 
-def sources(layouts: Sequence[Layout], destination: Layout, *, turn: int = 0) -> tuple[Source, ...]:
+def sources(
+    layouts: Sequence[Layout], destination: Layout, *, turn: int = 0
+) -> tuple[SourceRoute, ...]:
     """The routes that together write every byte of `destination` exactly once.
 
     `layouts` are those of all ranks of the source. Where replicas offer a choice, a peer
@@ -67,7 +69,9 @@ def sources(layouts: Sequence[Layout], destination: Layout, *, turn: int = 0) ->
         layer = claims.setdefault(chosen[piece.holders], {}).setdefault(piece.layer, {})
         layer.setdefault(piece.field, []).append(piece.box)
     return tuple(
-        Source(index=i, route=route(layouts[i], destination, claims=claims[i]), claims=claims[i])
+        SourceRoute(
+            index=i, route=route(layouts[i], destination, claims=claims[i]), claims=claims[i]
+        )
         for i in sorted(claims)
     )
 
@@ -104,8 +108,9 @@ def _pieces(layouts: Sequence[Layout], destination: Layout) -> list[_Piece]:
     known: dict[object, list[tuple[str, Box, Holders, int]]] = {}
     pieces: list[_Piece] = []
     for name, (_, spec, _) in destination.layers.items():
-        held = {i: layout.layers[name][1] for i, layout in enumerate(layouts)
-                if name in layout.layers}  # fmt: skip
+        held = {
+            i: layout.layers[name][1] for i, layout in enumerate(layouts) if name in layout.layers
+        }
         parts = tuple((i, peer.heads, peer.fields) for i, peer in held.items())
         key = (spec.heads, spec.fields, spec.states, parts)
         if key not in known:

@@ -1,15 +1,33 @@
-"""A trace of requests, replayed on the block ledger under one or several packing policies."""
+"""A trace of requests, replayed on the block ledger under one or several packing policies.
 
-from kvstow.simulate.replay import Pace, Replay
+trace    TraceRequest: requests by time of arrival, read from a file or made up
+replay   Replay: a trace on a ledger, step by step, and the bytes that it wastes
+report   ReplayReport: what a replay says about a policy
+"""
+
+from kvstow.simulate.replay import (
+    POLICIES,
+    Pace,
+    PackingPolicy,
+    Replay,
+    ReplayRecord,
+    ReplaySample,
+    layout_of,
+)
 from kvstow.simulate.report import ReplayReport
 from kvstow.simulate.trace import MIXES, TraceRequest, read_trace, synthetic, write_trace
 
 __all__ = [
     "MIXES",
+    "POLICIES",
     "Pace",
+    "PackingPolicy",
     "Replay",
+    "ReplayRecord",
     "ReplayReport",
+    "ReplaySample",
     "TraceRequest",
+    "layout_of",
     "read_trace",
     "synthetic",
     "write_trace",

@@ -23,6 +23,8 @@ from kvstow.plan.pack import Site, packed, union
 from kvstow.plan.retention import Encoder, State
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
 
+# ── layouts ─────────────────────────────────────────────────────────────────────────────
+
 PackingPolicy = Literal["slab", "union"]
 USUAL_SITE = Site()
 POLICIES: tuple[PackingPolicy, ...] = get_args(PackingPolicy)
@@ -63,9 +65,18 @@ def _spaced(group: Group, block_tokens: int) -> Group:
     return replace(group, layers=layers)
 
 
+# ── waste ───────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Bytes at one moment; `needed` is what tokens and states themselves take."""
+    """Bytes in use at one moment, by what they hold.
+
+    needed          tokens and states themselves
+    padding         nothing: rows are longer than their pages
+    fragmentation   nothing: free rows in slabs that a group cannot give up
+    rounding        nothing: token slots of blocks that are not full
+    """
 
     needed: float
     padding: float
@@ -81,12 +92,11 @@ class WasteMeter:
     """Measures a ledger's bytes."""
 
     def __init__(self, layout: Layout) -> None:
-        groups = range(len(layout.groups))
-        self._layout = layout
         self._page = [rows.group.page_bytes for rows in layout.groups]
-        self._stride = [layout.row_stride(g) for g in groups]
+        self._stride = [layout.row_stride(g) for g in range(len(layout.groups))]
 
     def read(self, ledger: Ledger) -> Waste:
+        """The bytes in use now."""
         needed = padding = fragmentation = rounding = 0.0
         for g, group in enumerate(ledger.groups):
             held = ledger.pool.num_held(g)
@@ -110,6 +120,9 @@ def shares(samples: list[Waste]) -> dict[str, float]:
         for name in ("padding", "fragmentation", "rounding")
     }
     return parts | {"total": sum(parts.values())}
+
+
+# ── the replay ──────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +166,7 @@ class ReplayRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class WaitingRequest:
     """A request, and how many tokens it has to compute before it goes on decoding."""
 
     number: int
@@ -162,7 +175,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningRequest:
     """A request in the engine: `target` tokens before it decodes, `end` in all."""
 
     number: int
@@ -183,8 +196,8 @@ class Replay:
         self.ledger = Ledger(Pool(layout), caching=shared)
         self.record = ReplayRecord()
         self._worded = shared
-        self._waiting = deque(_Waiting(i, r, r.prompt_tokens) for i, r in enumerate(trace))
-        self._running: list[_Running] = []
+        self._waiting = deque(WaitingRequest(i, r, r.prompt_tokens) for i, r in enumerate(trace))
+        self._running: list[RunningRequest] = []
         self._meter = WasteMeter(layout)
         self._step = 0
         self._budget = 0
@@ -279,7 +292,7 @@ class Replay:
         run = self._running.pop()
         self.ledger.release(run.handle)
         target = max(run.request.prompt_tokens, run.num_tokens)
-        self._waiting.appendleft(_Waiting(run.number, run.request, target))
+        self._waiting.appendleft(WaitingRequest(run.number, run.request, target))
         self.record.preemptions += 1
 
     def _admit_all(self) -> None:
@@ -305,7 +318,7 @@ class Replay:
         )
         return held / self.layout.nbytes
 
-    def _admitted(self, waiting: _Waiting) -> _Running:
+    def _admitted(self, waiting: WaitingRequest) -> RunningRequest:
         request, target = waiting.request, waiting.target
         known = prompt_of(waiting.number, request, target) if self._worded else target
         first = self._chunk_end(0, target)
@@ -316,7 +329,7 @@ class Replay:
             self.record.hit_tokens += admission.hit_tokens
         if start >= target:
             self._measure_runs(admission.request)
-        return _Running(
+        return RunningRequest(
             waiting.number, request, admission.request, start, target, request.num_tokens
         )
 

@@ -95,6 +95,8 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     path.write_bytes(b"".join(encoder.encode(request) + b"\n" for request in requests))
 
 
+# ── made-up traces ──────────────────────────────────────────────────────────────────────
+
 Mix = Literal["chat", "document", "agent"]
 MIXES: tuple[Mix, ...] = get_args(Mix)
 Arrivals = Iterator[float]
@@ -180,6 +182,8 @@ def _agents(rng: np.random.Generator, arrivals: Arrivals) -> Iterator[TraceReque
         if len(history) > 24:
             del tasks[which]
 
+
+# ── tokens ──────────────────────────────────────────────────────────────────────────────
 
 VOCABULARY = 100_000
 

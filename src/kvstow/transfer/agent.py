@@ -13,8 +13,9 @@ from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.channel.messages import DropReason
-from kvstow.transfer.channel.sockets import Channel, Keys
+from kvstow.transfer.channel.curve import Keys
+from kvstow.transfer.channel.framing import DropReason
+from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.home import Home
@@ -59,7 +60,7 @@ class Agent:
         self._home = Home(self.name, arena, owner, parallel(transport, options.engines),
                           self.telemetry, clock,
                           options.slot_bytes)  # fmt: skip
-        self._channel = Channel(listen, keys, self._dropped)
+        self._channel = SocketChannel(listen, keys, self._dropped)
         self.service = Service(self._home, self._channel, options)
         self._open: list[Transfer] = []
         self._tending = threading.RLock()

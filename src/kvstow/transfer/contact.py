@@ -14,6 +14,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, fingerprint
 from kvstow.route.compare import differences
 from kvstow.route.copies import Copies
+from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -32,7 +33,6 @@ from kvstow.transfer.channel.messages import (
     Welcome,
     Written,
 )
-from kvstow.transfer.channel.sockets import Channel, Line
 from kvstow.transfer.fencing import Fence
 from kvstow.transfer.home import PROBE_BYTES, Home
 from kvstow.transfer.mirror import Mirror, MirrorFence, is_worth

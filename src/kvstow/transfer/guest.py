@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Claims, route
 from kvstow.route.sources import sources
+from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.messages import Card, Claim
-from kvstow.transfer.channel.sockets import Line
 from kvstow.transfer.digesting import unpacked_claims
 from kvstow.transfer.straight import Ways
 

@@ -100,6 +100,7 @@ class Home:
         return Card(
             agent=self.name,
             start=self.transport.name,
+            engine=self.transport.name,
             manifest=encode(self.layout),
             metadata=self.transport.metadata(),
             base=self.arena.address,

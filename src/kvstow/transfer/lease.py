@@ -7,16 +7,18 @@ are safe (see `generations`).
 """
 
 import heapq
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from math import inf
+from random import Random, SystemRandom
 from typing import Literal
 
-from kvstow.errors import FaultKind, TransferError
+from kvstow.errors import FaultKind, SpecError, TransferError
 
 EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
+_SYSTEM = SystemRandom()
 
 FAULT_OF: dict[EndReason, FaultKind] = {
     "read": "used",
@@ -39,6 +41,13 @@ class Lease:
     on_end: Callable[[EndReason], None]
     reading: set[Hashable] = field(default_factory=set[Hashable])
 
+    def __post_init__(self) -> None:
+        if self.readers < 1 or not 0 < self.seconds < inf:
+            raise SpecError(
+                f"lease {self.id}: {self.readers} readers for {self.seconds} s\n\n"
+                f"hint: at least one reader, and a time above 0"
+            )
+
 
 class Leases:
     """All leases of one agent. Time comes in as `now`; nothing here looks at a clock."""
@@ -60,9 +69,9 @@ class Leases:
         return id in self._ended
 
     @staticmethod
-    def fresh_id() -> int:
-        """An id that nobody can guess."""
-        return secrets.randbits(63)
+    def fresh_id(random: Random = _SYSTEM) -> int:
+        """An id that nobody can guess, above 0."""
+        return random.getrandbits(62) + 1
 
     def grant(self, lease: Lease) -> None:
         """Let a lease run."""

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstow.errors import KvstowError, TransferError
+from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import AnyMessage, Deliver, Delivered, End
-from kvstow.transfer.channel.sockets import Channel, Line
-from kvstow.transfer.channel.status import status_document
+from kvstow.transfer.channel.status import CachedStatus, status_document
 from kvstow.transfer.contact import Contact
 from kvstow.transfer.home import Home
 from kvstow.transfer.lease import EndReason, Lease, Leases
@@ -48,7 +48,8 @@ class Service:
         self.leases = Leases()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.serving = Serving(home, channel, self.leases, self._ticket_of,
-                               lambda: status_document(self), self.wake,
+                               CachedStatus(lambda: status_document(self), home.clock).document,
+                               self.wake,
                                SILENT_BEATS * options.heartbeat_seconds)  # fmt: skip
         self.contacts: dict[str, Contact] = {}
         self.transfers: list[Transfer] = []
@@ -151,7 +152,7 @@ class Service:
         elif isinstance(message, Delivered):
             if message.transfer in self._pushes:
                 self._pushes.pop(message.transfer).hear(message)
-        elif line.socket is None:
+        elif line.is_incoming:
             self.serving.hear(line, message, now)
         else:
             for contact in tuple(self.contacts.values()):

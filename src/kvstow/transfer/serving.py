@@ -16,6 +16,7 @@ from kvstow.errors import (
 from kvstow.plan.manifest import decode
 from kvstow.route.blocks import Blocks
 from kvstow.route.compare import differences
+from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -36,7 +37,6 @@ from kvstow.transfer.channel.messages import (
     TellStatus,
     Welcome,
 )
-from kvstow.transfer.channel.sockets import Channel, Line
 from kvstow.transfer.digesting import digests
 from kvstow.transfer.fetching import Gathering
 from kvstow.transfer.guest import Guest

@@ -1,10 +1,13 @@
 """Tickets: what a producer hands out so that a consumer may pull a request's blocks.
 
-    kvt1.  base64url( checksum, 8 bytes │ deflated MessagePack of the body )
+    kvt2.  base64url( checksum, 8 bytes │ deflated MessagePack of the body )
 
-The body names agent, address, lease, layout fingerprint, token count, and per group the
-ids, logical indices and generations of the blocks. A ticket proves nothing by itself:
-its digest must be the one that the producer remembers for the lease.
+The body names agent, address, lease, layout fingerprint, token count, identity, and per group
+the ids, logical indices and generations of the blocks. Tickets of version 1 are read too: they
+have no identity. A ticket proves nothing by itself: its digest must be the one that the
+producer remembers for the lease.
+
+Limits come first: a reader spends at most a few times `MAX_BODY_BYTES` on anything.
 """
 
 import base64
@@ -14,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -22,29 +26,37 @@ from kvstow.errors import SpecError, TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
-PREFIX = "kvt1."
-MAX_BYTES = 16 << 20
-MAX_BODY_BYTES = 64 << 20
+PREFIX = "kvt2."
+READ = (PREFIX, "kvt1.")
+MAX_BLOCKS = 1 << 18
+MAX_BYTES = 4 << 20
+MAX_BODY_BYTES = 8 << 20
+MAX_TOKENS = 1 << 40
+MAX_LEASE_SECONDS = 1e7
 _CHECKSUM = 8
+
+_Short = Annotated[str, msgspec.Meta(max_length=512)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Group(msgspec.Struct, frozen=True, array_like=True):
-    group: int
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     ids: bytes
     index: bytes
     generations: bytes
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    agent: str
-    start: str
-    address: str
-    key: str
-    lease: int
-    lease_seconds: float
-    fingerprint: str
-    num_tokens: int
-    groups: tuple[_Group, ...]
+    agent: _Short
+    start: _Short
+    address: _Short
+    key: _Short
+    lease: _Id
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
+    fingerprint: _Short
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+    groups: Annotated[tuple[_Group, ...], msgspec.Meta(max_length=1 << 12)]
+    identity: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +64,9 @@ class Ticket:
     """One request's blocks at one producer rank, under one lease.
 
     `start` names one start of the agent's process: a restarted agent refuses old tickets.
-    `key` is the agent's public key, empty on loopback.
+    `key` is the agent's public key, empty on loopback. `identity` is the digest of the
+    computation that has made this request's bytes, adapter and salt included; empty in
+    tickets of version 1.
     """
 
     agent: str
@@ -65,6 +79,7 @@ class Ticket:
     num_tokens: int
     blocks: Mapping[int, Blocks]
     generations: Mapping[int, Ints]
+    identity: bytes = b""
 
     @cached_property
     def body(self) -> bytes:
@@ -79,13 +94,15 @@ class Ticket:
                 lease_seconds=float(self.lease_seconds),
                 fingerprint=self.fingerprint,
                 num_tokens=self.num_tokens,
-                groups=tuple(
-                    _Group(g, packed_ints(blocks.ids), packed_ints(blocks.index),
-                           packed_ints(self.generations[g]))
-                    for g, blocks in sorted(self.blocks.items())
-                ),
+                groups=tuple(self._packed(g) for g in sorted(self.blocks)),
+                identity=self.identity,
             )
-        )  # fmt: skip
+        )
+
+    def _packed(self, group: int) -> _Group:
+        listed = self.blocks[group]
+        columns = (listed.ids, listed.index, self.generations[group])
+        return _Group(group, *(packed_ints(column) for column in columns))
 
     @cached_property
     def digest(self) -> bytes:
@@ -118,20 +135,21 @@ class Ticket:
         try:
             ticket = _ticket(msgspec.msgpack.decode(body, type=_Body))
         except (msgspec.MsgspecError, UnicodeDecodeError, SpecError) as error:
-            raise _bad(str(error)) from None
+            raise _bad(str(error)[:300]) from None
         ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
         return ticket
 
     @staticmethod
     def parse(text: str, *, max_body_bytes: int = MAX_BODY_BYTES) -> "Ticket":
         """The ticket that `str` has printed; TransferError for anything else."""
-        if not text.startswith(PREFIX):
+        if len(text) > 2 * MAX_BYTES:
+            raise _bad(f"{len(text)} characters, at most {2 * MAX_BYTES}")
+        if not text.startswith(READ):
             raise _bad(f"it starts with {text[:8]!r}, not with {PREFIX!r}")
         word = text[len(PREFIX) :]
+        padding = "=" * (-len(word) % 4)
         try:
-            data = base64.b64decode(
-                word + "=" * (-len(word) % 4), altchars=b"-_", validate=True
-            )  # fmt: skip
+            data = base64.b64decode(word + padding, altchars=b"-_", validate=True)
         except (binascii.Error, ValueError) as error:
             raise _bad(str(error)) from None
         return Ticket.from_bytes(data, max_body_bytes=max_body_bytes)
@@ -155,14 +173,22 @@ def unpacked_ints(data: bytes) -> Ints:
 
 def _ticket(body: _Body) -> Ticket:
     groups = {part.group: part for part in body.groups}
-    if len(groups) < len(body.groups) or body.num_tokens < 0 or body.lease_seconds <= 0:
-        raise SpecError(f"{len(body.groups)} groups, {body.num_tokens} tokens, a lease of "
-                        f"{body.lease_seconds} s")  # fmt: skip
-    blocks = {g: Blocks(unpacked_ints(p.ids), unpacked_ints(p.index)) for g, p in groups.items()}
-    generations = {g: unpacked_ints(part.generations) for g, part in groups.items()}
-    for g, found in generations.items():
-        if len(found) != len(blocks[g]):
-            raise SpecError(f"group {g}: {len(found)} generations for {len(blocks[g])} blocks")
+    if len(groups) < len(body.groups):
+        raise SpecError(f"{len(body.groups)} groups, some of them twice")
+    count = sum(len(part.ids) for part in body.groups) // 8
+    if count > MAX_BLOCKS:
+        raise SpecError(f"{count} blocks, at most {MAX_BLOCKS}")
+    blocks: dict[int, Blocks] = {}
+    generations: dict[int, Ints] = {}
+    for g, part in groups.items():
+        blocks[g] = Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
+        generations[g] = unpacked_ints(part.generations)
+        if len(generations[g]) != len(blocks[g]):
+            raise SpecError(
+                f"group {g}: {len(generations[g])} generations for {len(blocks[g])} blocks"
+            )
+        if (blocks[g].ids < 0).any():
+            raise SpecError(f"group {g}: some of {len(blocks[g])} ids are negative")
     return Ticket(
         agent=body.agent,
         start=body.start,
@@ -174,6 +200,7 @@ def _ticket(body: _Body) -> Ticket:
         num_tokens=body.num_tokens,
         blocks=blocks,
         generations=generations,
+        identity=body.identity,
     )
 
 

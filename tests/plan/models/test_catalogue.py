@@ -1,15 +1,21 @@
-"""Where the catalogue's facts come from, and what the documents say of it."""
+"""Models by name, and where the facts of each came from."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from kvstow.errors import ModelError
+from kvstow.plan.models import catalogue, load_model, model_layers
 from kvstow.plan.models.catalogue import entries
 
-ROOT = Path(__file__).parents[3]
 CONFIRMED = [name for name, entry in entries().items() if "unchecked" not in entry["source"]]
+
+
 REMAINDER = re.compile(r"; unchecked: \S.*$")
+
+
+ROOT = Path(__file__).parents[3]
 
 
 def numbers(text: str, pattern: str) -> list[int]:
@@ -17,6 +23,17 @@ def numbers(text: str, pattern: str) -> list[int]:
     found = re.search(pattern, " ".join(text.split()))
     assert found is not None, pattern
     return [int(number) for number in found.groups()]
+
+
+WANTED = """
+    llama-3.1-8b llama-3.1-70b llama-3.2-1b deepseek-r1-distill-qwen-32b deepseek-v2-lite
+    mistral-7b-v0.1 mistral-7b-v0.2 mistral-small-24b qwen2.5-1.5b qwen2.5-3b qwen2.5-7b
+    qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-32b gpt-oss-20b gpt-oss-120b
+    deepseek-v4-flash deepseek-v4-pro deepseek-v3 deepseek-v3.2 gemma-3-27b gemma-3-270m
+    gemma-2-9b smollm2-135m qwen3-next-80b jamba-mini bamba-9b falcon-h1-0.5b nemotron-h-8b
+    mamba2-2.7b kimi-k2 kimi-linear-48b minimax-text-01 llama-4-scout glm-4-9b phi-3-mini
+    phi-4 whisper-large-v3 t5-large lfm2-350m qwen3-30b-a3b
+"""
 
 
 def test_at_least_forty_models_are_confirmed_in_full() -> None:
@@ -46,3 +63,52 @@ def test_the_changelog_counts_them_too() -> None:
     log = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1]
     assert numbers(log, r"(\d+) models by name") == [len(entries())]
     assert numbers(log, r"(\d+) of its (\d+) models are") == [len(CONFIRMED), len(entries())]
+
+
+def test_the_catalogue_knows_more_than_forty_models_and_all_that_the_docs_name() -> None:
+    assert len(catalogue()) > 40
+    assert set(WANTED.split()) <= set(catalogue())
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_every_catalogue_model_says_where_its_facts_came_from(name: str) -> None:
+    assert len(entries()[name]["source"]) > 20
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_every_catalogue_model_gives_layers_of_unique_names(name: str) -> None:
+    model = model_layers(name)
+    names = [layer.name for layer in model.layers]
+    assert model.name == name
+    assert names
+    assert len(set(names)) == len(names)
+
+
+def test_no_name_or_alias_means_two_models() -> None:
+    names = [alias for name, entry in entries().items() for alias in (name, *entry["aliases"])]
+    assert len(set(names)) == len(names)
+    assert all(name == name.lower() for name in names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "LLAMA-3.1-8B-INSTRUCT", "llama-3.1-8b"],
+)
+def test_names_are_found_in_any_case_with_or_without_organisation(name: str) -> None:
+    assert load_model(name).name == "llama-3.1-8b"
+
+
+def test_an_unknown_name_is_refused_with_those_close_to_it() -> None:
+    with pytest.raises(ModelError, match=r"'llama-3.1-9b'(?s:.*)hint: .*llama-3.1-8b"):
+        load_model("llama-3.1-9b")
+
+
+def test_a_name_like_nothing_is_sent_to_a_config_file() -> None:
+    with pytest.raises(ModelError, match=r"hint: give the path of a config\.json"):
+        load_model("@@@@")
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 5000, ""])
+def test_names_that_no_file_can_have_are_only_unknown(name: str) -> None:
+    with pytest.raises(ModelError):
+        load_model(name)

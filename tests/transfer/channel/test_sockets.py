@@ -19,8 +19,10 @@ from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
-from kvstow.transfer.channel import messages
-from kvstow.transfer.channel.sockets import Channel, Keys, is_loopback
+from kvstow.transfer.channel import framing, messages, sockets
+from kvstow.transfer.channel.address import is_loopback
+from kvstow.transfer.channel.curve import Keys
+from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 
@@ -62,8 +64,8 @@ class Stranger:
     def say(self, *parts: bytes) -> None:
         self.socket.send_multipart(parts)
 
-    def answer(self) -> messages.Frame:
-        return messages.decode(self.socket.recv_multipart()[-1])
+    def answer(self) -> framing.Frame:
+        return framing.decode(self.socket.recv_multipart()[-1])
 
     def close(self) -> None:
         self.socket.close()
@@ -99,7 +101,7 @@ def assert_serves(node: Node, fabric: Fabric) -> None:
 
 
 def frame(message: Any, *, session: int = 0, sequence: int = 1) -> bytes:
-    return messages.encode(messages.Frame(session, sequence, message))
+    return framing.encode(framing.Frame(session, sequence, message))
 
 
 def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabric):
@@ -109,7 +111,7 @@ def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabri
         "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
         "truncated": good[:-1],
         "version": skewed,
-        "body": struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, 2) + b"\xc1\xc1",
+        "body": struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, 2) + b"\xc1\xc1",
         "session": good,
     }
     for reason, data in broken.items():
@@ -127,11 +129,11 @@ def test_another_version_is_told_both_numbers(node, stranger):
     stranger.say(good[:4] + struct.pack(">H", 9) + good[6:])
     message = stranger.answer().message
     assert isinstance(message, messages.Refused)
-    assert message.reasons == (f"wire version {messages.VERSION} there, 9 here",)
+    assert message.reasons == (f"wire version {framing.VERSION} there, 9 here",)
 
 
 def test_an_oversized_message_is_cut_off_and_others_are_still_heard(node, stranger, fabric):
-    stranger.say(b"\0" * (messages.MAX_FRAME + 4096))
+    stranger.say(b"\0" * (framing.MAX_FRAME + 4096))
     time.sleep(0.2)
     assert_serves(node, fabric)
 
@@ -306,7 +308,7 @@ def test_what_stays_on_this_machine_is_known(address, local):
 
 def test_listening_beyond_loopback_without_keys_is_refused():
     with pytest.raises(TransferError, match="no keys"):
-        Channel("tcp://0.0.0.0:*", None, lambda reason, detail: None)
+        SocketChannel("tcp://0.0.0.0:*", None, lambda reason, detail: None)
 
 
 def test_dialling_beyond_loopback_without_the_other_key_is_refused(node, fabric):
@@ -329,6 +331,7 @@ def test_agents_that_know_each_other_pull_under_keys(fabric):
 def test_an_unknown_key_gets_no_answer_and_a_log_line_without_any_key(fabric, caplog):
     known, keeper, outsider = Keys.fresh(), Keys.fresh(), Keys.fresh()
     keeper = replace(keeper, peers=frozenset({known.public}))
+    outsider = replace(outsider, peers=frozenset({keeper.public}))
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
     consumer = Node(encode(LAYOUT), fabric, name="consumer",
                     options={**OPTIONS, "contact_seconds": 0.5}, keys=outsider)  # fmt: skip
@@ -347,11 +350,13 @@ def test_an_unknown_key_gets_no_answer_and_a_log_line_without_any_key(fabric, ca
 
 def test_a_wrong_server_key_gets_no_answer_and_a_log_line(fabric, caplog):
     keeper, visitor = acquainted(Keys.fresh(), Keys.fresh())
+    other = Keys.fresh().public
+    visitor = replace(visitor, peers=frozenset({*visitor.peers, other}))
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
     consumer = Node(encode(LAYOUT), fabric, name="consumer",
                     options={**OPTIONS, "contact_seconds": 0.5}, keys=visitor)  # fmt: skip
     with caplog.at_level(logging.INFO), pytest.raises(TransferError) as caught:
-        consumer.agent.connect(producer.address, key=Keys.fresh().public)
+        consumer.agent.connect(producer.address, key=other)
     assert caught.value.kind == "timeout"
     wait_for(lambda: "key exchange" in caplog.text)
     for one in (producer, consumer):
@@ -368,3 +373,105 @@ def test_a_client_without_keys_is_not_heard_where_keys_are_used(fabric):
         stranger.answer()
     stranger.close()
     producer.close()
+
+
+# ── addresses and keys that may not be dialled ────────────────────────────────────────
+
+
+@pytest.fixture
+def channel() -> Iterator[SocketChannel]:
+    made = SocketChannel("tcp://127.0.0.1:*", None, lambda reason, detail: None)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "x", "foo://127.0.0.1:5", "tcp://", "tcp://127.0.0.1", "tcp://[::1", "tcp://127.0.0.1:x",
+     "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:*",
+     "tcp://127.0.0.1:5/path", "tcp://user@127.0.0.1:5", "tcp:// 127.0.0.1:5", "ipc://",
+     "tcp://127.0.0.1:5\n", "tcp://127.0.0.1:5\0", "tcp://\udce4:5", "tcp://ä:5", "x" * 10_000,
+     "ipc://" + "x" * 400, "pgm://127.0.0.1:5", "ws://127.0.0.1:5", "tcp://*:5"],
+)  # fmt: skip
+def test_an_address_that_cannot_be_dialled_is_an_error_of_that_dial_only(channel, address):
+    with pytest.raises(TransferError) as caught:
+        channel.dial(address, "")
+    assert caught.value.kind == "refused"
+    assert not list(channel.heard(0))
+
+
+def test_a_listen_address_that_cannot_be_is_an_error_and_leaves_nothing_behind():
+    for listen in ("tcp://127.0.0.1:bad", "ipc://" + "x" * 400, "inproc://"):
+        with pytest.raises(TransferError, match="cannot listen"):
+            SocketChannel(listen, None, lambda reason, detail: None)
+
+
+def test_nobody_else_is_dialled_with_keys_whatever_a_ticket_says():
+    friend, outsider = Keys.fresh(), Keys.fresh()
+    mine = replace(Keys.fresh(), peers=frozenset({friend.public, "junk"}))
+    channel = SocketChannel("tcp://127.0.0.1:*", mine, lambda reason, detail: None)
+    for key in (outsider.public, "", "junk", "é" * 40):
+        with pytest.raises(TransferError) as caught:
+            channel.dial("tcp://127.0.0.1:9", key)
+        assert caught.value.kind == "refused"
+        assert outsider.public not in str(caught.value)
+    channel.hang_up(channel.dial("tcp://127.0.0.1:9", friend.public))
+    channel.close()
+
+
+def test_a_key_for_an_agent_without_keys_is_refused(channel):
+    with pytest.raises(TransferError, match="this agent has none"):
+        channel.dial("tcp://127.0.0.1:9", Keys.fresh().public)
+
+
+# ── floods ────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_turn_reads_a_bounded_number_of_messages_and_the_rest_later():
+    channel = SocketChannel("inproc://flooded", None, lambda reason, detail: None)
+    loud = channel._context.socket(zmq.DEALER)
+    loud.linger = 0
+    loud.connect("inproc://flooded")
+    for number in range(1000):
+        loud.send(frame(messages.AskStatus(), sequence=number + 1))
+    turns = []
+    while len(turns) < 1000 and sum(turns) < 1000:
+        turns.append(len(list(channel.heard(100))))
+    assert sum(turns) == 1000
+    assert max(turns) == sockets.TURN_COST // sockets.COST[messages.AskStatus]
+    loud.close()
+    channel.close()
+
+
+def test_a_quiet_client_is_heard_in_the_first_turn_however_loud_another_is():
+    channel = SocketChannel("inproc://fair", None, lambda reason, detail: None)
+    loud, quiet = (channel._context.socket(zmq.DEALER) for _ in range(2))
+    for each in (loud, quiet):
+        each.linger = 0
+        each.connect("inproc://fair")
+    for number in range(5000):
+        loud.send(frame(messages.AskStatus(), sequence=number + 1))
+    quiet.send(frame(messages.Renew(())))
+    list(channel.heard(100))
+    assert quiet.poll(1000)
+    assert isinstance(framing.decode(quiet.recv()).message, messages.Stranger)
+    for each in (loud, quiet):
+        each.close()
+    channel.close()
+
+
+def test_a_client_says_hello_once(node, stranger):
+    stranger.say(frame(hello(node)))
+    session = stranger.answer().session
+    for _ in range(50):
+        stranger.say(frame(hello(node)))
+    wait_for(lambda: dropped(node, "replayed") == 50)
+    stranger.say(frame(messages.Renew(()), session=session, sequence=2))
+    assert stranger.answer().session == session
+
+
+def test_status_is_told_from_one_document_for_a_while(node, stranger):
+    for number in range(20):
+        stranger.say(frame(messages.AskStatus(), sequence=number + 1))
+    told = [stranger.answer().message.document for _ in range(20)]
+    assert len(set(told)) < 20

@@ -22,7 +22,9 @@ from kvstow.adapters.transformers.layers import (
     StateLayer,
 )
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.adapters.transformers.sequences import Sequences
+from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window
 from kvstow.plan.spec import LayerSpec
@@ -44,6 +46,10 @@ class Cache(TransformersCache):
     knows of a common prefix is not computed again. Or give the `requests` of the ledger that
     hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens` positions of
     an encoder, where there is one.
+
+    With a `store`, known tokens that it has rows for are not computed either, and what was
+    computed of them, or told by `remember`, is stored when the cache is closed. It keeps rows of
+    the same computation only.
 
     Rows go back when the cache is closed, and the memory with them if it is the cache's own.
     """
@@ -67,6 +73,7 @@ class Cache(TransformersCache):
         rollback_tokens: int = 0,
         encoder_tokens: int | None = None,
         in_place: bool = False,
+        store: Store | None = None,
         tokens: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         requests: Sequence[int] = (),
@@ -94,7 +101,11 @@ class Cache(TransformersCache):
         )
         self._own_memory = None if shares else held
         self.batch = Sequences(
-            held, requests=requests, num_tokens=num_tokens, encoder_tokens=num_encoder_tokens
+            held,
+            requests=requests,
+            num_tokens=num_tokens,
+            encoder_tokens=num_encoder_tokens,
+            store=PrefixStore(held, store) if store is not None else None,
         )
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)

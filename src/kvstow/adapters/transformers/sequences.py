@@ -24,7 +24,9 @@ import torch
 
 from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.adapters.transformers.states import RecurrentStates
+from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
@@ -43,8 +45,11 @@ class Sequences:
         requests: Sequence[int] = (),
         num_tokens: int = 0,
         encoder_tokens: int = 0,
+        store: PrefixStore | None = None,
     ) -> None:
         self.memory = memory
+        self._store = store if memory.ledger.prefixes is not None else None
+        self._prompts: list[Prompt] = []
         self.requests: list[int] = list(requests)
         self.num_tokens = num_tokens
         self.hit_tokens = num_tokens
@@ -61,6 +66,9 @@ class Sequences:
             for g, group in enumerate(memory.ledger.groups)
             if not isinstance(group.retention, State | Encoder)
         ]
+        self._token_layers = [
+            spec.name for g in self._growing for spec in memory.ledger.groups[g].layers
+        ]
         self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
         self._clock = ""
         self._uncounted = False
@@ -71,16 +79,32 @@ class Sequences:
 
     def admit(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Admit sequences whose tokens are known; equally long hits are not computed again."""
-        ledger = self.memory.ledger
         prompts = prompts_of(tokens, mask)
-        hits = {ledger.hit_tokens(prompt) for prompt in prompts}
-        if len(hits) == 1:
+        hits = {self.memory.ledger.hit_tokens(prompt) for prompt in prompts}
+        if not self._load(prompts, max(hits)):
+            if len(hits) > 1:
+                self.begin(len(prompts))
+                return
             self._admit(prompts)
-            self._known = tokens.shape[1]
-            self.num_tokens = self.hit_tokens = self._grown_tokens = hits.pop()
-            self._fixed_tokens = self._known
-        else:
-            self.begin(len(prompts))
+            self.num_tokens = hits.pop()
+        self.hit_tokens = self._grown_tokens = self.num_tokens
+        self._known = self._fixed_tokens = tokens.shape[1]
+        self._prompts = prompts
+
+    def _load(self, prompts: Sequence[Prompt], hit_tokens: int) -> bool:
+        """Admit sequences with what the store has of them, if that is more; whether it was."""
+        if self._store is None:
+            return False
+        stored = {self._store.num_tokens(prompt) for prompt in prompts}
+        if len(stored) > 1 or (length := stored.pop()) <= hit_tokens:
+            return False
+        hits = self._admit(prompts, num_tokens=length)
+        if all(map(self._store.load, prompts, self.requests, hits, [length] * len(prompts))):
+            self.num_tokens = length
+            return True
+        self.memory.ledger.release(self.requests, computed_tokens=hits)
+        self.requests = []
+        return False
 
     def begin(self, batch_size: int) -> None:
         """Admit sequences of which nothing is known, unless there are some already."""
@@ -93,32 +117,43 @@ class Sequences:
         self._admit([1] * batch_size)
         self.num_tokens = 0
 
-    def _admit(self, wanted: Sequence[Prompt | int]) -> None:
-        """All sequences or none."""
+    def _admit(self, wanted: Sequence[Prompt | int], *, num_tokens: int = 1) -> list[int]:
+        """All sequences or none, with rows for so many tokens; how many of each are there."""
         ledger = self.memory.ledger
-        admitted: list[int] = []
+        admitted: list[Admission] = []
         try:
             for each in wanted:
-                admission = ledger.admit(each, num_tokens=1)
-                admitted.append(admission.request)
-                self.memory.copy(admission.copies)
+                admitted.append(ledger.admit(each, num_tokens=num_tokens))
+                self.memory.copy(admitted[-1].copies)
         except BaseException:
-            for request in admitted:
-                ledger.release(request)
+            for admission in admitted:
+                ledger.release(admission.request, computed_tokens=admission.hit_tokens)
             raise
-        self.requests = admitted
+        self.requests = [admission.request for admission in admitted]
         self._refresh()
+        return [admission.hit_tokens for admission in admitted]
 
     def release(self) -> None:
-        """Give all rows back."""
-        for request in self.requests:
-            self.memory.ledger.release(request)
-        self.requests = []
+        """Give all rows back. What every layer has stored may be found as a prefix later."""
+        if self.requests:
+            self._save()
+            self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
+        self.requests, self._prompts = [], []
         self.num_tokens = self.hit_tokens = self._known = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
         self._uncounted = False
         self.running.forget()
+
+    def _save(self) -> None:
+        """Store what is known and computed of the sequences."""
+        if self._store is None or not self._prompts:
+            return
+        self.settle()
+        computed = self.computed_tokens
+        length = min(self._known, computed)
+        for prompt, request in zip(self._prompts, self.requests, strict=True):
+            self._store.save(prompt, request, length, is_running=length == computed)
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
@@ -140,6 +175,7 @@ class Sequences:
         for origin in left:
             ledger.release(self.requests[origin])
         self.requests = forked
+        self._prompts = [self._prompts[origin] for origin in origins] if self._prompts else []
         self._fixed_tokens = self._grown_tokens
         self.running.forget_before()
         self._refresh()
@@ -163,6 +199,9 @@ class Sequences:
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
+        self._prompts = [
+            prompt.extended(row) for prompt, row in zip(self._prompts, given, strict=True)
+        ]
         self._known = max(self._known, self.num_tokens)
         self._fixed_tokens = max(self._fixed_tokens, self._known)
 
@@ -196,6 +235,11 @@ class Sequences:
     def seen(self, layer: str) -> int:
         """Tokens that one layer has stored."""
         return self._seen.get(layer, self.hit_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that every layer has stored: fewer than have rows if a pass was interrupted."""
+        return min((self.seen(layer) for layer in self._token_layers), default=self.num_tokens)
 
     def step(self, layer: str, tokens: int) -> None:
         """Make room for so many more tokens of a layer, and of all others that follow."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvstow.errors import SpecError
-from kvstow.transfer.channel.sockets import Keys
+from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.options import DigestPolicy, Options
 
 FOREIGN = {

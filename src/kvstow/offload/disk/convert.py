@@ -22,7 +22,7 @@ from kvstow.offload.staging import STAGE_BYTES, views
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
-from kvstow.route.sources import Source, sources
+from kvstow.route.sources import SourceRoute, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Stage:
         self.num_rows = max(1, STAGE_BYTES // layout.row_bytes(group))
         shapes = [stacked(tier.layout, theirs, self.num_rows * self._parts) for tier in old]
         self._target = Arena(stacked(layout, group, self.num_rows))
-        self._sources: tuple[Source, ...] = sources(shapes, self._target.layout)
+        self._sources: tuple[SourceRoute, ...] = sources(shapes, self._target.layout)
         self._stages = {s.index: Arena(shapes[s.index]) for s in self._sources}
 
     def batches(self, runs: Iterator[NewRow]) -> Iterator[list[NewRow]]:
@@ -102,7 +102,7 @@ class _Stage:
         links = [run.link for run in chosen]
         return int(new.store(self._group, [run.key for run in chosen], rows, links).sum())
 
-    def _route(self, source: Source, good: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
+    def _route(self, source: SourceRoute, good: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
         """Bring every good row across, each as a request of its own."""
         stage = self._stages[source.index]
         for i in good.tolist():

@@ -1,6 +1,10 @@
 """The side channel: small messages between agents.
 
-- `messages`: what agents say to each other, to the byte
-- `sockets`: ZeroMQ sockets that carry it
-- `status`, `asking`: how an agent is doing, told and asked
+- `base`: what the protocol needs from a channel
+- `messages`: what agents say to each other
+- `framing`: frames to the byte, and the sessions that they belong to
+- `sockets`: the channel over ZeroMQ
+- `curve`: keys, and who may be talked to
+- `address`: which addresses can be dialled, and which stay on this machine
+- `status`: how an agent is doing, told and asked
 """

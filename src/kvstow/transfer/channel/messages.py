@@ -1,30 +1,10 @@
-"""Side channel messages, to the byte.
+"""What agents say to each other on the side channel; `framing` has the bytes around it."""
 
-    offset  bytes
-    0       4      magic, "KVSW"
-    4       2      version, big endian
-    6       8      session: 0 before the handshake, then what the server drew
-    14      8      sequence: grows with every frame of one sender in one session
-    22      4      length of the body
-    26      …      body: MessagePack, one array that starts with the message's name
-
-A header reads the same in every version, so that two versions can tell each other apart.
-"""
-
-import struct
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvstow.errors import FaultKind
-
-VERSION = 2
-MAGIC = b"KVSW"
-MAX_FRAME = 32 << 20
-
-_HEADER = struct.Struct(">4sHQQI")
-
-DropReason = Literal["magic", "truncated", "oversized", "version", "body", "replayed", "session"]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -35,31 +15,38 @@ Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """Of memory, or a length of it: what can be added to another without overflowing."""
 
 
+Device = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_GROUPS = 1 << 12
+
+
 class RegionCard(msgspec.Struct, frozen=True, array_like=True):
     """Registered memory, as peers see it."""
 
     address: Address
     nbytes: Address
     kind: Literal["DRAM", "VRAM"]
-    device: int
+    device: Device
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What an agent tells about itself.
 
+    `start` names one start of its process, `engine` the engine that it uses now.
     `base` is the arena's address; `tables` are addresses of the generations, per group;
     `probe` is memory that anybody may write to, of the arena's kind; `stage` is host memory
     that rows go through where they have no direct path.
     """
 
-    agent: str
-    start: str
+    agent: Name
+    start: Name
+    engine: Name
     manifest: bytes
     metadata: bytes
     base: Address
     kind: Literal["DRAM", "VRAM"]
-    device: int
-    tables: tuple[Address, ...]
+    device: Device
+    tables: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     probe: RegionCard
     stage: RegionCard | None
 
@@ -265,49 +252,3 @@ AnyMessage = (
     | End | Stop | Stopped | Renew | Alive | TellDigest | AskProbe | TellProbe | Deliver
     | Delivered | AskStatus | TellStatus
 )  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-class Frame(NamedTuple):
-    """A message with what its header says."""
-
-    session: int
-    sequence: int
-    message: AnyMessage
-
-
-class Unreadable(Exception):
-    """A frame that is dropped; `version` is the sender's where the header could be read."""
-
-    def __init__(self, reason: DropReason, detail: str, version: int | None = None) -> None:
-        self.reason: DropReason = reason
-        self.version = version
-        super().__init__(f"{reason}: {detail}")
-
-
-def encode(frame: Frame) -> bytes:
-    """The frame as bytes."""
-    body = _encoder.encode(frame.message)
-    return _HEADER.pack(MAGIC, VERSION, frame.session, frame.sequence, len(body)) + body
-
-
-def decode(data: bytes) -> Frame:
-    """The frame in these bytes; Unreadable, and nothing else, where there is none."""
-    if len(data) > MAX_FRAME:
-        raise Unreadable("oversized", f"{len(data)} bytes, at most {MAX_FRAME}")
-    if len(data) < _HEADER.size:
-        raise Unreadable("truncated", f"{len(data)} bytes, at least {_HEADER.size}")
-    magic, version, session, sequence, nbytes = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise Unreadable("magic", f"{magic!r} is not {MAGIC!r}")
-    if version != VERSION:
-        raise Unreadable("version", f"{version} is not {VERSION}, the version spoken here", version)
-    if nbytes != len(data) - _HEADER.size:
-        raise Unreadable("truncated", f"body of {len(data) - _HEADER.size} bytes, not {nbytes}")
-    try:
-        message = _decoder.decode(memoryview(data)[_HEADER.size :])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise Unreadable("body", str(error)[:200], version) from None
-    return Frame(session, sequence, message)

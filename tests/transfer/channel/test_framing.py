@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.transfer.channel import messages
-from kvstow.transfer.channel.messages import Begin, End, Frame, Renew, Unreadable, decode, encode
+from kvstow.transfer.channel import framing, messages
+from kvstow.transfer.channel.framing import Frame, Unreadable, decode, encode
+from kvstow.transfer.channel.messages import Begin, End, Renew
 
 FRAME = Frame(5, 9, Renew((1, 2, 2**63 - 1)))
 
@@ -40,7 +41,7 @@ def test_garbage_is_refused(data):
 
 @given(st.binary(max_size=100))
 def test_a_garbage_body_is_refused(body):
-    header = struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 1, 1, len(body))
+    header = struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 1, 1, len(body))
     try:
         frame = decode(header + body)
     except Unreadable:
@@ -65,13 +66,13 @@ def test_a_longer_frame_is_refused():
 def test_another_version_is_refused_with_both_numbers():
     data = bytearray(encode(FRAME))
     data[4:6] = struct.pack(">H", 77)
-    with pytest.raises(Unreadable, match="77 is not 2") as caught:
+    with pytest.raises(Unreadable, match="77 is not 3") as caught:
         decode(bytes(data))
     assert (caught.value.reason, caught.value.version) == ("version", 77)
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_FRAME", 64)
+    monkeypatch.setattr(framing, "MAX_FRAME", 64)
     with pytest.raises(Unreadable, match="100 bytes, at most 64") as caught:
         decode(b"\0" * 100)
     assert caught.value.reason == "oversized"
@@ -94,21 +95,21 @@ def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
 def test_a_body_that_is_no_message_is_refused(body):
     data = msgspec.msgpack.encode(body)
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, len(data)) + data)
+        decode(struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, len(data)) + data)
     assert caught.value.reason == "body"
 
 
 def test_deeply_nested_bodies_do_not_exhaust_the_stack():
     data = b"\x91" * 100_000
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", messages.VERSION, 0, 1, len(data)) + data)
+        decode(struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, len(data)) + data)
     assert caught.value.reason == "body"
 
 
 def test_the_header_is_where_the_documentation_says():
     data = encode(FRAME)
     assert data[:4] == b"KVSW"
-    assert int.from_bytes(data[4:6], "big") == 2
+    assert int.from_bytes(data[4:6], "big") == 3
     assert int.from_bytes(data[6:14], "big") == 5
     assert int.from_bytes(data[14:22], "big") == 9
     assert int.from_bytes(data[22:26], "big") == len(data) - 26

@@ -1,0 +1,111 @@
+"""Beginnings of prompts in a store: rows of whole blocks, by keys that name model and tokens.
+
+A prompt that begins like a stored one is loaded as far as every group can serve it. What was
+computed is stored when the sequences end. A store that fails costs nothing but time: its errors
+are logged, and the tokens are computed.
+"""
+
+import logging
+from math import lcm
+
+import numpy as np
+
+from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import StoreError
+from kvstow.offload.keys import block_keys, links, wanted
+from kvstow.offload.rows import matching_group
+from kvstow.offload.store import Store
+from kvstow.offload.tier import known_identity
+from kvstow.plan.retention import State, can_hit
+from kvstow.route.blocks import Blocks
+
+log = logging.getLogger(__name__)
+
+
+class PrefixStore:
+    """A store, for the prompts of one memory. Refuses a store of another computation."""
+
+    def __init__(self, memory: ModelMemory, store: Store) -> None:
+        layout = memory.layout
+        self._memory = memory
+        self._store = store
+        self._identity = known_identity(store.tier.layout, layout.identity, "a store")
+        self._groups = [
+            matching_group(layout, g, store.tier.layout) for g in range(len(layout.groups))
+        ]
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """The longest beginning of the prompt that every group could be loaded for.
+
+        At most all tokens but the last, which is computed anew.
+        """
+        groups = self._memory.ledger.groups
+        unit = lcm(*(group.block_tokens for group in groups))
+        lengths = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)
+        for g, group in enumerate(groups):
+            keys = block_keys(self._identity, prompt, group.block_tokens)
+            keys = keys[: int(lengths[-1]) // group.block_tokens]
+            present = self._store.contains(self._groups[g], keys)
+            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
+        return int(lengths.max(initial=0))
+
+    def load(self, prompt: Prompt, request: int, start_token: int, num_tokens: int) -> bool:
+        """Bring tokens `[start_token, num_tokens)` into the request's rows; whether all came."""
+        held = self._memory.ledger.blocks(request)
+        for g, keyed in wanted(self._identity, prompt, self._memory.layout, num_tokens).items():
+            group = self._memory.ledger.groups[g]
+            if isinstance(group.retention, State):
+                keys, ids = list(keyed.keys), held[g].ids
+            else:
+                missing = keyed.index >= start_token // group.block_tokens
+                keys = [key for key, lacks in zip(keyed.keys, missing, strict=True) if lacks]
+                at = np.searchsorted(held[g].index, keyed.index[missing])
+                ids = held[g].ids[at]
+            try:
+                if not self._store.load(self._memory.arena, g, keys, ids).all():
+                    return False
+            except StoreError as error:
+                log.warning("a prompt of %d tokens was not loaded: %s", len(prompt), error)
+                return False
+        return True
+
+    def save(self, prompt: Prompt, request: int, num_tokens: int, *, is_running: bool) -> None:
+        """Keep whole blocks of the first `num_tokens` tokens, as far as the request holds them.
+
+        `is_running` says that recurrent states are those after just these tokens.
+        """
+        for g, group in enumerate(self._memory.ledger.groups):
+            keys = block_keys(self._identity, prompt, group.block_tokens)
+            keys = keys[: num_tokens // group.block_tokens]
+            rows = self._rows(request, g, num_tokens, is_running=is_running)
+            chained = links(keys)
+            new = [
+                (int(id), int(k))
+                for id, k in zip(rows.ids, rows.index, strict=True)
+                if k < len(keys) and not self._store.contains(self._groups[g], [keys[k]])[0]
+            ]
+            try:
+                self._store.save(
+                    self._memory.arena,
+                    g,
+                    [id for id, _ in new],
+                    [keys[k] for _, k in new],
+                    [chained[k] for _, k in new],
+                )
+            except StoreError as error:
+                log.warning("a prompt of %d tokens was not stored: %s", len(prompt), error)
+
+    def _rows(self, request: int, g: int, num_tokens: int, *, is_running: bool) -> Blocks:
+        """The request's rows of a group, each with the block that it ends."""
+        ledger = self._memory.ledger
+        group = ledger.groups[g]
+        if not isinstance(group.retention, State):
+            return ledger.blocks(request)[g]
+        kept = ledger.checkpoints(request)[g]
+        if not is_running or num_tokens % group.block_tokens:
+            return kept
+        last = num_tokens // group.block_tokens - 1
+        return Blocks(
+            np.append(kept.ids, ledger.blocks(request)[g].ids), np.append(kept.index, last)
+        )

@@ -1,0 +1,56 @@
+"""CURVE keys: who we are, and whom we talk to."""
+
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from kvstow.errors import TransferError
+
+KEY_CHARACTERS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """A CURVE key pair, and the public keys of those whom we talk to (Z85 text).
+
+    An agent with keys lets nobody else in and dials nobody else, whatever a ticket says.
+    """
+
+    public: str
+    secret: str = field(repr=False)
+    peers: frozenset[str] = field(repr=False)
+
+    @staticmethod
+    def fresh() -> "Keys":
+        """A new pair that knows nobody yet."""
+        public, secret = zmq.curve_keypair()
+        return Keys(public=public.decode(), secret=secret.decode(), peers=frozenset())
+
+
+def check_key(key: str, keys: Keys | None, address: str) -> None:
+    """TransferError unless an agent with these keys may dial one with that public key."""
+    if keys is None:
+        if key:
+            raise _refused(address, "wants keys, and this agent has none")
+        return
+    if key not in keys.peers:
+        what = f"the key {key[:4]}…" if key else "no key"
+        raise _refused(
+            address, f"{what} is not one of the {len(keys.peers)} that this agent talks to"
+        )
+    try:
+        whole = len(key) == KEY_CHARACTERS and len(z85.decode(key.encode())) == 32
+    except (ValueError, KeyError, UnicodeEncodeError):
+        whole = False
+    if not whole:
+        raise _refused(address, f"{len(key)} characters are not a key of {KEY_CHARACTERS}")
+
+
+def _refused(address: str, why: str) -> TransferError:
+    return TransferError(
+        f"agent at {address}: {why}\n\nhint: put the public key of every agent that is to be "
+        f"talked to into Keys(peers=...)",
+        kind="refused",
+        peer=address,
+    )

@@ -1,0 +1,162 @@
+"""The sequences behind a cache: what is kept of them when they end, here and in a store."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
+from kvstow.errors import StoreError
+from kvstow.offload.store import Store
+from kvstow.testing.tiny_models import tiny_model
+
+PROMPT = torch.arange(40).unsqueeze(0)
+
+
+def forward(model, ids, cache):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits[:, -1]
+
+
+def continued(model, memory, ids=PROMPT, **given):
+    """The last logits of a prompt, and how many tokens were not computed for them."""
+    with Cache(memory, tokens=ids, **given) as cache:
+        hit = cache.num_tokens
+        return forward(model, ids[:, hit:], cache), hit
+
+
+# ── prefixes ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
+def test_a_pass_that_was_interrupted_leaves_no_prefix_behind(family):
+    """The first layers have stored the prompt, the others have not."""
+    model = tiny_model(family)
+
+    def fail(*_):
+        raise RuntimeError("interrupted")
+
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with (
+            pytest.raises(RuntimeError, match="interrupted"),
+            Cache(memory, tokens=PROMPT) as cache,
+        ):
+            forward(model, PROMPT, cache)
+        hook.remove()
+        assert continued(model, memory)[1] == 0
+        wanted, _ = continued(model, memory_of(model))
+        assert torch.allclose(continued(model, memory)[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+# ── a store ───────────────────────────────────────────────────────────────────────────
+
+
+def memory_of(model):
+    return ModelMemory.of(model, budget=1 << 20, block_tokens=4)
+
+
+def store_of(folder: Path, memory: ModelMemory) -> Store:
+    return Store.open(folder / "store", memory.layout, capacity=4 << 20)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1", "mamba2", "deepseek_v32"])
+def test_a_prompt_comes_back_from_a_store_in_a_new_memory(tmp_path: Path, family):
+    model = tiny_model(family)
+    ids = torch.arange(41).unsqueeze(0)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        wanted, hit = continued(model, memory, ids[:, :40], store=store)
+        assert hit == 0
+        wanted, _ = continued(model, memory, ids)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        found, hit = continued(model, memory, ids, store=store)
+        assert hit == 40
+        memory.ledger.check()
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert found.argmax() == wanted.argmax()
+
+
+def test_generated_tokens_that_were_remembered_come_back_too(tmp_path: Path):
+    model = tiny_model("llama")
+    ids = torch.arange(20).unsqueeze(0)
+    wishes = {"max_new_tokens": 13, "min_new_tokens": 13, "do_sample": False}
+    with (
+        memory_of(model) as memory,
+        store_of(tmp_path, memory) as store,
+        Cache(memory, tokens=ids, store=store) as cache,
+    ):
+        text = model.generate(ids, past_key_values=cache, **wishes)
+        cache.remember(text)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        assert continued(model, memory, text, store=store)[1] == 32
+
+
+def test_what_the_memory_still_knows_is_not_loaded(tmp_path: Path):
+    model = tiny_model("llama")
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        continued(model, memory, PROMPT[:, :21], store=store)
+        with Cache(memory, tokens=PROMPT, store=store) as cache:
+            before = cache.blocks(0)[0].ids[:5].tolist()
+            assert cache.num_tokens == 20
+            forward(model, PROMPT[:, 20:], cache)
+            assert cache.blocks(0)[0].ids[:5].tolist() == before
+        wanted, _ = continued(model, memory_of(model))
+        found, hit = continued(model, memory, store=store)
+        assert hit == 36
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_is_loaded_where_all_of_it_is_there(tmp_path: Path):
+    model = tiny_model("llama")
+    both = torch.stack([torch.arange(41), torch.arange(100, 141)])
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        continued(model, memory, both[:1], store=store)
+        assert continued(model, memory, both, store=store)[1] == 0
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        wanted, _ = continued(model, memory_of(model), both)
+        continued(model, memory, both[1:], store=store)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        found, hit = continued(model, memory, both, store=store)
+        assert hit == 40
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_gone_when_they_are_loaded_are_computed(tmp_path: Path, monkeypatch):
+    model = tiny_model("llama")
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        wanted, _ = continued(model, memory, store=store)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        load = store.load
+        monkeypatch.setattr(store, "load", lambda *given: load(*given) & False)
+        found, hit = continued(model, memory, store=store)
+        assert hit == 0
+        assert torch.equal(found, wanted)
+        memory.ledger.check()
+
+
+def test_another_checkpoint_of_the_same_shape_takes_no_rows_from_the_store(tmp_path: Path):
+    """It got the first one's rows, and wrong tokens, while models were known by their type."""
+    model = tiny_model("llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        continued(model, memory, store=store)
+        with memory_of(other) as theirs, pytest.raises(StoreError, match="weights"):
+            continued(other, theirs, store=store)
+
+
+def test_differently_padded_prompts_share_no_rows_in_a_store(tmp_path: Path):
+    model = tiny_model("llama")
+    mask = torch.ones_like(PROMPT)
+    mask[:, :4] = 0
+    with memory_of(model) as memory, store_of(tmp_path, memory) as store:
+        continued(model, memory, store=store)
+    with (
+        memory_of(model) as memory,
+        store_of(tmp_path, memory) as store,
+        Cache(memory, tokens=PROMPT, attention_mask=mask, store=store) as cache,
+    ):
+        assert cache.num_tokens == 0

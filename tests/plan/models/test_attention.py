@@ -1,0 +1,223 @@
+"""Ordinary decoders: page sizes against arithmetic written out here, and what each layer sees."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from kvstow.errors import ModelError, SpecError
+from kvstow.plan.models import model_layers
+from kvstow.plan.models.attention import attention
+from kvstow.plan.models.serving import precision
+from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, Window
+from kvstow.plan.spec import Extent, LayerSpec
+from model_facts import LLAMA, layers
+
+
+def kv(
+    heads: int = 8,
+    key_dim: int = 128,
+    value_dim: int = 128,
+    *,
+    tokens: int = 16,
+    dtype: str = "bf16",
+    retention: Retention | None = None,
+) -> LayerSpec:
+    return attention(
+        "a",
+        retention=retention or Full(),
+        block_tokens=tokens,
+        heads=Extent.whole("head", heads),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        precision=precision(dtype),
+    )
+
+
+ORDINARY = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi", "phi3", "glm", "glm4"]
+
+
+def kept(model_type: str, **facts: object) -> list[Retention]:
+    return [layer.retention for layer in layers(model_type, **facts)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 10000"),
+        ({"head_dim": 2**40 + 1}, "head_dim is 1099511627777, more than 1099511627776"),
+        ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 kv heads"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 kv heads"),
+        ({"hidden_size": 65}, "hidden_size 65 is not divisible by 8"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers, .* is 4"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
+        ({"layer_types": [1, 2, 3, 4]}, "layer_types holds 1, not a string"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no 'sliding_window'"),
+        ({"layer_types": ["chunked_attention"] * 4}, "no 'attention_chunk_size'"),
+        ({"layer_types": ["dragon"] * 4}, "'dragon'"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": "big"}, "sliding_window is 'big'"),
+        ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
+        ({"torch_dtype": "float7"}, "torch_dtype is 'float7'"),
+        ({"torch_dtype": 16}, "torch_dtype is 16"),
+        ({"model_type": 5}, "model_type is 5"),
+    ],
+)
+def test_contradictory_facts_are_refused_with_both_values(
+    changes: Mapping[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_layers({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    "retention", [Full(), Window(128), Chunk(8192), Sink(4, 1020), Encoder(1500)]
+)
+def test_attention_keeps_two_vectors_per_head_and_token_whatever_its_retention(
+    retention: Retention,
+) -> None:
+    assert kv(retention=retention).page_bytes == 8 * 16 * (128 + 128) * 2
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_attention_pages_grow_with_heads_and_tokens(heads: int, tokens: int) -> None:
+    assert kv(heads, 64, 32, tokens=tokens).page_bytes == heads * tokens * (64 + 32) * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp16", 2), ("fp32", 4), ("fp8", 1), ("fp8_e5m2", 1)])
+def test_plain_elements_of_any_width_come_without_scales(dtype: str, size: int) -> None:
+    assert kv(1, tokens=1, dtype=dtype).page_bytes == (128 + 128) * size
+
+
+@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head"])
+def test_eight_bits_with_scales_per_token_and_head_take_264_bytes(dtype: str) -> None:
+    assert kv(1, tokens=1, dtype=dtype).cell_bytes == 128 + 128 + 2 * 4 == 264
+
+
+def test_four_bits_with_scales_per_token_and_head_take_136_bytes() -> None:
+    assert kv(1, tokens=1, dtype="int4_per_token_head").cell_bytes == 64 + 64 + 2 * 4 == 136
+
+
+def test_scales_are_part_of_the_page() -> None:
+    with_scales, without = kv(dtype="fp8_per_token_head"), kv(dtype="fp8")
+    assert with_scales.page_bytes - without.page_bytes == 8 * 16 * 2 * 4
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_nvfp4_pages_are_twice_the_kv_heads_times_72_bytes(heads: int) -> None:
+    assert kv(heads, dtype="nvfp4").page_bytes == 2 * heads * 16 * (128 // 2 + 128 // 16)
+    assert 128 // 2 + 128 // 16 == 72
+
+
+def test_nvfp4_needs_whole_groups_of_sixteen() -> None:
+    with pytest.raises(ModelError, match="multiples of 16, not 72"):
+        kv(1, 72, 72, dtype="nvfp4")
+
+
+def test_four_bit_heads_of_odd_size_do_not_fill_bytes() -> None:
+    with pytest.raises(SpecError, match="71 elements of int4"):
+        kv(1, 71, 71, dtype="int4_per_token_head")
+
+
+def test_keys_and_values_are_no_latents() -> None:
+    with pytest.raises(ModelError, match="keys and values"):
+        kv(dtype="fp8_ds_mla")
+
+
+@pytest.mark.parametrize("model_type", ORDINARY)
+def test_an_ordinary_decoder_keeps_everything_in_every_layer(model_type: str) -> None:
+    specs = layers(model_type, head_dim=8)
+    assert [x.retention for x in specs] == [Full()] * 6
+    assert [x.name for x in specs] == [f"model.layers.{i}.self_attn" for i in range(6)]
+    assert {x.page_bytes for x in specs} == {2 * 16 * (8 + 8) * 2}
+
+
+def test_gpt2_names_its_facts_otherwise() -> None:
+    specs = model_layers({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32}).layers
+    assert [x.page_bytes for x in specs] == [4 * 16 * (8 + 8) * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": False}, 8),
+        ({}, 1),
+        ({"new_decoder_architecture": True, "num_kv_heads": 4, "num_key_value_heads": None}, 4),
+    ],
+)
+def test_falcon_shares_its_kv_heads_by_flags(facts: dict[str, object], heads: int) -> None:
+    assert layers("falcon", **facts)[0].heads.total == heads
+
+
+def test_mistral_with_a_window_keeps_it_in_every_layer() -> None:
+    assert kept("mistral", sliding_window=4096) == [Window(4096)] * 6
+    assert kept("mistral", sliding_window=None) == [Full()] * 6
+
+
+def test_qwen_windows_start_after_max_window_layers_and_only_when_used() -> None:
+    window = {"sliding_window": 32, "max_window_layers": 4}
+    assert kept("qwen2", **window) == [Full()] * 6
+    assert kept("qwen2", **window, use_sliding_window=False) == [Full()] * 6
+    assert kept("qwen2", **window, use_sliding_window=True) == [Full()] * 4 + [Window(32)] * 2
+    everywhere = {"sliding_window": 32, "max_window_layers": 0, "use_sliding_window": True}
+    assert kept("qwen3", **everywhere) == [Window(32)] * 6
+
+
+def test_qwen_max_window_layers_must_be_a_count() -> None:
+    with pytest.raises(ModelError, match="max_window_layers is -1"):
+        kept("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=-1)
+
+
+def test_gemma2_alternates_beginning_with_a_window() -> None:
+    assert kept("gemma2", sliding_window=4096) == [Window(4096), Full()] * 3
+
+
+def test_gemma3_has_five_windows_to_one_full_layer() -> None:
+    assert kept("gemma3_text", sliding_window=512) == [Window(512)] * 5 + [Full()]
+    every_third = kept("gemma3_text", sliding_window=512, sliding_window_pattern=3)
+    assert every_third == [Window(512), Window(512), Full()] * 2
+
+
+def test_gemma3_facts_that_the_released_file_leaves_out_are_those_of_its_class() -> None:
+    released = {
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+    }
+    assert model_layers(released).layers == model_layers("gemma-3-4b").layers
+
+
+def test_layer_types_win_over_patterns() -> None:
+    types = ["full_attention", "sliding_attention"] * 3
+    assert kept("gemma2", sliding_window=8, layer_types=types) == [Full(), Window(8)] * 3
+
+
+def test_gpt_oss_alternates_and_its_sinks_keep_no_tokens() -> None:
+    assert kept("gpt_oss", sliding_window=128) == [Window(128), Full()] * 3
+
+
+def test_llama4_sees_chunks_but_everything_in_each_fourth_layer() -> None:
+    expected = [Chunk(8192)] * 3 + [Full()] + [Chunk(8192)] * 2
+    assert kept("llama4_text", attention_chunk_size=8192) == expected
+    assert kept("llama4_text", attention_chunk_size=8192, no_rope_layers=[]) == expected
+    listed = kept("llama4_text", attention_chunk_size=64, no_rope_layers=[1, 0, 1, 1, 0, 1])
+    assert listed == [Chunk(64), Full(), Chunk(64), Chunk(64), Full(), Chunk(64)]
+    assert kept("llama4_text", attention_chunk_size=None) == [Full()] * 6
+
+
+def test_llama4_lists_as_many_rotary_layers_as_there_are() -> None:
+    with pytest.raises(ModelError, match=r"no_rope_layers has 2 entries, .* 6"):
+        kept("llama4_text", attention_chunk_size=64, no_rope_layers=[1, 0])
+
+
+@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int4_per_token_head", "nvfp4"])
+def test_quantised_caches_of_a_real_model_have_the_sizes_of_their_kind(dtype: str) -> None:
+    cell = {"fp8_per_token_head": 264, "int4_per_token_head": 136, "nvfp4": 144}[dtype]
+    specs = model_layers("llama-3.1-8b", kv_dtype=dtype, tp=2).layers
+    assert {x.page_bytes for x in specs} == {4 * 16 * cell}

@@ -1,0 +1,214 @@
+"""Latent, indexed and compressed attention: page sizes, and which caches a layer has."""
+
+from collections import Counter
+
+import pytest
+
+from kvstow.errors import ModelError
+from kvstow.plan.models import deepseek, model_layers
+from kvstow.plan.models.deepseek import indexer, latent
+from kvstow.plan.models.serving import Precision, precision
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import LayerSpec
+from model_facts import config
+
+
+def mla(dtype: str, latent_dim: int = 512) -> LayerSpec:
+    how: Precision = precision(dtype)
+    return latent("m", block_tokens=16, latent_dim=latent_dim, rope_dim=64, precision=how)
+
+
+V4_COUNTS = {
+    "deepseek-v4-flash": {"c4": 21, "indexer": 21, "c128": 20, "sliding": 43},
+    "deepseek-v4-pro": {"c4": 30, "indexer": 30, "c128": 31, "sliding": 61},
+}
+
+
+def test_mla_keeps_1152_bytes_per_token() -> None:
+    assert mla("bf16").cell_bytes == (512 + 64) * 2 == 1152
+    assert mla("bf16").page_bytes == 16 * 1152
+
+
+def test_mla_in_fp8_with_scales_takes_656_bytes() -> None:
+    assert mla("fp8_ds_mla").cell_bytes == 512 + 4 * (512 // 128) + 64 * 2 == 656
+
+
+def test_mla_in_plain_fp8_takes_a_byte_per_element() -> None:
+    assert mla("fp8").cell_bytes == 576
+
+
+def test_an_indexer_takes_132_bytes_per_token() -> None:
+    spec = indexer("i", block_tokens=64, key_dim=128)
+    assert spec.cell_bytes == 128 + 4 == 132
+    assert spec.page_bytes == 64 * 132
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8_per_token_head"])
+def test_latents_have_no_per_head_scales(dtype: str) -> None:
+    with pytest.raises(ModelError, match="latents"):
+        mla(dtype)
+
+
+def test_latents_that_are_not_whole_scale_groups_are_refused() -> None:
+    with pytest.raises(ModelError, match="500"):
+        mla("fp8_ds_mla", latent_dim=500)
+
+
+@pytest.mark.parametrize(
+    ("spec", "block_tokens", "retention", "states", "cell", "page"),
+    [
+        (
+            deepseek.compressed_latent("x", block_tokens=256, ratio=4, head_dim=512, rope_dim=64),
+            256,
+            Full(),
+            64,
+            584,
+            37_440,
+        ),
+        (
+            deepseek.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
+            256,
+            Full(),
+            64,
+            132,
+            8_640,
+        ),
+        (
+            deepseek.compressed_latent("x", block_tokens=256, ratio=128, head_dim=512, rope_dim=64),
+            256,
+            Full(),
+            2,
+            584,
+            1_728,
+        ),
+        (
+            deepseek.sliding_latent("x", window=128, head_dim=512, rope_dim=64),
+            64,
+            Window(128),
+            64,
+            584,
+            37_440,
+        ),
+        (
+            deepseek.compressor_state("x", ratio=4, dim=512),
+            4,
+            Window(8),
+            4,
+            8_192,
+            32_832,
+        ),
+        (
+            deepseek.compressor_state("x", ratio=4, dim=128),
+            4,
+            Window(8),
+            4,
+            2_048,
+            8_640,
+        ),
+        (
+            deepseek.compressor_state("x", ratio=128, dim=512),
+            8,
+            Window(128),
+            8,
+            4_096,
+            32_832,
+        ),
+    ],
+    ids=["c4", "indexer", "c128", "sliding", "c4_state", "indexer_state", "c128_state"],
+)
+def test_compressed_caches_have_the_published_sizes(
+    spec: LayerSpec, block_tokens: int, retention: Retention, states: int, cell: int, page: int
+) -> None:
+    assert (spec.block_tokens, spec.retention) == (block_tokens, retention)
+    assert (spec.states, spec.cell_bytes, spec.page_bytes) == (states, cell, page)
+    assert page == -(-states * cell // 576) * 576
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2", "glm-4.7-flash"])
+def test_latent_models_keep_1152_bytes_per_token_and_layer(name: str) -> None:
+    specs = model_layers(name).layers
+    assert {x.cell_bytes for x in specs} == {1152}
+    assert {tuple(f.name for f in x.fields) for x in specs} == {("latent", "rope")}
+
+
+def test_v32_has_an_indexer_beside_every_latent() -> None:
+    specs = model_layers("deepseek-v3.2").layers
+    assert [x.name for x in specs[:2]] == [
+        "model.layers.0.self_attn",
+        "model.layers.0.self_attn.indexer",
+    ]
+    assert Counter(x.cell_bytes for x in specs) == {1152: 61, 132: 61}
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla"])
+def test_fp8_latents_of_v32_carry_scales(dtype: str) -> None:
+    model = model_layers("deepseek-v3.2", kv_dtype=dtype)
+    assert Counter(x.cell_bytes for x in model.layers) == {656: 61, 132: 61}
+    assert bool(model.notes) == (dtype == "fp8")
+
+
+@pytest.mark.parametrize("name", V4_COUNTS)
+def test_v4_has_the_published_numbers_of_caches(name: str) -> None:
+    counts = Counter(x.name.rsplit(".", 1)[1] for x in model_layers(name).layers)
+    states = {
+        "c4_state": counts["c4"],
+        "indexer_state": counts["c4"],
+        "c128_state": counts["c128"],
+    }
+    assert counts == V4_COUNTS[name] | states
+
+
+def test_v4_caches_of_a_layer_are_named_after_it() -> None:
+    names = [x.name for x in model_layers("deepseek-v4-flash").layers]
+    assert names[:7] == [
+        "model.layers.0.attn.sliding",
+        "model.layers.1.attn.sliding",
+        "model.layers.2.attn.c4",
+        "model.layers.2.attn.indexer",
+        "model.layers.2.attn.sliding",
+        "model.layers.2.attn.c4_state",
+        "model.layers.2.attn.indexer_state",
+    ]
+
+
+def test_v4_ratios_may_be_given_as_layer_types() -> None:
+    names = {
+        0: "sliding_attention",
+        4: "compressed_sparse_attention",
+        128: "heavily_compressed_attention",
+    }
+    ratios = config("deepseek-v4-pro")["compress_ratios"]
+    assert isinstance(ratios, list)
+    types = [names[ratio] for ratio in ratios[:61]]
+    other = config("deepseek-v4-pro", compress_ratios=None, layer_types=types)
+    assert model_layers(other).layers == model_layers("deepseek-v4-pro").layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_ratios": None}, "no 'compress_ratios' or 'layer_types'"),
+        ({"compress_ratios": [4] * 42}, "42 entries, num_hidden_layers is 43"),
+        ({"compress_ratios": [8] * 43}, "ratio 8 is none of"),
+        ({"compress_ratios": [True] * 43}, "holds True"),
+        ({"qk_rope_head_dim": 512}, "512 is not below head_dim 512"),
+    ],
+)
+def test_v4_facts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_layers(config("deepseek-v4-flash", **changes))
+
+
+def test_v4_keeps_its_own_tokens_per_block() -> None:
+    assert model_layers("deepseek-v4-flash", block_tokens=256) == model_layers("deepseek-v4-flash")
+    with pytest.raises(ModelError, match="16 tokens per block do not make whole"):
+        model_layers("deepseek-v4-flash", block_tokens=16)
+    model = model_layers("deepseek-v4-flash", block_tokens=512)
+    assert {x.block_tokens for x in model.layers} == {512, 64, 4, 8}
+    assert "keep their own tokens per block" in model.notes[0]
+
+
+def test_v4_has_one_precision() -> None:
+    assert model_layers("deepseek-v4-pro", kv_dtype="fp8") == model_layers("deepseek-v4-pro")
+    with pytest.raises(ModelError, match="'bf16' cannot be stored"):
+        model_layers("deepseek-v4-pro", kv_dtype="bf16")

@@ -1,0 +1,151 @@
+"""Models with recurrent layers: which layers are which."""
+
+from collections import Counter
+
+import pytest
+
+from kvstow.errors import ModelError
+from kvstow.plan.models import model_layers
+from kvstow.plan.retention import Full, State
+from kvstow.plan.spec import DType
+from model_facts import config, layers
+
+
+def test_jamba_has_attention_once_in_eight_layers() -> None:
+    specs = model_layers("jamba-mini").layers
+    full = [i for i, x in enumerate(specs) if x.retention == Full()]
+    assert full == [4, 12, 20, 28]
+    assert specs[0].name == "model.layers.0.mamba"
+    assert specs[4].name == "model.layers.4.self_attn"
+
+
+@pytest.mark.parametrize("offset", [None, -1, 8, True, "4"])
+def test_jamba_needs_an_offset_inside_its_period(offset: object) -> None:
+    with pytest.raises(ModelError, match=r"attn_layer_offset is .*, attn_layer_period is 8"):
+        model_layers(config("jamba-mini", attn_layer_offset=offset))
+
+
+def test_bamba_has_attention_where_it_says() -> None:
+    specs = model_layers("bamba-9b").layers
+    assert [i for i, x in enumerate(specs) if x.retention == Full()] == [9, 18, 27]
+    assert specs[0].page_bytes == 128 * 64 * 128 * 2 + (8192 + 2 * 128) * 3 * 2
+
+
+def test_bamba_head_size_may_be_automatic() -> None:
+    automatic = model_layers(config("bamba-9b", mamba_d_head="auto"))
+    assert automatic.layers == model_layers("bamba-9b").layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mamba_d_head": 32}, "128 mamba heads of 32 do not make the mamba width, 8192"),
+        ({"attn_layer_indices": [32]}, "names layer 32, num_hidden_layers is 32"),
+        ({"mamba_n_groups": 3}, "128 mamba heads cannot share 3 groups"),
+        ({"mamba_d_conv": 1}, "remembers nothing"),
+    ],
+)
+def test_bamba_facts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_layers(config("bamba-9b", **changes))
+
+
+def test_falcon_h1_has_both_in_every_layer() -> None:
+    specs = model_layers("falcon-h1-0.5b").layers
+    assert [x.name for x in specs[:2]] == ["model.layers.0.self_attn", "model.layers.0.mamba"]
+    assert Counter(type(x.retention) for x in specs) == {Full: 36, State: 36}
+
+
+def test_nemotron_h_has_layers_that_keep_nothing() -> None:
+    specs = model_layers("nemotron-h-8b").layers
+    assert Counter(type(x.retention) for x in specs) == {State: 24, Full: 4}
+    assert [x.name for x in specs[:2]] == ["model.layers.0.mixer", "model.layers.2.mixer"]
+
+
+def test_nemotron_h_may_list_its_blocks_by_name() -> None:
+    names = {"M": "mamba", "*": "attention", "-": "mlp"}
+    pattern = config("nemotron-h-8b")["hybrid_override_pattern"]
+    assert isinstance(pattern, str)
+    blocks = [names[letter] for letter in pattern]
+    other = config("nemotron-h-8b", hybrid_override_pattern=None, layers_block_type=blocks)
+    assert model_layers(other).layers == model_layers("nemotron-h-8b").layers
+    assert model_layers({**other, "num_hidden_layers": None}).layers == model_layers(other).layers
+
+
+@pytest.mark.parametrize("pattern", ["M-M", "", "M" * 51 + "X", 5])
+def test_nemotron_h_patterns_that_do_not_fit_are_refused(pattern: object) -> None:
+    with pytest.raises(ModelError):
+        model_layers(config("nemotron-h-8b", hybrid_override_pattern=pattern))
+
+
+def test_mamba2_is_all_state() -> None:
+    specs = model_layers("mamba2-2.7b").layers
+    assert {x.retention for x in specs} == {State()}
+    assert specs[0].page_bytes == 80 * 64 * 128 * 2 + (5120 + 2 * 128) * 3 * 2
+    with pytest.raises(ModelError, match="80 mamba heads of 32"):
+        model_layers(config("mamba2-2.7b", head_dim=32))
+
+
+def test_mamba1_is_all_state() -> None:
+    facts = {"state_size": 16, "conv_kernel": 4, "expand": 2}
+    assert {x.page_bytes for x in layers("mamba", **facts)} == {128 * 16 * 2 + 128 * 3 * 2}
+
+
+def test_a_model_may_ask_for_wider_states() -> None:
+    specs = model_layers(config("nemotron-h-8b", mamba_ssm_cache_dtype="float32")).layers
+    assert specs[0].field("ssm").dtype is DType.FLOAT32
+    assert specs[0].field("conv").dtype is DType.BFLOAT16
+
+
+def test_qwen3_next_has_attention_in_every_fourth_layer() -> None:
+    specs = model_layers("qwen3-next-80b").layers
+    assert [i for i, x in enumerate(specs) if x.retention == Full()] == list(range(3, 48, 4))
+    assert specs[0].name == "model.layers.0.linear_attn"
+
+
+def test_kimi_linear_has_float32_states_and_latents() -> None:
+    specs = model_layers("kimi-linear-48b").layers
+    assert [i for i, x in enumerate(specs) if x.retention == Full()] == [3, 7, 11, 15, 19, 23, 26]
+    assert specs[3].cell_bytes == 1152
+    assert specs[0].page_bytes == 32 * 128 * 128 * 4 + 3 * 32 * 128 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("full", "kda", "message"),
+    [
+        ([2], [1], "layer 3 is in neither"),
+        ([1, 2], [2, 3], "layer 2 is in both"),
+        ([0], [1, 2, 3], "names layer 0"),
+        ([4], [1, 2, 3], "names layer 4"),
+    ],
+)
+def test_kimi_linear_names_every_layer_once(full: list[int], kda: list[int], message: str) -> None:
+    linear = {
+        "full_attn_layers": full,
+        "kda_layers": kda,
+        "head_dim": 8,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    }
+    facts = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_hidden_layers": 3}
+    with pytest.raises(ModelError, match=message):
+        layers("kimi_linear", **facts, linear_attn_config=linear)
+
+
+def test_minimax_has_full_attention_after_seven_lightning_layers() -> None:
+    specs = model_layers("minimax-text-01").layers
+    assert [i for i, x in enumerate(specs) if x.retention == Full()] == list(range(7, 80, 8))
+    assert specs[0].page_bytes == 64 * 128 * 128 * 2
+
+
+@pytest.mark.parametrize("kinds", [[0, 1], [0, 1, 2] * 2, [], "01"])
+def test_minimax_lists_a_kind_for_every_layer(kinds: object) -> None:
+    with pytest.raises(ModelError, match="attn_type_list"):
+        layers("minimax_text_01", attn_type_list=kinds)
+
+
+def test_lfm2_has_convolutions_and_attention() -> None:
+    specs = model_layers("lfm2-350m").layers
+    assert [i for i, x in enumerate(specs) if x.retention == Full()] == [2, 5, 8, 10, 12, 14]
+    assert specs[0].name == "model.layers.0.conv"
+    assert specs[0].page_bytes == 1024 * 2 * 2

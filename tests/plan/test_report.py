@@ -1,0 +1,75 @@
+"""The figures of a layout, against arithmetic written out here.
+
+Their keys are tested with the commands.
+"""
+
+import pytest
+
+from kvstow.plan.deployment import Deployment
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.report import (
+    compared_figures,
+    padding_bytes,
+    padding_fractions,
+    per_layer_figures,
+    plan_figures,
+    slab_shares,
+)
+from kvstow.plan.retention import Window
+from planning import attention
+
+TINY = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 32,
+    "dtype": "bfloat16",
+}
+
+
+def test_padding_is_what_a_group_does_not_use_of_the_slab_it_owns():
+    """Rows whose lengths are as 3 to 2."""
+    layers = [attention("a", dim=96), attention("b", dim=64, retention=Window(4))]
+    row_bytes = [layer.page_bytes for layer in layers]
+    shared = packed(grouped(layers), num_slabs=8)
+    assert slab_shares(shared) == (shared.slab_bytes,) * 2
+    assert padding_bytes(shared) == tuple(
+        shared.slab_bytes - rows.rows_per_slab * nbytes
+        for rows, nbytes in zip(shared.groups, row_bytes, strict=True)
+    )
+    wide = union(grouped(layers), num_slabs=8)
+    assert padding_bytes(wide) == (0, row_bytes[0] - row_bytes[1])
+    assert padding_fractions(wide) == (0, (row_bytes[0] - row_bytes[1]) / row_bytes[0])
+    apart = separate(grouped(layers), num_slabs=8, context_tokens=4)
+    assert sum(slab_shares(apart)) * 8 == apart.nbytes
+
+
+def test_one_tensor_per_layer_costs_keys_and_values_apart():
+    held = Deployment(model=TINY).on_rank(0)
+    assert per_layer_figures(held.groups) == {
+        "regions": 8,
+        "descriptors_per_block": 4,
+        "bytes_per_descriptor_max": 16 * 2 * 8 * 2,
+    }
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
+def test_comparing_and_planning_give_the_same_figures(order):
+    held = Deployment(model=TINY, tp=2, num_slabs=8).on_rank(1)
+    planned = plan_figures(held, held.layout(order, "slab"))
+    compared = compared_figures(held, order, "slab")
+    for key in ("slab_bytes", "num_slabs", "arena_bytes", "order"):
+        assert compared[key] == planned[key]
+    assert compared["descriptors_per_block"] == planned["transfer"]["descriptors_per_block"]
+    assert compared["requests"]["8192"] == planned["capacity"]["requests"]["8192"]
+    assert (planned["tp"], planned["rank"]) == (2, 1)
+
+
+def test_a_layout_that_cannot_be_is_a_reason_instead_of_figures():
+    held = Deployment(model=TINY, memory=100).on_rank(0)
+    figures = compared_figures(held, "BLHNC", "slab")
+    assert set(figures) == {"order", "packing", "error"}
+    assert "a budget of 100 bytes" in figures["error"]
