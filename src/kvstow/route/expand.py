@@ -22,7 +22,7 @@ import numpy as np
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.copies import Copies, joined
-from kvstow.route.lanes import FreeAround, Lanes, Overlap, chained, continued
+from kvstow.route.lanes import Flags, FreeAround, Lanes, Overlap, chained, continued
 
 LanesOf = Callable[[Overlap], Lanes]
 
@@ -67,42 +67,49 @@ def block_pairs(
     Slots from `tokens.end` on are not filled, or with `exact` to be treated as if they were.
     """
     s_span, d_span = spans
-    first, end = (int(destination.index[i]) * d_span for i in (0, -1))
-    held = Tokens(max(tokens.first, first), min(tokens.end, end + d_span))
+    first, last = (int(destination.index[i]) * d_span for i in (0, -1))
+    held = Tokens(max(tokens.first, first), min(tokens.end, last + d_span))
     start, stop = cut_tokens(held, s_span, d_span)
-    s, d = start // s_span, start // d_span
-    (s_place, s_listed), (d_place, d_listed) = source.places(s), destination.places(d)
-    s_id, d_id = source.ids[s_place], destination.ids[d_place]
+    s_place, s_listed = source.places(start // s_span)
+    d_place, d_listed = destination.places(start // d_span)
     keep = np.flatnonzero(s_listed & d_listed)
-    keep = keep[np.argsort(d_id[keep], kind="stable")]
-    start, stop, s, d, s_id, d_id = (x[keep] for x in (start, stop, s, d, s_id, d_id))
-    # A pair that `tokens.end` cuts is the only one of two blocks that are not full, so where it
-    # starts and whether its blocks are full say how long it is.
-    code = (start - s * s_span) * d_span + start - d * d_span
-    for flag in (
-        (s + 1) * s_span > tokens.end,
-        (d + 1) * d_span > tokens.end,
-        s_id == last_ids[0],
-        d_id == last_ids[1],
-    ):
+    keep = keep[np.argsort(destination.ids[d_place[keep]], kind="stable")]
+    s_id, d_id = source.ids[s_place[keep]], destination.ids[d_place[keep]]
+    start, stop = start[keep], stop[keep]
+    ends = s_id == last_ids[0], d_id == last_ids[1]
+    kind, example = _kinds(start, spans, tokens.end, ends)
+    columns = (x[example].tolist() for x in (start, stop, *ends))
+    overlaps = (
+        Overlap(
+            source_token=lo % s_span,
+            destination_token=lo % d_span,
+            tokens=hi - lo,
+            source_filled=s_span if exact else min(s_span, tokens.end - lo + lo % s_span),
+            destination_filled=d_span if exact else min(d_span, tokens.end - lo + lo % d_span),
+            source_is_last=s_last,
+            destination_is_last=d_last,
+        )
+        for lo, hi, s_last, d_last in zip(*columns, strict=True)
+    )
+    return BlockPairs(s_id, d_id, kind, tuple(overlaps))
+
+
+def _kinds(
+    start: Ints, spans: tuple[int, int], end: int, ends: tuple[Flags, Flags]
+) -> tuple[Ints, Ints]:
+    """The kind of each pair, and one pair of each kind.
+
+    Where a pair starts in its blocks, and whether these are full, says how long it is: one
+    that `end` cuts is the only pair of two blocks that are not.
+    """
+    s_token, d_token = start % spans[0], start % spans[1]
+    code = s_token * spans[1] + d_token
+    for flag in (start - s_token + spans[0] > end, start - d_token + spans[1] > end, *ends):
         code = 2 * code + flag
     codes = _distinct(code)
     kind, example = np.searchsorted(codes, code), np.empty(len(codes), np.int64)
     example[kind] = np.arange(len(kind))
-    columns = (x[example].tolist() for x in (start, stop, s, d, s_id, d_id))
-    overlaps = (
-        Overlap(
-            source_token=lo - i * s_span,
-            destination_token=lo - j * d_span,
-            tokens=hi - lo,
-            source_filled=s_span if exact else min(s_span, tokens.end - i * s_span),
-            destination_filled=d_span if exact else min(d_span, tokens.end - j * d_span),
-            source_is_last=s_block == last_ids[0],
-            destination_is_last=d_block == last_ids[1],
-        )
-        for lo, hi, i, j, s_block, d_block in zip(*columns, strict=True)
-    )
-    return BlockPairs(s_id, d_id, kind, tuple(overlaps))
+    return kind, example
 
 
 def expanded(pairs: BlockPairs, kinds: Sequence[Lanes]) -> Copies:
