@@ -28,17 +28,17 @@ class RowStage:
         self.tier_group = matching_group(arena.layout, group, layout)
         self.num_rows = max(1, STAGE_BYTES // layout.row_bytes(self.tier_group))
         shape = stacked(layout, self.tier_group, self.num_rows)
-        self._bridge = RowMapping(arena.layout, group, shape, 0)
+        self._mapping = RowMapping(arena.layout, group, shape, 0)
         self._stage: Arena | None = None
-        if not self._bridge.same or arena.device.type != "cpu":
+        if not self._mapping.same or arena.device.type != "cpu":
             self._stage = Arena(shape, pinned=torch.cuda.is_available())
 
-    def fetch(self, ids: Ints) -> list[Bytes]:
+    def promote(self, ids: Ints) -> list[Bytes]:
         """The bytes of at most `num_rows` rows; valid until the next call."""
         if self._stage is None:
             return views(self._arena, self._group, ids)
         staged = np.arange(1, len(ids) + 1)
-        copy(self._arena, self._stage, self._bridge.out(ids, staged)).wait()
+        copy(self._arena, self._stage, self._mapping.out(ids, staged)).wait()
         return views(self._stage, 0, staged)
 
     def room(self, ids: Ints) -> list[Bytes]:
@@ -51,7 +51,7 @@ class RowStage:
         """Bring those rows that were filled to their places."""
         if self._stage is not None and which.any():
             staged = np.flatnonzero(which) + 1
-            copy(self._stage, self._arena, self._bridge.back(staged, ids[which])).wait()
+            copy(self._stage, self._arena, self._mapping.back(staged, ids[which])).wait()
 
 
 def views(arena: Arena, group: int, ids: Ints) -> list[Bytes]:

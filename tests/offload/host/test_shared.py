@@ -5,6 +5,7 @@ import platform
 import threading
 import time
 import uuid
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import LoadBlocks, LookUpKeys, StoreBlocks
 from kvstow.adapters.vllm.worker import OffloadJobs
-from kvstow.errors import StoreError
+from kvstow.errors import ArenaError, StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import processes as near
@@ -20,7 +21,7 @@ from kvstow.offload.host.processes import SharedReader, SharedTiers, shared_read
 from kvstow.offload.host.shared import check_order, parts, remove
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.mover import Mover
-from offloading import hybrid, key, random_rows, row_bytes
+from offloading import IDENTITY, hybrid, key, random_rows, row_bytes
 
 KIB = 1 << 10
 
@@ -258,11 +259,79 @@ def test_parts_of_other_rows_are_no_neighbours_but_can_be_read_as_they_are(name)
 
 def test_a_shared_index_that_was_never_finished_is_made_again(name):
     shared_path(f"{name}.0.index").write_bytes(b"\0" * 5000)
+    shared_path(f"{name}.0.index").chmod(0o600)
     tier = tier_of(name)
     assert tier.part == f"{name}.0"
     stored(tier, 0, range(2))
     assert found(tier, 0, range(2)).all()
     tier.close()
+
+
+@pytest.mark.parametrize("damage", ["manifest", "count", "magic"])
+def test_a_shared_index_that_cannot_be_read_bars_nobody(name, damage):
+    tier = tier_of(name)
+    tier.close()
+    path = shared_path(f"{name}.0.index")
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "manifest":
+            data[4096:4106] = b"?" * 10
+        case "count":
+            data[8:16] = (1 << 40).to_bytes(8, "little")
+        case "magic":
+            data[:8] = b"kvstowB9"
+    path.write_bytes(data)
+    tier = tier_of(name)
+    stored(tier, 0, range(2))
+    assert found(tier, 0, range(2)).all()
+    beside = SharedTiers(tier)
+    assert not beside.contains(0, [key(0, 0)]).any()
+    assert len(shared_readers(name)) == 1
+    for one in (tier, beside):
+        one.close()
+    assert path.read_bytes() == data  # perhaps a newer version's
+    path.unlink()
+
+
+@pytest.mark.parametrize("plant", ["link", "mode", "second name"])
+def test_planted_shared_memory_is_left_alone(name, plant, tmp_path):
+    path, target = shared_path(f"{name}.0.index"), tmp_path / "target"
+    target.write_bytes(b"mine")
+    target.chmod(0o600)
+    match plant:
+        case "link":
+            path.symlink_to(target)
+        case "mode":
+            path.write_bytes(b"mine")
+            path.chmod(0o666)
+        case "second name":
+            path.write_bytes(b"mine")
+            path.chmod(0o600)
+            os.link(path, path.with_suffix(".other"))
+    try:
+        tier = tier_of(name)
+        assert tier.part == f"{name}.1"
+        assert path.read_bytes() == target.read_bytes() == b"mine"
+        with pytest.raises(ArenaError):
+            SharedReader(f"{name}.0")
+        tier.close()
+    finally:
+        path.unlink()
+        path.with_suffix(".other").unlink(missing_ok=True)
+
+
+def test_rows_of_another_computation_are_not_read(name):
+    one = tier_of(name)
+    layout = hybrid().identified(replace(IDENTITY, weights="02" * 16))
+    other = HostTier(layout, capacity=64 * KIB, shared=name)
+    assert {one.part, other.part} == {f"{name}.0", f"{name}.1"}
+    stored(other, 0, range(2))
+    beside = SharedTiers(one)
+    assert not beside.contains(0, [key(0, 0)]).any()
+    for tier in (one, other, beside):
+        tier.close()
+    with pytest.raises(StoreError, match="which computation"):
+        HostTier(replace(layout, identity=None), capacity=64 * KIB, shared=name)
 
 
 def test_a_part_that_somebody_writes_is_not_removed(name):

@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvstow.offload.mover.jobs import JobKind, JobQueue, JobState, MoverJob
 from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.offload.tier import Counts, Usage
 from kvstow.testing.faulty import Fails, FaultyFiles
-from offloading import hybrid, key, row_bytes
+from offloading import IDENTITY, hybrid, key, row_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -278,7 +279,7 @@ def test_a_cancelled_job_begins_no_further_part_and_frees_its_blocks(setting):
     assert (pool.holds(0, blocks) == 1).all()
 
 
-def test_a_full_line_refuses_and_changes_nothing(setting):
+def test_a_full_queue_refuses_and_changes_nothing(setting):
     layout, _, host, below, make = setting
     pool = Pool(layout)
     mover = make(pool=pool, limits=Limits(workers=1, max_bytes=host.layout.row_bytes(0) * 3))
@@ -286,7 +287,7 @@ def test_a_full_line_refuses_and_changes_nothing(setting):
     below.rows[0, b"a"] = np.zeros(host.layout.row_bytes(0), np.uint8)
     blocks = pool.hold(0, 4)
     first = mover.load(0, [b"a"], blocks[:1])
-    with pytest.raises(StoreError, match="line is full") as caught:
+    with pytest.raises(StoreError, match="queue is full") as caught:
         mover.load(0, [b"a"] * 3, blocks[1:])
     assert len(caught.value.blocks) == 3
     assert (pool.holds(0, blocks[1:]) == 1).all()
@@ -304,7 +305,7 @@ def put(line, kind, count, rows_per_part=100):
     return job
 
 
-def test_a_line_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older():
+def test_a_queue_serves_the_urgent_kind_first_then_the_smaller_job_then_the_older():
     for urgent, other in ((JobKind.LOAD, JobKind.PREFETCH), (JobKind.STORE, JobKind.DEMOTE)):
         line = line_of(urgent)
         for kind, count in ((other, 1), (urgent, 9), (urgent, 2), (other, 5), (urgent, 9)):
@@ -333,6 +334,61 @@ def test_a_small_job_overtakes_a_large_one_that_has_begun():
     for part in taken:
         line.done(part)
     assert line.nbytes == len(line) == 0
+
+
+def test_a_large_job_is_overtaken_by_no_more_bytes_than_it_has():
+    line = line_of()
+    large = put(line, JobKind.LOAD, 50, rows_per_part=10)
+    overtaken = 0
+    for _ in range(100):  # a small job comes whenever a part has been taken
+        put(line, JobKind.LOAD, 2)
+        part = line.take()
+        line.done(part)
+        if part.job is large:
+            break
+        overtaken += part.nbytes
+    assert part.job is large
+    assert overtaken <= 50 * 10
+
+
+def test_without_workers_a_mover_moves_only_when_it_is_told_to():
+    before = threading.active_count()
+    layout = hybrid()
+    arena, host, below = (
+        Arena(layout),
+        HostTier(layout, capacity=MIB),
+        HostTier(layout, capacity=MIB),
+    )
+    arena.bytes.fill_(7)
+    mover = Mover(arena, host, below, limits=Limits(workers=0))
+    blocks = np.arange(4) + layout.groups[0].rows_per_slab
+    keys = [key(0, int(block)) for block in blocks]
+    job = mover.store(0, blocks, keys)
+    assert threading.active_count() == before
+    assert not job.over
+    assert not host.contains(0, keys).any()
+    assert mover.step()
+    assert job.result(0).all()
+    assert not below.contains(0, keys).any()
+    assert mover.step()  # the demotion
+    assert below.contains(0, keys).all()
+    assert not mover.step()
+    host.evict(0, keys)
+    arena.bytes.fill_(0)
+    job = mover.load(0, keys, blocks)
+    assert mover.drain(0)
+    assert job.result(0).all()
+    for block in blocks:
+        assert (row_bytes(layout, 0, int(block), arena.bytes.numpy()) == 7).all()
+    mover.close()
+
+
+def test_a_tier_below_that_keeps_another_computations_rows_is_refused():
+    layout = hybrid()
+    other = layout.identified(replace(IDENTITY, weights="02" * 16))
+    host, below = HostTier(layout, capacity=MIB), HostTier(other, capacity=MIB)
+    with pytest.raises(StoreError, match="another computation"):
+        Mover(Arena(layout), host, below)
 
 
 def test_the_less_urgent_kind_leaves_workers_to_the_urgent_one():
@@ -464,10 +520,10 @@ def test_each_direction_has_bounds_of_its_own(setting, copies):
     copies.before = lambda source, destination: go.wait(20)
     try:
         store = mover.store(0, ids[:3], keys_of(1, ids[:3]))
-        with pytest.raises(StoreError, match="line is full"):
+        with pytest.raises(StoreError, match="queue is full"):
             mover.store(0, ids[:1], [b"more"])
         load = mover.load(0, keys_of(0, ids[:3]), ids[1:])
-        with pytest.raises(StoreError, match="line is full"):
+        with pytest.raises(StoreError, match="queue is full"):
             mover.load(0, keys_of(0, ids[:1]), ids[:1])
     finally:
         go.set()
@@ -540,7 +596,7 @@ def test_a_job_that_ends_before_its_submission_returns_is_reaped_once(setting):
     layout, _, _host, _, make = setting
     pool = Pool(layout)
     mover = make(pool=pool)
-    line = mover._lines[False]
+    line = mover._queues[False]
     put = line.put
 
     def slow_put(job, *arguments):

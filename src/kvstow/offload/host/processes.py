@@ -9,14 +9,13 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 import numpy as np
 
 from kvstow.errors import KvstowError, StoreError
-from kvstow.memory.allocate import shared_path
+from kvstow.memory.allocate import open_shared
 from kvstow.offload.host.shared import SharedIndex, key_table, parts
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.rows import same_rows
@@ -44,13 +43,14 @@ class SharedReader:
     name = "shared"
 
     def __init__(self, part: str) -> None:
-        """Map the part of that name; OSError or ValueError where it is not there, or no part."""
+        """Map the part of that name; ArenaError or ValueError where it is not there, is not
+        this user's alone, or no part."""
         self.part = part
-        self._file = os.open(shared_path(f"{part}.index"), os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_shared(f"{part}.index", os.O_RDONLY)
         try:
             self.index = SharedIndex(self._file, writable=False)
             self.layout = self.index.layout
-            self._memory = _mapped(shared_path(f"{part}.rows"), self.layout.nbytes)
+            self._memory = _mapped(f"{part}.rows", self.layout.nbytes)
             if self.gone:  # so the rows may be those of another index
                 raise ValueError(f"{part} was removed")
         except (OSError, ValueError, KvstowError):
@@ -165,7 +165,13 @@ class SharedTiers:
 
     name = "shared"
 
-    def __init__(self, host: HostTier, below: Tier | None = None) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        below: Tier | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if host.part is None:
             raise StoreError(
                 "a host tier that is not shared cannot read other processes' tiers\n\n"
@@ -176,6 +182,7 @@ class SharedTiers:
         self._lock = Lock()
         self._known: dict[str, tuple[SharedReader, list[int]]] = {}
         """By part, its reader and its groups by ours; none for one that holds other rows."""
+        self._clock = clock
         self._looked = float("-inf")
         self._counter = Counter()
 
@@ -244,8 +251,8 @@ class SharedTiers:
     def _present(self) -> list[tuple[SharedReader, list[int]]]:
         """The tiers of other processes now, and their groups by ours."""
         with self._lock:
-            if time.monotonic() - self._looked >= LOOK_SECONDS:
-                self._looked = time.monotonic()
+            if self._clock() - self._looked >= LOOK_SECONDS:
+                self._looked = self._clock()
                 self._look_around()
             return [(one, groups) for one, groups in self._known.values() if groups]
 
@@ -265,7 +272,7 @@ class SharedTiers:
 
 def matching(ours: Layout, theirs: Layout) -> list[int]:
     """Per group of ours the group of theirs that has the same rows; empty where one lacks it."""
-    if ours.model != theirs.model:
+    if ours.model != theirs.model or _digest(ours) != _digest(theirs):
         return []
     found: list[int] = []
     for g in range(len(ours.groups)):
@@ -274,6 +281,11 @@ def matching(ours: Layout, theirs: Layout) -> list[int]:
             return []
         found.append(same[0])
     return found
+
+
+def _digest(layout: Layout) -> bytes | None:
+    """The computation that fills rows of the layout."""
+    return None if layout.identity is None else layout.identity.digest
 
 
 def shared_readers(name: str) -> list[SharedReader]:
@@ -287,6 +299,9 @@ def shared_readers(name: str) -> list[SharedReader]:
     return found
 
 
-def _mapped(path: Path, nbytes: int) -> Bytes:
-    with path.open("rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ), np.uint8)
+def _mapped(name: str, nbytes: int) -> Bytes:
+    file = open_shared(name, os.O_RDONLY)
+    try:
+        return np.frombuffer(mmap.mmap(file, nbytes, access=mmap.ACCESS_READ), np.uint8)
+    finally:
+        os.close(file)

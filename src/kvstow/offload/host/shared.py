@@ -29,6 +29,7 @@ on stores becoming visible in their order, which x86-64 promises.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import platform
@@ -41,13 +42,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.errors import StoreError
-from kvstow.memory.allocate import shared_path
+from kvstow.errors import ArenaError, KvstowError, StoreError
+from kvstow.memory.allocate import check_ours, open_shared, shared_path
 from kvstow.memory.arena import Arena
 from kvstow.offload.tier import MAX_KEY_BYTES
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode, encode
 from kvstow.plan.view import Ints, align_up
+
+log = logging.getLogger("kvstow.offload")
 
 MAGIC = b"kvstowB1"
 HEADER_BYTES = 4096
@@ -66,22 +69,33 @@ RECORD = np.dtype(
 Records = npt.NDArray[np.void]
 
 
+class UnfinishedIndex(ValueError):
+    """A file that a process made, and died before it was a shared index."""
+
+
 class SharedIndex:
     """The records and the log of one shared arena, mapped into this process."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
-        """Map a shared index; ValueError where the file is none, or not finished."""
+        """Map a shared index; ValueError where the file is none, UnfinishedIndex where not yet."""
         size = os.fstat(fd).st_size
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         if size < HEADER_BYTES:
-            raise ValueError(f"{size} bytes are no shared index")
+            raise UnfinishedIndex(f"{size} bytes are no shared index")
         memory = mmap.mmap(fd, size, access=access)
         magic, count, log_size, manifest_bytes, records_at, log_at = _FIELDS.unpack_from(memory)
-        if magic != MAGIC or log_at + 4 * log_size > size:
+        if magic == bytes(8):
+            raise UnfinishedIndex("the shared index has no header yet")
+        if magic != MAGIC or log_at + 4 * log_size > size or not log_size:
             raise ValueError(f"a file that begins with {magic!r} is no shared index")
         self.manifest = memory[HEADER_BYTES : HEADER_BYTES + manifest_bytes]
-        self.layout: Layout = decode(self.manifest)
+        try:
+            self.layout: Layout = decode(self.manifest)
+        except KvstowError as error:
+            raise ValueError(f"the manifest in the shared index: {error}") from error
         self._starts = starts(self.layout)
+        if count != self._starts[-1]:
+            raise ValueError(f"{count} records for {self._starts[-1]} rows")
         self.records: Records = np.frombuffer(memory, RECORD, count, records_at)
         self.seq: npt.NDArray[np.uint64] = self.records["seq"]
         self._counts = np.frombuffer(memory, "<u8", 2, _HEAD)
@@ -277,17 +291,25 @@ def _unlock(fd: int) -> None:
 
 
 def _locked(path: Path, *, create: bool = False) -> int | None:
-    """A descriptor that holds the file's lock; None where somebody else does, or no file is."""
+    """A descriptor that holds the file's lock; None where somebody else does, where there is no
+    file, or one that is not ours alone."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s is not used: %s", path, error.strerror)
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:  # not removed since it was opened
+            check_ours(fd, str(path))
             return fd
     except BlockingIOError:
         pass
+    except ArenaError as error:
+        log.warning("it is not used: %s", error)
     os.close(fd)
     return None
 
@@ -297,12 +319,15 @@ def _taken(path: Path, part: str, layout: Layout) -> SharedPart | None:
     lock = _locked(path)
     if lock is None:
         return None
-    index = _shared_index(lock)
-    rows = shared_path(f"{part}.rows")
-    if index is None or index.manifest != encode(layout) or not rows.exists():
-        _unlock(lock)
-        return None
-    return SharedPart(part, index, lock)
+    try:
+        index = SharedIndex(lock, writable=True)
+        if index.manifest == encode(layout):
+            os.close(open_shared(f"{part}.rows"))
+            return SharedPart(part, index, lock)
+    except (ValueError, ArenaError) as error:
+        log.info("shared host tier %s is not taken over: %s", part, error)
+    _unlock(lock)
+    return None
 
 
 def _made(part: str, layout: Layout) -> SharedPart | None:
@@ -311,7 +336,7 @@ def _made(part: str, layout: Layout) -> SharedPart | None:
     lock = _locked(path, create=True)
     if lock is None:
         return None
-    if _shared_index(lock) is not None:
+    if not _is_unfinished(lock):
         _unlock(lock)
         return None
     try:
@@ -330,15 +355,19 @@ def _made(part: str, layout: Layout) -> SharedPart | None:
 
 def _make_rows(path: Path, nbytes: int) -> None:
     path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     finally:
         os.close(fd)
 
 
-def _shared_index(fd: int) -> SharedIndex | None:
+def _is_unfinished(fd: int) -> bool:
+    """Whether a process died while it made the index, or nobody has begun to."""
     try:
-        return SharedIndex(fd, writable=True)
+        SharedIndex(fd, writable=True)
+    except UnfinishedIndex:
+        return True
     except ValueError:
-        return None
+        return False
+    return False

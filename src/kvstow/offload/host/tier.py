@@ -31,7 +31,10 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
+    known_identity,
+    note_unverified,
 )
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 
@@ -46,7 +49,10 @@ class Reservation:
 
 
 class HostTier:
-    """Rows of one layout in one host arena of at most `capacity` bytes."""
+    """Rows of one layout in one host arena of at most `capacity` bytes.
+
+    A shared tier must know which computation makes its rows: `identity`, or the layout's.
+    """
 
     name = "host"
 
@@ -58,7 +64,12 @@ class HostTier:
         policy: PolicyName = "lru",
         numa_node: int | None = None,
         shared: str | None = None,
+        identity: Identity | None = None,
     ) -> None:
+        if shared is not None or identity is not None:
+            known = known_identity(layout, identity, f"shared host tier {shared!r}")
+            layout = layout.identified(known)
+            note_unverified(known, f"shared host tier {shared!r}")
         self.layout = pooled(layout, capacity)
         pinned = torch.cuda.is_available()
         with on_node(numa_node):

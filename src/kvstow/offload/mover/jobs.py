@@ -1,11 +1,12 @@
-"""Jobs of a mover, and the lines they stand in.
+"""Jobs of a mover, and the queues they wait in.
 
     inward    loads, then read-ahead
     outward   stores, then demotion
 
-Each direction has a line and workers of its own, so neither waits for the other. Within a kind
-the smaller job goes first, then the older. Long jobs are cut into parts when their turn comes, so
-that a job waits for the parts under way at most.
+Each direction has a queue and workers of its own, so neither waits for the other. Within a kind
+the job goes first that would end first if all took turns byte by byte: small jobs overtake large
+ones, but never by more bytes than the large one has, so none waits for ever. Long jobs are cut
+into parts when their turn comes, so that a job waits for the parts under way at most.
 """
 
 import heapq
@@ -138,11 +139,12 @@ class JobPart:
 
 
 @dataclass(slots=True, order=True)
-class _Standing:
-    """A job in line, and the parts that are left of it."""
+class _Waiting:
+    """A job in the queue, and the parts that are left of it."""
 
     kind: JobKind
-    nbytes: int
+    due: int
+    """Bytes of the kind that had been taken when it came, and its own."""
     number: int
     job: MoverJob = field(compare=False)
     row_bytes: int = field(compare=False)
@@ -163,10 +165,11 @@ class JobQueue:
         """How many parts that are less urgent than `urgent` may be under way at a time."""
         self._max_parts = max_parts
         self._max_bytes = max_bytes
-        self._heap: list[_Standing] = []
+        self._heap: list[_Waiting] = []
         self._num_parts = 0
         self._nbytes = 0
         self._busy = 0
+        self._taken_bytes = dict.fromkeys(JobKind, 0)
         self._numbers = count()
         self._closed = False
         self._lock = Lock()
@@ -193,7 +196,7 @@ class JobQueue:
                 self._nbytes and self._nbytes + nbytes > self._max_bytes
             ):
                 raise StoreError(
-                    f"the mover's line is full: {self._num_parts} of {self._max_parts} parts, "
+                    f"the mover's queue is full: {self._num_parts} of {self._max_parts} parts, "
                     f"{self._nbytes} of {self._max_bytes} bytes\n\n"
                     "hint: wait for jobs, or give the mover larger limits",
                     blocks=job.blocks,
@@ -202,19 +205,23 @@ class JobQueue:
             if not len(starts):
                 return
             cuts = [slice(at, min(at + rows_per_part, len(job.keys))) for at in reversed(starts)]
+            due = self._taken_bytes[job.kind] + nbytes
             heapq.heappush(
-                self._heap, _Standing(job.kind, nbytes, next(self._numbers), job, row_bytes, cuts)
+                self._heap, _Waiting(job.kind, due, next(self._numbers), job, row_bytes, cuts)
             )
             self._num_parts += len(cuts)
             self._nbytes += nbytes
             self._ready.notify(len(cuts))
 
-    def take(self) -> JobPart | None:
-        """The next part, when there is one that may run; None when the line is closed."""
+    def take(self, *, wait: bool = True) -> JobPart | None:
+        """The next part, when there is one that may run; None when the queue is closed, or at
+        once where nobody is to wait."""
         with self._lock:
             while not self._closed:
                 if self._heap and self._may_run(self._heap[0].kind):
                     return self._taken()
+                if not wait:
+                    break
                 self._ready.wait()
             return None
 
@@ -227,6 +234,7 @@ class JobQueue:
         if not first.cuts:
             heapq.heappop(self._heap)
         self._num_parts -= 1
+        self._taken_bytes[first.kind] += part.nbytes
         self._busy += first.kind > self._urgent
         return part
 

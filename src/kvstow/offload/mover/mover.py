@@ -7,7 +7,7 @@
 A job's blocks are held (where a pool is given) from submission until `reap`, so none of them is
 handed out for writing while bytes move. A job that fails names its blocks; nothing else stops.
 
-Inward and outward have workers, a line and a stream each. A worker submits a part's copy, waits
+Inward and outward have workers, a queue and a stream each. A worker submits a part's copy, waits
 for it and enters the result; meanwhile the direction's other workers submit the parts behind it:
 
     copies     ├── part 0 ──┼── part 1 ──┼── part 2 ──┼── part 3 ─
@@ -54,7 +54,8 @@ class Limits:
     """How much may be under way at a time in each direction.
 
     `workers` parts of about `part_bytes` are on their way, at least half of them loads or
-    stores where there are any; `max_parts` and `max_bytes` may stand in line.
+    stores where there are any; `max_parts` and `max_bytes` may wait in a queue. Without
+    workers nothing moves but by `Mover.step`.
     """
 
     workers: int = 2
@@ -88,16 +89,17 @@ class Mover:
         self._limits = limits
         groups = range(len(arena.layout.groups))
         self._host_group = [matching_group(arena.layout, g, host.layout) for g in groups]
-        self._bridges = [
+        self._mappings = [
             RowMapping(arena.layout, g, host.layout, h)
             for g, h in zip(groups, self._host_group, strict=True)
         ]
         if below is not None:
+            _check_identity(host, below)
             for g in range(len(host.layout.groups)):
                 _check_same(host, below, g)
         self._fences: StreamOrder = fences(arena)
-        self._fetcher = Promoter(arena, host, below, self._fences) if below is not None else None
-        self._lines = {
+        self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
+        self._queues = {
             urgent.inward: JobQueue(
                 urgent=urgent,
                 others=max(1, limits.workers // 2),
@@ -116,8 +118,8 @@ class Mover:
         self._finished: list[MoverJob] = []
         self.skipped_demotions = 0
         self._threads = [
-            Thread(target=self._work, args=(line,), name=f"kvstow-mover-{name}-{i}", daemon=True)
-            for line, name in ((self._lines[True], "in"), (self._lines[False], "out"))
+            Thread(target=self._work, args=(queue,), name=f"kvstow-mover-{name}-{i}", daemon=True)
+            for queue, name in ((self._queues[True], "in"), (self._queues[False], "out"))
             for i in range(limits.workers)
         ]
         for thread in self._threads:
@@ -139,7 +141,7 @@ class Mover:
     def prefetch(self, group: int, keys: Sequence[bytes]) -> MoverJob:
         """Bring rows from below to the host tier, as far as there is room."""
         job = MoverJob(JobKind.PREFETCH, group, keys, np.empty(0, np.int64))
-        self._queue(job)
+        self._enqueue(job)
         return job
 
     def reap(self) -> tuple[MoverJob, ...]:
@@ -152,18 +154,29 @@ class Mover:
             self._fences.forget(job)
         return tuple(finished)
 
+    def step(self) -> bool:
+        """Run the next part in this thread, loads first; whether there was one."""
+        for inward in (True, False):
+            part = self._queues[inward].take(wait=False)
+            if part is not None:
+                self._run(self._queues[inward], part)
+                return True
+        return False
+
     def drain(self, timeout: float | None = None) -> bool:
         """Whether everything is over, demotion included, within so many seconds."""
+        while not self._threads and self.step():
+            pass
         end = None if timeout is None else monotonic() + timeout
         return all(
-            line.wait_empty(None if end is None else max(0.0, end - monotonic()))
-            for line in self._lines.values()
+            queue.wait_empty(None if end is None else max(0.0, end - monotonic()))
+            for queue in self._queues.values()
         )
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has."""
-        for line in self._lines.values():
-            for part in line.close():
+        for queue in self._queues.values():
+            for part in queue.close():
                 part.job.cancel()
                 self._end(part, ran=False, error=None)
         for thread in self._threads:
@@ -181,7 +194,7 @@ class Mover:
         if self._pool is not None and len(blocks):
             self._pool.share(group, blocks)
         try:
-            self._queue(job)
+            self._enqueue(job)
         except BaseException:
             if self._pool is not None and len(blocks):
                 self._pool.release(group, blocks)
@@ -189,29 +202,32 @@ class Mover:
             raise
         return job
 
-    def _queue(self, job: MoverJob) -> None:
+    def _enqueue(self, job: MoverJob) -> None:
         row_bytes = self._host.layout.row_bytes(self._host_group[job.group])
         rows_per_part = max(1, self._limits.part_bytes // row_bytes)
-        self._lines[job.kind.inward].put(job, row_bytes, rows_per_part)
+        self._queues[job.kind.inward].put(job, row_bytes, rows_per_part)
         if not job.keys:  # no part will end it
             self._finish(job)
 
     # ── workers ───────────────────────────────────────────────────────────────────
 
-    def _work(self, line: JobQueue) -> None:
-        while (part := line.take()) is not None:
-            ran = part.job.begun()
-            error: StoreError | None = None
-            if ran:
-                try:
-                    self._runs[part.job.kind](part.job, part.positions)
-                except Exception as cause:
-                    error = _named(part, cause)
-                    log.warning("%s", error)
-            self._end(part, ran=ran, error=error)
-            if ran and error is None and part.job.kind is JobKind.STORE:
-                self._begin_demotion(part.job, part.positions)
-            line.done(part)
+    def _work(self, queue: JobQueue) -> None:
+        while (part := queue.take()) is not None:
+            self._run(queue, part)
+
+    def _run(self, queue: JobQueue, part: JobPart) -> None:
+        ran = part.job.begun()
+        error: StoreError | None = None
+        if ran:
+            try:
+                self._runs[part.job.kind](part.job, part.positions)
+            except Exception as cause:
+                error = _named(part, cause)
+                log.warning("%s", error)
+        self._end(part, ran=ran, error=error)
+        if ran and error is None and part.job.kind is JobKind.STORE:
+            self._begin_demotion(part.job, part.positions)
+        queue.done(part)
 
     def _end(self, part: JobPart, *, ran: bool, error: StoreError | None) -> None:
         if part.job.ended(ran=ran, error=error):
@@ -235,7 +251,7 @@ class Mover:
         try:
             if len(reservation.ids):
                 sources = _of(reservation.keys, keys, ids)
-                moves = self._bridges[job.group].out(sources, reservation.ids)
+                moves = self._mappings[job.group].out(sources, reservation.ids)
                 self._copied(job, self._arena, self._host.arena, moves)
         except BaseException:
             self._host.abandon(reservation)
@@ -247,13 +263,13 @@ class Mover:
         group = self._host_group[job.group]
         keys, ids = job.keys[positions], job.ids[positions]
         moved = self._from_host(job, keys, ids)
-        if self._fetcher is not None and not moved.all():
+        if self._promoter is not None and not moved.all():
             rest = chosen(keys, ~moved)
-            self._fetcher.fetch(group, rest)
+            self._promoter.promote(group, rest)
             moved[~moved] = self._from_host(job, rest, ids[~moved], count=False)
-        if self._fetcher is not None and not moved.all():
+        if self._promoter is not None and not moved.all():
             rest = chosen(keys, ~moved)
-            moved[~moved] = self._fetcher.directly(job, group, rest, ids[~moved])
+            moved[~moved] = self._promoter.past_host(job, group, rest, ids[~moved])
         job.moved[positions] = moved
 
     def _from_host(
@@ -263,7 +279,7 @@ class Mover:
         group = self._host_group[job.group]
         with self._host.held(group, keys) as (mask, rows):
             if len(rows):
-                moves = self._bridges[job.group].back(rows, ids[mask])
+                moves = self._mappings[job.group].back(rows, ids[mask])
                 self._copied(job, self._host.arena, self._arena, moves)
         if count:
             self._host.count_load(group, len(keys), len(rows))
@@ -272,9 +288,9 @@ class Mover:
     def _prefetch(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]
         keys = job.keys[positions]
-        if self._fetcher is not None:
+        if self._promoter is not None:
             here = self._host.contains(group, keys)
-            self._fetcher.fetch(group, chosen(keys, ~here))
+            self._promoter.promote(group, chosen(keys, ~here))
         job.moved[positions] = self._host.contains(group, keys)
 
     def _begin_demotion(self, job: MoverJob, positions: slice) -> None:
@@ -289,8 +305,8 @@ class Mover:
         if not keys:
             return
         try:
-            self._queue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
-        except StoreError:  # the line is full: a cache may forget
+            self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
+        except StoreError:  # the queue is full: a cache may forget
             self.skipped_demotions += len(keys)
 
     def _demote(self, job: MoverJob, positions: slice) -> None:
@@ -318,6 +334,16 @@ def _named(part: JobPart, cause: Exception) -> StoreError:
         f"{part.job.kind.name.lower()} of group {part.job.group}, {what}: {cause}",
         blocks=tuple((part.job.group, block) for block in ids),
     )
+
+
+def _check_identity(host: HostTier, below: Tier) -> None:
+    """Refuses a tier below that keeps rows of another computation."""
+    mine, theirs = host.layout.identity, below.layout.identity
+    if mine is not None and theirs is not None and (unlike := theirs.differences(mine)):
+        raise StoreError(
+            f"tier {below.name!r} keeps rows of another computation than the host tier:\n"
+            + "\n".join(unlike)
+        )
 
 
 def _check_same(host: HostTier, below: Tier, group: int) -> None:

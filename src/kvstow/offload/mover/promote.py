@@ -21,11 +21,11 @@ class Promoter:
         self._arena, self._host, self._below = arena, host, below
         self._fences = fences
         self._lock = Lock()
-        self._fetching: dict[tuple[int, bytes], Event] = {}
+        self._under_way: dict[tuple[int, bytes], Event] = {}
         self._window_lock = Lock()
         self._windows: dict[int, RowStage] = {}
 
-    def fetch(self, group: int, keys: Sequence[bytes]) -> None:
+    def promote(self, group: int, keys: Sequence[bytes]) -> None:
         """Bring rows of a group of the host tier to the host, as far as there is room.
 
         Those that another thread is bringing are waited for, not brought twice.
@@ -33,22 +33,22 @@ class Promoter:
         wanted = list(dict.fromkeys(keys))
         with self._lock:
             others = [
-                self._fetching[group, key] for key in wanted if (group, key) in self._fetching
+                self._under_way[group, key] for key in wanted if (group, key) in self._under_way
             ]
-            mine = [key for key in wanted if (group, key) not in self._fetching]
+            mine = [key for key in wanted if (group, key) not in self._under_way]
             arrived = Event()
-            self._fetching.update({(group, key): arrived for key in mine})
+            self._under_way.update({(group, key): arrived for key in mine})
         try:
-            self._fetch_mine(group, mine)
+            self._promote_mine(group, mine)
         finally:
             with self._lock:
                 for key in mine:
-                    del self._fetching[group, key]
+                    del self._under_way[group, key]
             arrived.set()
         for other in others:
             other.wait()
 
-    def _fetch_mine(self, group: int, keys: Sequence[bytes]) -> None:
+    def _promote_mine(self, group: int, keys: Sequence[bytes]) -> None:
         there = self._below.contains(group, keys)
         reservation = self._host.reserve(group, chosen(keys, there))
         filled = np.zeros(len(reservation.ids), bool)
@@ -58,7 +58,7 @@ class Promoter:
         finally:
             self._host.keep(reservation, filled)
 
-    def directly(self, job: MoverJob, host_group: int, keys: Sequence[bytes], ids: Ints) -> Bools:
+    def past_host(self, job: MoverJob, host_group: int, keys: Sequence[bytes], ids: Ints) -> Bools:
         """Bring rows to blocks of the arena past the host, which had no room for them; which."""
         found = np.zeros(len(keys), bool)
         if not self._below.contains(host_group, keys).any():
