@@ -22,7 +22,8 @@ def test_layers_are_in_natural_order_not_in_string_order():
     names = [f"model.layers.{i}.attn" for i in range(12)]
     (group,) = grouped([attention(name) for name in sorted(names)])
     assert [layer.name for layer in group.layers] == names
-    assert natural("a2b") < natural("a10")
+    assert natural("a2b") < natural("a10") < natural("a011") < natural("b")
+    assert natural("a" + "9" * 5000) > natural("a" + "8" * 5000)
 
 
 def test_no_layer_name_is_reserved():

@@ -62,8 +62,8 @@ class Group:
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
     """A sort key by which `layers.2` comes before `layers.10`."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+    parts = re.split(r"0*(\d+)", name)
+    return tuple((len(part), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
 def grouped(layers: Iterable[LayerSpec]) -> tuple[Group, ...]:

@@ -33,6 +33,9 @@ NULL_SLABS = 1
 MAX_PIECES = 4096
 """Pieces a page may be in: more heads than any model has."""
 
+MAX_ALL_PIECES = 1 << 17
+"""Pieces that the pages of one block may be in altogether: checking takes a second then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -237,6 +240,11 @@ class Layout:
 
     def _broken_pages(self) -> list[str]:
         broken: list[str] = []
+        pieces = sum(
+            num_pieces(layer, place, self.order) for _, layer, place in self.layers.values()
+        )
+        if pieces > MAX_ALL_PIECES:
+            return [f"order: {pieces} pieces in all, at most {MAX_ALL_PIECES}"]
         for rows in self.groups:
             pieces: list[Run] = []
             for layer, place in zip(rows.group.layers, rows.placements, strict=True):
@@ -276,6 +284,14 @@ def page_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
     if len(runs) == 1:
         return (Run(place.offset, spec.page_bytes),)
     return runs
+
+
+def num_pieces(spec: LayerSpec, place: Placement, order: Order) -> int:
+    """How many pieces the page of one block is in, as far as its strides tell."""
+    heads, states = spec.heads.size, spec.states
+    if order.index("H") < order.index("N"):
+        return 1 if place.head_stride == states * spec.cell_bytes else heads
+    return 1 if place.token_stride == heads * spec.cell_bytes else states
 
 
 def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align: int) -> list[str]:

@@ -48,8 +48,11 @@ def slab_geometry(
     Waste is what rows are padded by, averaged over groups, plus the worst group's, plus
     two partly used slabs per group, as a part of the pool.
     """
-    rows = np.array([align_up(n, s) for n, s in zip(row_bytes, steps, strict=True)], np.int64)
-    longest = int(rows.max())
+    strides = [align_up(n, s) for n, s in zip(row_bytes, steps, strict=True)]
+    longest = max(strides)
+    if longest >> 62:
+        raise PlanError(f"a row of {longest} bytes is not below 2^62")
+    rows = np.array(strides, np.int64)
     if len(rows) == 1:
         return Geometry(longest, (1,))
     pool = pool_bytes or USUAL_POOL_ROWS * longest

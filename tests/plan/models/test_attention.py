@@ -43,7 +43,7 @@ def kept(model_type: str, **facts: object) -> list[Retention]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 10000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 1000"),
         ({"head_dim": 2**40 + 1}, "head_dim is 1099511627777, more than 1099511627776"),
         ({"num_key_value_heads": 16}, "8 attention heads cannot share 16 kv heads"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 kv heads"),

@@ -26,7 +26,7 @@ ONE_HEAD = Extent.whole("head", 1)
 _NVFP4_SCALE_GROUP = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1000
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
