@@ -80,10 +80,10 @@ class PrefixStore:
             keys = keys[: num_tokens // group.block_tokens]
             rows = self._rows(request, g, num_tokens, is_running=is_running)
             chained = links(keys)
+            there = self._store.contains(self._groups[g], keys).tolist()
+            ids, index = rows.ids.tolist(), rows.index.tolist()
             new = [
-                (int(id), int(k))
-                for id, k in zip(rows.ids, rows.index, strict=True)
-                if k < len(keys) and not self._store.contains(self._groups[g], [keys[k]])[0]
+                (id, k) for id, k in zip(ids, index, strict=True) if k < len(keys) and not there[k]
             ]
             try:
                 self._store.save(

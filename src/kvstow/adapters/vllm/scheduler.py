@@ -179,7 +179,7 @@ class SchedulerSide:
         self._recall = RecallKeys(groups, identity) if options.offloads else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._workers: tuple[WorkerEndpoint, ...] = ()
-        self._adopt: Callable[[OfferBlocks], None] | None = None
+        self._adopt: Callable[[OfferBlocks], object] | None = None
         self._incoming: dict[str, Handover] = {}
         self._loading: set[str] = set()
         """Requests whose blocks are not yet what the engine counts as computed."""
@@ -197,7 +197,7 @@ class SchedulerSide:
         self,
         workers: Sequence[WorkerEndpoint],
         *,
-        adopt: Callable[[OfferBlocks], None] | None = None,
+        adopt: Callable[[OfferBlocks], object] | None = None,
     ) -> None:
         """The workers' agents, by rank. `adopt` is there where the only worker runs in this
         very process and thread: it is told of an offer before its tickets leave."""
