@@ -240,11 +240,11 @@ class Layout:
 
     def _broken_pages(self) -> list[str]:
         broken: list[str] = []
-        pieces = sum(
+        total = sum(
             num_pieces(layer, place, self.order) for _, layer, place in self.layers.values()
         )
-        if pieces > MAX_ALL_PIECES:
-            return [f"order: {pieces} pieces in all, at most {MAX_ALL_PIECES}"]
+        if total > MAX_ALL_PIECES:
+            return [f"order: {total} pieces in all, at most {MAX_ALL_PIECES}"]
         for rows in self.groups:
             pieces: list[Run] = []
             for layer, place in zip(rows.group.layers, rows.placements, strict=True):
