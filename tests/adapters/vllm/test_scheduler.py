@@ -34,14 +34,16 @@ PROMPT = list(range(10))
 
 
 def side(
-    settings: ConnectorOptions | None = None, declared: CacheDeclaration | None = None
+    settings: ConnectorOptions | None = None,
+    declared: CacheDeclaration | None = None,
+    identity: Identity = IDENTITY,
 ) -> SchedulerSide:
     declared = declared or hybrid()
     made = SchedulerSide(
         declared_groups(declared),
         declared.num_blocks,
         settings or ConnectorOptions(),
-        identity=IDENTITY,
+        identity=identity,
     )
     made.meet([CARD])
     return made
@@ -177,6 +179,13 @@ def test_parameters_that_are_no_handover_are_counted_and_the_prompt_is_computed(
     assert decode.counts["refused"] == 1
     assert decode.matched("d", 0) == 0
     assert decode.take_step(idle=True) == StepOrders(idle=True)
+
+
+def test_tickets_of_another_computation_are_refused_before_anything_is_pulled():
+    decode = side(identity=replace(NAMED, weights="another checkpoint"))
+    decode.arrived(asked("d", params=offered(side(identity=NAMED))))
+    assert decode.matched("d", 0) == 0
+    assert decode.counts["refused"] == 1
 
 
 def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstow.errors import ModelError, TransferError
 from kvstow.plan.checkpoint import adapter_digest
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.ticket import MAX_BODY_BYTES, Ticket
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Per group, the ids of a request's blocks by position; 0 where there is none."""
@@ -275,7 +275,7 @@ def _unpacked(carried: _Carried) -> tuple[Ticket, ...]:
     left = MAX_HANDOVER_BYTES
     tickets: list[Ticket] = []
     for text in carried.tickets:
-        tickets.append(Ticket.parse(text, max_body_bytes=min(per_ticket, left)))
+        tickets.append(Ticket.parse(text, max_body_bytes=min(per_ticket, left, MAX_BODY_BYTES)))
         left -= len(tickets[-1].body)
         if left <= 0:
             raise _refused(f"tickets inflate to more than {MAX_HANDOVER_BYTES} bytes")

@@ -176,6 +176,7 @@ class SchedulerSide:
     ) -> None:
         self._groups = tuple(groups)
         self._options = options
+        self._identity = identity
         self._recall = RecallKeys(groups, identity) if options.offloads else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._workers: tuple[WorkerEndpoint, ...] = ()
@@ -219,6 +220,7 @@ class SchedulerSide:
         """Whether the request came with tickets that may be used; they are kept alive then."""
         try:
             handover = handover_in(request)
+            self._check_identity(handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
@@ -228,6 +230,17 @@ class SchedulerSide:
         self._incoming[request.id] = handover
         self._keeps += handover.tickets
         return True
+
+    def _check_identity(self, handover: Handover | None) -> None:
+        """Refuse tickets of another computation; those that name none are compared when met."""
+        for ticket in handover.tickets if handover else ():
+            if ticket.identity not in (b"", self._identity.digest):
+                raise TransferError(
+                    f"agent {ticket.agent!r} computes otherwise than {self._identity.model!r} "
+                    "here: weights, configuration, cache dtype or kernels differ\n\n"
+                    "hint: compare both instances' manifest_file with `kvstow route`",
+                    kind="ticket",
+                )
 
     def present(self, answers: Sequence[KeysPresent]) -> None:
         """The workers' answers to what was looked up."""
@@ -332,6 +345,7 @@ class SchedulerSide:
                 num_tokens=num_tokens,
                 blocks=blocks,
                 generations=generations,
+                identity=self._identity.digest,
             )
             for worker in self._workers
         )
