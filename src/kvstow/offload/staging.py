@@ -33,7 +33,7 @@ class RowStage:
         if not self._mapping.same or arena.device.type != "cpu":
             self._stage = Arena(shape, pinned=torch.cuda.is_available())
 
-    def promote(self, ids: Ints) -> list[Bytes]:
+    def fetch(self, ids: Ints) -> list[Bytes]:
         """The bytes of at most `num_rows` rows; valid until the next call."""
         if self._stage is None:
             return views(self._arena, self._group, ids)
