@@ -70,7 +70,10 @@ def alone(pair: list[Server], prompt: str | list[int], max_tokens: int = 12) -> 
 def test_the_engine_declares_what_was_recorded(pair: list[Server], logs: Path):
     layout = manifest.decode((logs / "manifest.0-0").read_bytes())
     recorded = declared_layout(recorded_vllm.smollm2("BLHNC"), base_align=64)
-    assert replace(layout, model=recorded.model) == recorded
+    assert layout.identity is not None
+    assert layout.identity.interior == "cpu-transposed"
+    assert layout.identity.is_verified
+    assert replace(layout, model=recorded.model, identity=recorded.identity) == recorded
 
 
 # ── it works ──────────────────────────────────────────────────────────────────────────────

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import gemma
 import pytest
 from serving import Launch, Server, running
 
 import recorded_vllm
 from kvstow.adapters.vllm.layout import declared_layout
+from kvstow.demo.weights import GEMMA3, unpacked
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 
@@ -29,9 +29,7 @@ STORY = (
 
 @pytest.fixture(scope="module")
 def pair(logs: Path) -> Iterator[list[Server]]:
-    model = gemma.checkpoint()
-    if model is None:
-        pytest.skip(f"the package {gemma.PACKAGE} is not installed")
+    model = unpacked(GEMMA3)
     launches = [
         Launch(
             model=model,
@@ -65,7 +63,10 @@ def test_the_engine_declares_what_was_recorded(
     """Two servers, two orders."""
     layout = manifest.decode((logs / f"manifest-{rows}.0-0").read_bytes())
     recorded = declared_layout(recorded_vllm.gemma3(order), base_align=64)
-    assert replace(layout, model=recorded.model) == recorded
+    assert layout.identity is not None
+    assert layout.identity.interior == "cpu-transposed"
+    assert layout.identity.is_verified
+    assert replace(layout, model=recorded.model, identity=recorded.identity) == recorded
 
 
 @pytest.mark.parametrize("count", [6, 128, 400, WINDOW, WINDOW + 1, 640, 900])
