@@ -110,8 +110,9 @@ def _tokenizer(folder: Path) -> str:
 
 def _weights(folder: Path) -> str:
     """The digest of all weight files, from the cache where sizes and times are the same."""
-    files = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
-    if not files:
+    by_format = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    files = next(filter(None, by_format), None)
+    if files is None:
         raise ModelError(
             f"{folder}: no weights ({', '.join(WEIGHTS)}) to identify the model by\n\n"
             f"hint: name the folder that holds them, or use Identity.unverified('why')"

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvstow.errors import ModelError, SpecError
-from kvstow.plan.checkpoint import adapter_digest, read_checkpoint
 
 TOKEN_ORDERED = "token-ordered"
 """Pages whose cells lie one token after the other: every GPU backend we know."""
@@ -101,6 +100,9 @@ class Identity:
         `adapter` is a LoRA's directory, or a name for one that lies elsewhere.
         Raises ModelError where there is no configuration or there are no weights.
         """
+        # Here, because layouts have identities and must not need msgspec to be imported.
+        from kvstow.plan.checkpoint import adapter_digest, read_checkpoint
+
         checkpoint = read_checkpoint(Path(model_dir))
         return Identity(
             model=model or checkpoint.name,
