@@ -1,6 +1,7 @@
 """The side channel's bytes: whatever comes in, a frame or a counted refusal comes out."""
 
 import struct
+import zlib
 
 import msgspec
 import pytest
@@ -12,6 +13,12 @@ from kvstow.transfer.channel.framing import Frame, Unreadable, decode, encode
 from kvstow.transfer.channel.messages import Begin, End, Renew
 
 FRAME = Frame(5, 9, Renew((1, 2, 2**63 - 1)))
+
+
+def sealed(body: bytes) -> bytes:
+    """A frame around any body, as whoever can count would make it."""
+    header = struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 1, 1, len(body))
+    return header + struct.pack(">I", zlib.crc32(header + body)) + body
 
 
 def any_message() -> st.SearchStrategy[messages.AnyMessage]:
@@ -41,12 +48,11 @@ def test_garbage_is_refused(data):
 
 @given(st.binary(max_size=100))
 def test_a_garbage_body_is_refused(body):
-    header = struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 1, 1, len(body))
     try:
-        frame = decode(header + body)
+        frame = decode(sealed(body))
     except Unreadable:
         return
-    assert encode(frame) == header + body
+    assert encode(frame) == sealed(body)
 
 
 @given(st.data())
@@ -95,14 +101,14 @@ def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch):
 def test_a_body_that_is_no_message_is_refused(body):
     data = msgspec.msgpack.encode(body)
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, len(data)) + data)
+        decode(sealed(data))
     assert caught.value.reason == "body"
 
 
 def test_deeply_nested_bodies_do_not_exhaust_the_stack():
     data = b"\x91" * 100_000
     with pytest.raises(Unreadable) as caught:
-        decode(struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, len(data)) + data)
+        decode(sealed(data))
     assert caught.value.reason == "body"
 
 
@@ -112,5 +118,14 @@ def test_the_header_is_where_the_documentation_says():
     assert int.from_bytes(data[4:6], "big") == 3
     assert int.from_bytes(data[6:14], "big") == 5
     assert int.from_bytes(data[14:22], "big") == 9
-    assert int.from_bytes(data[22:26], "big") == len(data) - 26
-    assert msgspec.msgpack.decode(data[26:]) == ["renew", [1, 2, 2**63 - 1]]
+    assert int.from_bytes(data[22:26], "big") == len(data) - 30
+    assert int.from_bytes(data[26:30], "big") == zlib.crc32(data[:26] + data[30:])
+    assert msgspec.msgpack.decode(data[30:]) == ["renew", [1, 2, 2**63 - 1]]
+
+
+@given(any_message(), st.data())
+def test_a_bit_that_was_turned_over_anywhere_is_noticed(message, data):
+    whole = bytearray(encode(Frame(5, 9, message)))
+    whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(Unreadable):
+        decode(bytes(whole))

@@ -4,6 +4,7 @@ import logging
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -104,6 +105,11 @@ def frame(message: Any, *, session: int = 0, sequence: int = 1) -> bytes:
     return framing.encode(framing.Frame(session, sequence, message))
 
 
+def sealed(body: bytes) -> bytes:
+    header = struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, len(body))
+    return header + struct.pack(">I", zlib.crc32(header + body)) + body
+
+
 def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabric):
     good = frame(messages.Renew((1,)))
     skewed = good[:4] + struct.pack(">H", 9) + good[6:]
@@ -111,7 +117,8 @@ def test_each_kind_of_broken_frame_is_survived_and_counted(node, stranger, fabri
         "magic": b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
         "truncated": good[:-1],
         "version": skewed,
-        "body": struct.pack(">4sHQQI", b"KVSW", framing.VERSION, 0, 1, 2) + b"\xc1\xc1",
+        "body": sealed(b"\xc1\xc1"),
+        "checksum": good[:-1] + bytes([good[-1] ^ 1]),
         "session": good,
     }
     for reason, data in broken.items():

@@ -6,9 +6,10 @@
     6       8      session: 0 before the handshake, then what the server drew
     14      8      sequence: grows with every frame of one sender in one session
     22      4      length of the body
-    26      …      body: MessagePack, one array that starts with the message's name
+    26      4      CRC-32 of all the other bytes
+    30      …      body: MessagePack, one array that starts with the message's name
 
-A header reads the same in every version, so that two versions can tell each other apart. A
+The version is at the same place in every version, so that two versions can tell each other apart. A
 frame that is not whole, of another session, or not newer than the last one of its sender, is
 dropped and counted. How frames travel is no concern of this module.
 """
@@ -17,6 +18,7 @@ import struct
 from collections.abc import Callable
 from random import Random
 from typing import Literal, NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -36,9 +38,11 @@ MAX_CLIENTS = 4096
 """Clients that are known at once; more are not heard until others have gone."""
 
 _HEADER = struct.Struct(">4sHQQI")
+_CHECKSUM = struct.Struct(">I")
+_BODY = _HEADER.size + _CHECKSUM.size
 
 DropReason = Literal[
-    "magic", "truncated", "oversized", "version", "body", "replayed", "session", "flood"
+    "magic", "truncated", "oversized", "version", "checksum", "body", "replayed", "session", "flood"
 ]
 OnDrop = Callable[[DropReason, str], None]
 
@@ -66,24 +70,29 @@ class Unreadable(Exception):
 def encode(frame: Frame) -> bytes:
     """The frame as bytes."""
     body = _encoder.encode(frame.message)
-    return _HEADER.pack(MAGIC, VERSION, frame.session, frame.sequence, len(body)) + body
+    header = _HEADER.pack(MAGIC, VERSION, frame.session, frame.sequence, len(body))
+    return header + _CHECKSUM.pack(crc32(body, crc32(header))) + body
 
 
 def decode(data: bytes) -> Frame:
     """The frame in these bytes; Unreadable, and nothing else, where there is none."""
     if len(data) > MAX_FRAME:
         raise Unreadable("oversized", f"{len(data)} bytes, at most {MAX_FRAME}")
-    if len(data) < _HEADER.size:
-        raise Unreadable("truncated", f"{len(data)} bytes, at least {_HEADER.size}")
+    if len(data) < _BODY:
+        raise Unreadable("truncated", f"{len(data)} bytes, at least {_BODY}")
     magic, version, session, sequence, nbytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise Unreadable("magic", f"{magic!r} is not {MAGIC!r}")
     if version != VERSION:
         raise Unreadable("version", f"{version} is not {VERSION}, the version spoken here", version)
-    if nbytes != len(data) - _HEADER.size:
-        raise Unreadable("truncated", f"body of {len(data) - _HEADER.size} bytes, not {nbytes}")
+    if nbytes != len(data) - _BODY:
+        raise Unreadable("truncated", f"body of {len(data) - _BODY} bytes, not {nbytes}")
+    body = memoryview(data)[_BODY:]
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    if checksum != crc32(body, crc32(data[: _HEADER.size])):
+        raise Unreadable("checksum", "it was changed on the way")
     try:
-        message = _decoder.decode(memoryview(data)[_HEADER.size :])
+        message = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Unreadable("body", str(error)[:200], version) from None
     return Frame(session, sequence, message)
@@ -192,6 +201,8 @@ class Clients:
             self._on_drop("session", f"{type(frame.message).__name__} before any hello")
             self._reply(client, Session(0).framed(Stranger()))
             return None
+        if frame.session != session.session:
+            self._reply(client, Session(0).framed(Stranger()))
         return session if session.takes(frame, self._on_drop) else None
 
     def _greeted(self, client: bytes) -> Session | None:
