@@ -12,6 +12,7 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
@@ -21,6 +22,8 @@ from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.nixl import NixlTransport
 
 TOKENS = 1000
+IDENTITY = Identity.of_tensors("example", {}, [("none", "bfloat16", b"an example without weights")])
+"""Of a model on disk: Identity.of(model_dir)."""
 HEAD = (Extent.whole("content", 128),)
 
 
@@ -43,7 +46,7 @@ def produce() -> None:
     """Hold a request's rows, write them, hand out a ticket, serve until told to stop."""
     arena, pool = Arena(layout()), Pool(layout())
     ledger = Ledger(pool)
-    with Agent(arena, pool, transport=NixlTransport()) as agent:
+    with Agent(arena, pool, transport=NixlTransport(), identity=IDENTITY) as agent:
         request = ledger.admit(TOKENS).request
         blocks = ledger.blocks(request)[0]
         arena.tensor("layers.11")[blocks.ids] = (
@@ -57,7 +60,7 @@ def consume(word: str) -> None:
     """Pull the rows, and look."""
     arena, pool = Arena(layout()), Pool(layout())
     ledger = Ledger(pool)
-    with Agent(arena, pool, transport=NixlTransport()) as agent:
+    with Agent(arena, pool, transport=NixlTransport(), identity=IDENTITY) as agent:
         request = ledger.admit(TOKENS).request
         blocks = ledger.blocks(request)
         stats = agent.pull(Ticket.parse(word), into=blocks, digest="always").wait()

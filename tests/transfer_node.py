@@ -14,6 +14,7 @@ import numpy as np
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import decode
 from kvstow.plan.pack import Site, packed
@@ -31,6 +32,7 @@ from kvstow.transfer.transport.nixl import NixlTransport
 from strategies import blocks_of, first_block, group_bytes, own_bytes, value
 
 CANARY = 0xA5
+IDENTITY = Identity.unverified("bytes of a test")
 
 Listed = dict[str, list[list[int]]]
 """Blocks as JSON: group → [ids, index]."""
@@ -111,7 +113,8 @@ class Node:
         self.owner = Generations(self.layout)
         made = transport or (LocalTransport(fabric) if fabric else NixlTransport(listen=listen))
         self.agent = Agent(
-            self.arena, self.owner, transport=made, name=name, listen=listen, keys=keys,
+            self.arena, self.owner, transport=made, identity=IDENTITY, name=name, listen=listen,
+            keys=keys,
             options=Options(**(options or {})),
         )  # fmt: skip
         self.agent.start()
@@ -164,16 +167,8 @@ class Node:
         return {"bytes": stats.nbytes, "descriptors": stats.descriptors, "fence": stats.fence,
                 "digest": stats.digest, "directions": list(stats.directions)}  # fmt: skip
 
-    def push(self, listed: Listed, to: str, wait: float = 20.0) -> str:
-        """Push, wait for the end; the kind of fault, or nothing."""
-        try:
-            self.agent.push(from_json(listed), to=Ticket.parse(to)).wait(wait)
-        except TransferError as error:
-            return error.kind
-        return ""
-
     def status(self) -> dict:
-        return json.loads(status_document(self.agent.service))
+        return json.loads(status_document(self.agent))
 
     def abort(self, number: int) -> None:
         self.transfers[number].abort()
@@ -183,7 +178,7 @@ class Node:
 
     def held(self) -> int:
         """Rows that the agent keeps."""
-        self.agent.tend()
+        self.agent.settle()
         return int(sum(self.owner.holds(g, np.arange(self.layout.num_blocks(g))).sum()
                        for g in range(len(self.layout.groups))))  # fmt: skip
 
@@ -221,8 +216,7 @@ class Node:
 
     def path(self, address: str) -> dict:
         found = self.agent.connect(address).path
-        return {"direction": found.direction, "read": found.read_rate,
-                "write": found.write_rate}  # fmt: skip
+        return {"direction": found.direction, "read": found.read_rate, "write": found.write_rate}
 
     def metric(self, name: str, **labels: str) -> float:
         return self.agent.telemetry.registry.get_sample_value(name, labels) or 0.0

@@ -74,8 +74,8 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
     st.sampled_from(["read", "write"]),
     st.sampled_from([0, 1 << 16]),
 )
-def test_what_is_accepted_is_what_was_offered(moments, direction, most_entries):
-    with mock.patch("kvstow.transfer.mirror.MOST_ENTRIES", most_entries):
+def test_what_is_accepted_is_what_was_offered(moments, direction, long_gap):
+    with mock.patch("kvstow.transfer.fence.LONG_GAP", long_gap):
         result, clumsy, wrong = pulled(moments, direction)
     if "error" not in result:
         assert wrong == ""

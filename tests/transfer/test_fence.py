@@ -1,10 +1,11 @@
-"""Fence rounds: every block's counter is read once, into its place, whatever the ids."""
+"""Counters of blocks are read in ranges: each once, into its place, whatever the ids."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.transfer.fence import ENTRY, SLOT_ENTRIES, fence_rounds
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.fence import ENTRY_BYTES, LONG_GAP, changed, counter_ranges
 
 TABLES = (1 << 20, 1 << 24)
 IDS = st.one_of(
@@ -14,54 +15,54 @@ IDS = st.one_of(
 )
 
 
-def read(rounds, counters):
-    """What a transport would do: copy the pieces of one round into a slot."""
-    for one in rounds:
-        assert int(one.nbytes.sum()) <= SLOT_ENTRIES * ENTRY
-        slot = np.full(SLOT_ENTRIES, -7, np.int64)
-        for remote, local, nbytes in zip(one.remote, one.local, one.nbytes, strict=True):
-            group = 1 if remote >= TABLES[1] else 0
-            first = (int(remote) - TABLES[group]) // ENTRY
-            assert local % ENTRY == 0
-            count = int(nbytes) // ENTRY
-            at = int(local) // ENTRY
-            assert (slot[at : at + count] == -7).all()
-            slot[at : at + count] = counters[group][first : first + count]
-        yield one, slot
+def read(ranges, counters):
+    """What a transport would do: copy every range into memory that is full of canaries."""
+    memory = np.full(ranges.num_counters, -7, np.int64)
+    copies = ranges.copies
+    for source, place, nbytes in zip(
+        copies.source.tolist(), copies.destination.tolist(), copies.nbytes.tolist(), strict=True
+    ):
+        group = 1 if source >= TABLES[1] else 0
+        first, count = (source - TABLES[group]) // ENTRY_BYTES, nbytes // ENTRY_BYTES
+        at = place // ENTRY_BYTES
+        assert (memory[at : at + count] == -7).all()
+        memory[at : at + count] = counters[group][first : first + count]
+    assert (memory != -7).all()
+    return {g: memory[where] for g, where in ranges.where.items()}
 
 
 @given(IDS, IDS, st.data())
 def test_exactly_the_blocks_whose_counters_moved_are_found(first, second, data):
-    ids = {0: np.array(first, np.int64), 1: np.array(second, np.int64)}
+    blocks = {0: Blocks.first(first), 1: Blocks.first(second)}
     counters = [np.arange(300_000, dtype=np.int64) * 3 + g for g in range(2)]
-    expected = {g: counters[g][listed] for g, listed in ids.items()}
-    moved = {
-        g: set(data.draw(st.lists(st.sampled_from(listed.tolist()), max_size=4)))
-        for g, listed in ids.items()
-        if len(listed)
-    }
-    for g, blocks in moved.items():
-        for block in blocks:
-            counters[g][block] += 1
-    found = {g: set() for g in moved}
-    seen = {0: [], 1: []}
-    for one, slot in read(fence_rounds(TABLES, ids, expected), counters):
-        for g, blocks in one.changed(slot).items():
-            found[g] |= set(blocks)
-        for g, block in zip(one.groups.tolist(), one.ids.tolist(), strict=True):
-            seen[g].append(block)
-    assert found == moved
-    assert {g: sorted(blocks) for g, blocks in seen.items()} == {
-        g: sorted(listed.tolist()) for g, listed in ids.items()
-    }
+    expected = {g: counters[g][listed.ids] for g, listed in blocks.items()}
+    moved = {}
+    for g, listed in blocks.items():
+        if len(listed):
+            some = set(data.draw(st.lists(st.sampled_from(listed.ids.tolist()), max_size=4)))
+            for block in some:
+                counters[g][block] += 1
+            if some:
+                moved[g] = some
+    found = read(counter_ranges(TABLES, blocks), counters)
+    wrong = changed(found, blocks, expected)
+    assert {g: set(ids) for g, ids in wrong.items()} == moved
 
 
-def test_neighbours_are_read_in_one_piece():
-    ids = {0: np.array([7, 4, 5, 900, 901], np.int64)}
-    (one,) = fence_rounds(TABLES, ids, {0: np.zeros(5, np.int64)})
-    assert one.nbytes.tolist() == [4 * ENTRY, 2 * ENTRY]
+def test_blocks_that_lie_close_together_are_one_range_and_a_long_gap_is_left_out():
+    far = 5 + LONG_GAP + 1
+    ranges = counter_ranges(TABLES, {0: Blocks.first([7, 4, 5, far, far + 1])})
+    assert ranges.copies.nbytes.tolist() == [(far + 1 - 4 + 1) * ENTRY_BYTES]
+    far = 7 + LONG_GAP + 1
+    ranges = counter_ranges(TABLES, {0: Blocks.first([7, 4, 5, far, far + 1])})
+    assert ranges.copies.nbytes.tolist() == [4 * ENTRY_BYTES, 2 * ENTRY_BYTES]
+
+
+def test_two_groups_are_read_by_one_post_side_by_side():
+    ranges = counter_ranges(TABLES, {0: Blocks.first([3, 2]), 1: Blocks.first([9])})
+    assert ranges.copies.source.tolist() == [TABLES[0] + 16, TABLES[1] + 72]
+    assert ranges.copies.destination.tolist() == [0, 16]
 
 
 def test_no_blocks_need_no_reads():
-    empty = np.zeros(0, np.int64)
-    assert fence_rounds(TABLES, {0: empty}, {0: empty}) == []
+    assert counter_ranges(TABLES, {0: Blocks.first([])}).num_counters == 0

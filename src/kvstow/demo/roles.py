@@ -192,7 +192,7 @@ class Engine:
         """The rows of a prompt may be reused."""
         cache, ticket = self._offered.pop(prompt)
         self.agent.withdraw(ticket)
-        self.agent.tend()
+        self.agent.settle()
         cache.close()
 
     # ── decode ────────────────────────────────────────────────────────────────────

@@ -1,6 +1,15 @@
 """Rows between processes and machines, and never silently wrong.
 
-Read in this order: `transport` (what an engine must do), `local` and `nixl` (two engines),
-`ticket`, `lease` and `rows` (what may be read, and until when), `wire` and `channel` (the
-side channel), `links`, `serving` and `pulling` (the two halves of a transfer), `agent`.
+agent        offer, pull, keep, drop, settle: all that a user calls
+pull         a pull from top to bottom: meet, plan, move, fence, digests, accept
+serve        the producer's half, likewise
+loop         what drives them: stories, each in its own `try`
+source       one ticket of a pull, and what is said to its producer
+quarantine   when rows of a failed pull may be used again; fresh engines
+fence        the generations of a ticket's blocks, read after the last byte
+digests      which bytes are compared, and what they add up to
+ticket       what a producer hands out        lease        until when it keeps its word
+generations  when blocks change owner         options      times and sizes
+channel/     messages between agents          transport/   engines that move bytes
+peers/       agents that meet                 move/        bytes on their way
 """

@@ -1,10 +1,19 @@
-"""The agent: one per process and arena. It offers blocks, pulls blocks, and keeps its word."""
+"""The agent: one per process and arena. It offers blocks, pulls blocks, and keeps its word.
+
+with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
+    ticket = agent.offer(ledger, request)                       on the producer
+    stats = agent.pull(ticket, into=ledger.blocks(mine)).wait()  on the consumer
+"""
 
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from random import Random, SystemRandom
 from types import TracebackType
 from typing import Self
 
@@ -12,32 +21,40 @@ from kvstow.blocks.ledger import Ledger
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
+from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
+from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
+from kvstow.transfer.channel.messages import AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
-from kvstow.transfer.contact import Contact
+from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.generations import Owner
-from kvstow.transfer.home import Home
-from kvstow.transfer.lease import EndReason, Lease, Leases
-from kvstow.transfer.leg import Goal, Leg
-from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
-from kvstow.transfer.path import Way
-from kvstow.transfer.peer import Peer
-from kvstow.transfer.pulling import Transfer
-from kvstow.transfer.receiving import Arrival, Push
-from kvstow.transfer.service import Service
+from kvstow.transfer.lease import EndReason, Lease
+from kvstow.transfer.loop import Loop, Story, Task
+from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way
+from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
+from kvstow.transfer.peers.outgoing import Outgoing, Peers
+from kvstow.transfer.pull import Order, Stats, Transfer, pull
+from kvstow.transfer.quarantine import Quarantine
+from kvstow.transfer.serve import Server
+from kvstow.transfer.source import Plans, Source
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
+
+CLOSING_TURNS = 200
+"""So many milliseconds a closing agent waits for producers to say that they write no more."""
 
 
 class Agent:
     """Moves rows between this arena and those of other agents.
 
     `owner` hands out the arena's block ids: a `Pool`, or `Generations` where an engine does
-    it; it is only ever touched in the caller's thread (see `tend`). `listen` is a ZeroMQ
-    address; anything but loopback needs `keys`. Entering the agent starts its thread.
+    it. It is only ever touched in its own thread, the one that calls `offer`, `pull` and
+    `settle`. `identity` says which computation makes the bytes, unless the arena's layout does.
+    `listen` is a ZeroMQ address; anything but loopback needs `keys`. Entering the agent starts
+    its thread; without one, `loop.step` does everything, in the caller's.
     """
 
     def __init__(
@@ -46,33 +63,53 @@ class Agent:
         owner: Owner,
         *,
         transport: Transport,
+        identity: Identity | None = None,
         name: str = "",
         listen: str = "tcp://127.0.0.1:*",
         keys: Keys | None = None,
         options: Options = DEFAULTS,
         telemetry: Telemetry | None = None,
+        channel: Channel | None = None,
         clock: Callable[[], float] = time.monotonic,
+        random: Random | None = None,
     ) -> None:
         self.name = name or f"agent-{secrets.token_hex(4)}"
         self.options = options
         self.telemetry = telemetry or Telemetry()
+        self.endpoint = Endpoint(
+            self.name,
+            arena,
+            owner,
+            transport=parallel(transport, options.engines),
+            identity=identity,
+            options=options,
+            telemetry=self.telemetry,
+            clock=clock,
+            random=random or SystemRandom(),
+        )
+        self.channel = channel or SocketChannel(listen, keys, self._dropped)
+        self.loop = Loop(self.name, self.channel, clock, hear=self._hear, progress=self._progress)
+        self.endpoint.wake = self.loop.wake
+        self.peers = Peers(self.endpoint, self.channel, self.loop)
+        self.quarantine = Quarantine(
+            self.endpoint, self.loop, is_moving=self._is_moving, before_close=self._give_up
+        )
+        self.server = Server(
+            self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
+        )
+        self.pulls: dict[Transfer, Task[Stats]] = {}
         self._key = keys.public if keys else ""
-        self._home = Home(self.name, arena, owner, parallel(transport, options.engines),
-                          self.telemetry, clock,
-                          options.slot_bytes)  # fmt: skip
-        self._channel = SocketChannel(listen, keys, self._dropped)
-        self.service = Service(self._home, self._channel, options)
-        self._open: list[Transfer] = []
-        self._tending = threading.RLock()
+        self._plans = Plans(self.endpoint.layout)
+        self._unquiet: dict[Transfer, Task[None]] = {}
+        self._owed: deque[Callable[[], None]] = deque()
+        self._owners_thread = threading.get_ident()
+        self.loop.start("quarantine", self.quarantine.upkeep())
+        self.loop.start("server", self.server.upkeep())
 
     @property
     def address(self) -> str:
         """Where other agents find this one."""
-        return self._channel.address
-
-    def _dropped(self, reason: DropReason, detail: str) -> None:
-        self._home.metrics.messages.labels(reason).inc()
-        self._home.note("message-dropped", {"reason": reason, "detail": detail})
+        return self.channel.address
 
     # ── offering ──────────────────────────────────────────────────────────────────
 
@@ -88,9 +125,12 @@ class Agent:
     ) -> Ticket:
         """Let consumers pull a request's blocks; the request itself may end meanwhile."""
         tokens = ledger.num_tokens(request) if num_tokens is None else num_tokens
-        blocks = ledger.blocks(request)
         return self.offer_blocks(
-            blocks, tokens, readers=readers, lease_seconds=lease_seconds, on_end=on_end
+            ledger.blocks(request),
+            tokens,
+            readers=readers,
+            lease_seconds=lease_seconds,
+            on_end=on_end,
         )
 
     def offer_blocks(
@@ -105,18 +145,29 @@ class Agent:
         """Let `readers` consumers pull these blocks, each once, while the lease runs.
 
         The blocks are kept from being reused until the lease ends; then `on_end` is called
-        with the reason, in the thread of whoever calls this agent next.
+        with the reason, in the thread of the blocks' owner.
         """
-        self.tend()
-        ticket, lease = self._promised(blocks, num_tokens, readers, lease_seconds, on_end)
-        self.service.submit(lambda: self.service.grant(lease, ticket))
+        self.settle()
+        endpoint = self.endpoint
+        check_blocks(endpoint.layout, blocks, whose=self.name)
+        self._share(blocks)  # from here on their generations stay
+        ticket = Ticket(
+            agent=self.name,
+            start=endpoint.start,
+            address=self.address,
+            key=self._key,
+            lease=endpoint.random.getrandbits(63),
+            lease_seconds=lease_seconds or self.options.lease_seconds,
+            fingerprint=endpoint.fingerprint,
+            num_tokens=num_tokens,
+            blocks=dict(blocks),
+            generations=endpoint.generations(blocks),
+            identity=endpoint.identity.digest,
+        )
+        self._grant(ticket, readers, on_end)
         return ticket
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """Take a ticket back: its readers fail, its blocks are given back."""
-        self.service.submit(lambda: self.service.leases.end(ticket.lease, "withdrawn"))
-
-    def honour(
+    def adopt(
         self,
         ticket: Ticket,
         *,
@@ -127,83 +178,65 @@ class Agent:
 
         Its blocks must have the generations that it states: see `Owner`.
         """
-        self.tend()
-        home = self._home
-        mine = (self.name, home.transport.name, home.fingerprint)
+        self.settle()
+        endpoint = self.endpoint
+        mine = (self.name, endpoint.start, endpoint.fingerprint)
         if (ticket.agent, ticket.start, ticket.fingerprint) != mine:
-            raise TransferError(f"ticket is of agent {ticket.agent!r}, start {ticket.start!r}, not "
-                                f"of {mine[0]!r}, {mine[1]!r}", kind="ticket")  # fmt: skip
-        home.checked(ticket.blocks)
+            raise TransferError(
+                f"ticket is of agent {ticket.agent!r}, start {ticket.start!r}, layout "
+                f"{ticket.fingerprint[:16]}, not of {mine[0]!r}, {mine[1]!r}, {mine[2][:16]}",
+                kind="ticket",
+            )
+        check_blocks(endpoint.layout, ticket.blocks, whose=self.name)
         self._share(ticket.blocks)
-        lease = self._lease(ticket, readers, on_end)
-        self.service.submit(lambda: self.service.grant(lease, ticket))
+        self._grant(ticket, readers, on_end)
 
-    def _promised(
-        self,
-        blocks: Mapping[int, Blocks],
-        num_tokens: int,
-        readers: int,
-        lease_seconds: float | None,
-        on_end: Callable[[EndReason], None] | None,
-    ) -> tuple[Ticket, Lease]:
-        home = self._home
-        home.checked(blocks)
-        self._share(blocks)
-        ticket = Ticket(
-            agent=self.name,
-            start=home.transport.name,
-            address=self.address,
-            key=self._key,
-            lease=Leases.fresh_id(),
-            lease_seconds=lease_seconds or self.options.lease_seconds,
-            fingerprint=home.fingerprint,
-            num_tokens=num_tokens,
-            blocks=dict(blocks),
-            generations=home.generations(blocks),
-        )
-        return ticket, self._lease(ticket, readers, on_end)
-
-    def _lease(
+    def _grant(
         self, ticket: Ticket, readers: int, on_end: Callable[[EndReason], None] | None
-    ) -> Lease:
-        """The lease of a ticket whose blocks are shared already."""
-        tell = on_end
+    ) -> None:
+        """Let the lease of a ticket run whose blocks are shared already."""
 
         def ended(reason: EndReason) -> None:
-            self.service.lease_ended(ticket, reason)
-            self.service.owed.append(lambda: self._release(ticket.blocks))
-            if tell is not None:
-                self.service.owed.append(partial(tell, reason))
+            self.server.lease_ended(ticket, reason)
+            self._owed.append(lambda: self._release(ticket.blocks))
+            if on_end is not None:
+                self._owed.append(partial(on_end, reason))
 
-        return Lease(
+        lease = Lease(
             id=ticket.lease,
             digest=ticket.digest,
             seconds=ticket.lease_seconds,
             readers=readers,
-            deadline=self._home.clock() + ticket.lease_seconds,
+            deadline=self.endpoint.clock() + ticket.lease_seconds,
             on_end=ended,
         )
+        self._submit(ticket.blocks, lambda: self.server.grant(lease, ticket))
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a ticket back: its readers fail, its blocks are given back."""
+        self.loop.submit(lambda: self.server.leases.end(ticket.lease, "withdrawn"))
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
-    def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> Peer:
+    def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> Outgoing:
         """Meet the agent at an address; TransferError if it refuses or does not answer."""
-        greeted = threading.Event()
-        contact = self.service.contact(address, key)
+        peer = self.peers.at(address, key)
+        met: Future[None] = Future()
 
-        def greet() -> None:
-            contact.greet(self._home.clock())
-            greeted.set()
+        def begin() -> None:
+            task = self.loop.start(f"connect {address}", peer.met())
+            task.on_end = lambda: (
+                met.set_exception(task.error) if task.error else met.set_result(None)
+            )
 
-        self.service.submit(greet)
-        limit = time.monotonic() + (seconds or self.options.contact_seconds)
-        while time.monotonic() < limit:
-            if greeted.wait(0.0005) and contact.state == "ready":
-                return Peer(self, contact)
-            if greeted.is_set() and contact.error is not None:
-                raise contact.error
-            time.sleep(0.0005)
-        raise TransferError(f"peer at {address} did not answer", kind="timeout", peer=address)
+        self.loop.submit(begin)
+        try:
+            met.result(seconds or 2 * self.options.contact_seconds)
+        except TimeoutError:
+            raise TransferError(
+                f"peer at {address} did not answer", kind="timeout", peer=address
+            ) from None
+        return peer
 
     def pull(
         self,
@@ -221,147 +254,226 @@ class Agent:
         `tickets` are one per source rank; together they must hold all that this rank
         holds. The rows must be held by the caller. `deadline` is in seconds from now.
         """
-        self.tend()
-        self._home.checked(into)
+        self.settle()
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
-        lengths = {ticket.num_tokens for ticket in listed}
-        if len(lengths) != 1:
-            raise TransferError(f"tickets of {sorted(lengths)} tokens are not of one request",
-                                kind="ticket")  # fmt: skip
-        goal = self._goal(into, start_token, num_tokens or lengths.pop(), direction, digest)
-        sources = [(t, self.service.contact(t.address, t.key)) for t in listed]
+        tokens = _checked_tokens(listed, start_token, num_tokens)
+        seconds = self.options.transfer_seconds if deadline is None else deadline
+        if not seconds > 0:
+            raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
+        check_blocks(self.endpoint.layout, into, whose=self.name)
         self._share(into)
-        transfer = self._transfer(goal, sources, deadline)
-        self.service.submit(lambda: self.service.transfers.append(transfer))
-        return transfer
-
-    def expect(
-        self,
-        into: Mapping[int, Blocks],
-        num_tokens: int,
-        *,
-        start_token: int = 0,
-        deadline: float | None = None,
-        direction: Way | None = None,
-        digest: DigestPolicy | None = None,
-    ) -> Arrival:
-        """Wait for somebody to push a request into these rows; hand them `.ticket`."""
-        self.tend()
-        goal = self._goal(into, start_token, num_tokens, direction, digest)
-        ticket, lease = self._promised(into, num_tokens, 1, deadline, None)
-        self._share(into)
-        lease_over = lease.on_end
-
-        def start(sources: Sequence[tuple[Ticket, Contact]]) -> Transfer:
-            return self._transfer(goal, sources, deadline)
-
-        def ended(reason: EndReason) -> None:
-            if self.service.arrivals.pop(ticket.lease, None) is not None:
-                arrival.cancel(TransferError(f"nobody pushed: {reason}", kind="expired"))
-                self.service.owed.append(lambda: self._release(into))
-            lease_over(reason)
-
-        lease.on_end = ended
-        arrival = Arrival(ticket, start)
-        self.service.submit(lambda: self.service.expect(arrival, lease))
-        return arrival
-
-    def push(self, blocks: Mapping[int, Blocks], *, to: Ticket) -> Push:
-        """Have the agent that expects `to` pull these blocks of ours."""
-        push = Push(self.offer_blocks(blocks, to.num_tokens), to)
-        self.service.submit(lambda: self.service.push(push))
-        return push
-
-    def keep(self, ticket: Ticket) -> None:
-        """Keep a ticket's lease alive until it is pulled or dropped."""
-        self.service.submit(lambda: self.service.keep(ticket))
-
-    def drop(self, ticket: Ticket) -> None:
-        """Tell the producer that nobody here will pull this ticket: it ends the lease."""
-        self.service.submit(lambda: self.service.drop(ticket))
-
-    def _goal(
-        self,
-        into: Mapping[int, Blocks],
-        start_token: int,
-        num_tokens: int,
-        direction: Way | None,
-        digest: DigestPolicy | None,
-    ) -> Goal:
-        return Goal(
+        order = Order(
             into=dict(into),
+            generations=self.endpoint.generations(into),
             start_token=start_token,
-            num_tokens=num_tokens,
+            num_tokens=tokens,
             direction=direction or self.options.direction,
             digest=digest or self.options.digest,
         )
-
-    def _transfer(
-        self, goal: Goal, sources: Sequence[tuple[Ticket, Contact]], deadline: float | None
-    ) -> Transfer:
-        """A transfer whose rows are shared already."""
-        home = self._home
-        until = home.clock() + (deadline or self.options.transfer_seconds)
-        legs = [Leg(home, contact, ticket, goal) for ticket, contact in sources]
-        transfer = Transfer(home, goal, legs, until, self.service.plans, self.tend)
-        with self._tending:
-            self._open.append(transfer)
+        now = self.endpoint.clock()
+        transfer = Transfer(order, now, self._settle_if_ours, self._abort)
+        self._submit(into, lambda: self._begin(transfer, listed, now + seconds))
         return transfer
 
-    # ── the owner's blocks ────────────────────────────────────────────────────────
+    def keep(self, ticket: Ticket) -> None:
+        """Keep a ticket's lease alive until it is pulled or dropped."""
 
-    def tend(self) -> None:
-        """Settle what is owed to the blocks' owner, in the caller's thread.
+        def keep() -> None:
+            peer = self.peers.at(ticket.address, ticket.key)
+            peer.kept.add(ticket.lease)
+            peer.greet()
 
-        Every other call does this first. Call it now and then where nothing else is
-        called, so that blocks of leases and transfers that have ended come free.
+        self.loop.submit(keep)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Tell the producer that nobody here will pull this ticket: it ends the lease."""
+
+        def dropped() -> Story[None]:
+            peer = self.peers.at(ticket.address, ticket.key)
+            peer.kept.discard(ticket.lease)
+            yield from peer.met()
+            peer.send(End(0, ticket.lease, "aborted"))
+
+        def start() -> None:
+            self.loop.start("drop", dropped())
+
+        self.loop.submit(start)
+
+    def _begin(self, transfer: Transfer, tickets: Sequence[Ticket], until: float) -> None:
+        """Start a pull's story; in the loop's thread."""
+
+        def interrupt(error: TransferError) -> None:
+            if transfer in self.pulls:
+                self.pulls[transfer].interrupt(error)
+
+        def wake() -> None:
+            if transfer in self.pulls:
+                self.pulls[transfer].wake()
+
+        sources = [
+            Source(self.endpoint, self.peers.at(t.address, t.key), t, interrupt, wake)
+            for t in tickets
+        ]
+        story = pull(self.endpoint, transfer.order, sources, self._plans)
+        task = self.pulls[transfer] = self.loop.start("pull", story)
+        seconds = until - transfer.started
+        task.deadline = until
+        task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
+        task.on_end = lambda: self._ended(transfer, sources)
+
+    def _abort(self, transfer: Transfer) -> None:
+        error = TransferError("transfer was aborted here", kind="aborted")
+
+        def interrupt() -> None:
+            if transfer in self.pulls:
+                self.pulls[transfer].interrupt(error)
+
+        with suppress(TransferError):  # once the agent is closed, all transfers have ended
+            self.loop.submit(interrupt)
+
+    def _ended(self, transfer: Transfer, sources: Sequence[Source]) -> None:
+        """A pull was accepted, or its rows go into quarantine."""
+        task = self.pulls.pop(transfer)
+        into = transfer.order.into
+        self._count(transfer, task, sources)
+        if task.error is None:
+            self._owed.append(lambda: self._release(into))
+            transfer.end(task.result, None)
+            transfer.rest()
+            return
+        self._owed.append(lambda: self._put_aside(into))
+        transfer.end(None, task.error)
+        story = self.quarantine.quiesced(sources, transfer.order.num_rows)
+        quiet = self.loop.start("quarantine of a pull", story)
+        self._unquiet[transfer] = quiet
+        quiet.on_end = lambda: self._rest(transfer) if quiet.error is None else None
+
+    def _rest(self, transfer: Transfer) -> None:
+        """Nothing writes to a failed pull's rows any more."""
+        del self._unquiet[transfer]
+        into = transfer.order.into
+        for g, blocks in into.items():
+            self._owed.append(partial(self.endpoint.owner.unquarantine, g, blocks.ids))
+        transfer.rest()
+
+    def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
+        endpoint, metrics = self.endpoint, self.endpoint.metrics
+        outcome = "accepted" if task.error is None else task.error.kind
+        seconds = endpoint.clock() - transfer.started
+        endpoint.count(metrics.transfers, outcome)
+        for source in sources:
+            endpoint.count(metrics.bytes, source.direction, source.nbytes)
+            endpoint.count(metrics.descriptors, source.direction, source.descriptors)
+            source.peer.moved_bytes += source.nbytes
+            source.peer.moved_seconds += seconds
+        if task.error is None:
+            metrics.seconds.observe(seconds)
+        endpoint.note(
+            "transfer",
+            {
+                "outcome": outcome,
+                "seconds": seconds,
+                "sources": len(sources),
+                "peers": ", ".join(source.peer.name for source in sources),
+                "bytes": sum(source.nbytes for source in sources),
+                "descriptors": sum(source.descriptors for source in sources),
+            },
+        )
+
+    # ── the blocks' owner ─────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """Give back blocks of leases and transfers that have ended; in the owner's thread.
+
+        `offer`, `adopt` and `pull` do this first. Call it now and then where nothing else is
+        called, so that blocks come free.
         """
-        with self._tending:
-            while self.service.owed:
-                self.service.owed.popleft()()
-            for transfer in tuple(self._open):
-                self._settle(transfer)
+        self._owners_thread = threading.get_ident()
+        while self._owed:
+            self._owed.popleft()()
 
-    def _settle(self, transfer: Transfer) -> None:
-        into = transfer.goal.into
-        if transfer.quiet:
-            if transfer.quarantined:
-                for g, blocks in into.items():
-                    self._home.owner.unquarantine(g, blocks.ids)
-            else:
-                self._release(into)
-            self._open.remove(transfer)
-        elif transfer.done and transfer.error is not None and not transfer.quarantined:
-            for g, blocks in into.items():
-                self._home.owner.quarantine(g, blocks.ids)
-            self._release(transfer.goal.into)
-            transfer.quarantined = True
+    def _settle_if_ours(self) -> None:
+        if threading.get_ident() == self._owners_thread:
+            self.settle()
 
     def _share(self, blocks: Mapping[int, Blocks]) -> None:
         """All blocks, or none and the owner's error."""
         shared: list[int] = []
         try:
             for g, listed in blocks.items():
-                self._home.owner.share(g, listed.ids)
+                self.endpoint.owner.share(g, listed.ids)
                 shared.append(g)
         except KvstowError:
             self._release({g: blocks[g] for g in shared})
             raise
 
+    def _submit(self, blocks: Mapping[int, Blocks], command: Callable[[], None]) -> None:
+        """Have something done with blocks that are shared already, or give them back."""
+        try:
+            self.loop.submit(command)
+        except TransferError:
+            self._release(blocks)
+            raise
+
     def _release(self, blocks: Mapping[int, Blocks]) -> None:
         for g, listed in blocks.items():
-            self._home.owner.release(g, listed.ids)
+            self.endpoint.owner.release(g, listed.ids)
+
+    def _put_aside(self, blocks: Mapping[int, Blocks]) -> None:
+        for g, listed in blocks.items():
+            self.endpoint.owner.quarantine(g, listed.ids)
+        self._release(blocks)
+
+    # ── the loop ──────────────────────────────────────────────────────────────────
+
+    def _hear(self, line: Line, message: AnyMessage) -> None:
+        if line.is_incoming:
+            self.server.hear(line, message)
+        else:
+            self.peers.hear(line, message)
+
+    def _progress(self) -> None:
+        self.endpoint.transport.progress()
+
+    def _dropped(self, reason: DropReason, detail: str) -> None:
+        self.endpoint.metrics.messages.labels(reason).inc()
+        self.endpoint.note("message-dropped", {"reason": reason, "detail": detail})
+
+    def _is_moving(self) -> bool:
+        return bool(self.endpoint.moving or self.server.servings)
+
+    def _give_up(self, error: TransferError) -> None:
+        """End all that moves, and have every peer meet us again."""
+        for task in self.pulls.values():
+            task.interrupt(error)
+        self.server.forget_all()
+        for peer in self.peers.all.values():
+            peer.lose(error)
 
     # ── its life ──────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Start the agent's thread."""
-        self.service.start()
+        self.loop.run(self.endpoint.use_device)
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""
-        self.service.close()
-        self.tend()
+        if self.loop.stop():
+            closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
+            self.loop.step()
+            self._give_up(closed)
+            self.server.leases.close()
+            for _ in range(CLOSING_TURNS):
+                self.loop.step()
+                if not self.pulls and not self._unquiet:
+                    break
+                time.sleep(1e-3)
+            self.loop.close()
+            self.endpoint.close()
+            for transfer in tuple(self._unquiet):
+                self._rest(transfer)
+            self.channel.close()
+        self.settle()
 
     def __enter__(self) -> Self:
         self.start()
@@ -374,3 +486,25 @@ class Agent:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
+    """How many tokens a pull wants; TransferError where the tickets do not have them."""
+    lengths = {ticket.num_tokens for ticket in tickets}
+    if len(lengths) != 1:
+        raise TransferError(
+            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
+        )
+    offered = lengths.pop()
+    wanted = offered if num_tokens is None else num_tokens
+    if wanted > offered:
+        raise TransferError(
+            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
+        )
+    if not 0 <= start_token < wanted:
+        raise TransferError(
+            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
+            f"below num_tokens",
+            kind="refused",
+        )
+    return wanted

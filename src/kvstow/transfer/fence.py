@@ -1,147 +1,133 @@
-"""The fence: which counters to read again, and whether they still say the same.
+"""The fence: the generations of a ticket's blocks, read again after the last byte.
 
-Ids that lie close together are read as one piece, gaps included, and pieces are put into
-rounds that fit one slot of registered memory:
+Blocks that nobody has reused still have the generations on the ticket. One post reads the
+smallest ranges of the peer's counters that cover the blocks; a long gap starts another range:
 
-    table     · · 4 5 · 7 · · · · · · · · · 203 204 · ·
-    pieces        └─────┘                   └─────┘
-    slot          4 5 6 7 203 204
+    counters   · · 4 5 · 7 · · · · · · ⋯ · · · 9003 9004 · ·
+    ranges         └─────┘                     └───────┘
+    memory         4 5 6 7 9003 9004
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstow.errors import TransferError
+from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies, joined
+from kvstow.transfer.loop import AT_ONCE, Story
+from kvstow.transfer.transport.base import Kinds
 
-ENTRY = 8
-SLOT_ENTRIES = 4096
-_GAP = 32
+if TYPE_CHECKING:
+    from kvstow.transfer.channel.messages import Card
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.ticket import Ticket
+
+ENTRY_BYTES = 8
+LONG_GAP = 4096
+"""Counters between two blocks from which on they are read apart: 32 KiB cost a copy less than
+another descriptor does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Round:
-    """One read of counters.
+class Ranges:
+    """Where counters are read: `copies` go from the peer's addresses to byte offsets, and the
+    counters of group `g`'s blocks are then the entries `where[g]`."""
 
-    Piece `i` is `nbytes[i]` bytes at `remote[i]`, and goes to byte `local[i]` of the slot.
-    Counter `where[j]` of the slot belongs to block `ids[j]` of group `groups[j]`.
-    """
+    copies: Copies
+    where: Mapping[int, Ints]
 
-    remote: Ints
-    local: Ints
-    nbytes: Ints
-    where: Ints
-    expected: Ints
-    groups: Ints
-    ids: Ints
-
-    def changed(self, slot: Ints) -> dict[int, tuple[int, ...]]:
-        """Per group, the blocks whose counters are not what the ticket says."""
-        found = slot.take(self.where)
-        if found.tobytes() == self.expected.tobytes():
-            return {}
-        wrong = found != self.expected
-        return {
-            int(g): tuple(self.ids[wrong & (self.groups == g)].tolist())
-            for g in np.unique(self.groups[wrong])
-        }
+    @property
+    def num_counters(self) -> int:
+        return self.copies.total // ENTRY_BYTES
 
 
-def fence_rounds(
-    tables: Sequence[int], ids: Mapping[int, Ints], expected: Mapping[int, Ints]
-) -> list[Round]:
-    """The reads that check these blocks; `tables` are the counters' addresses, per group."""
-    rounds: list[Round] = []
-    for group, listed in ids.items():
+def counter_ranges(tables: Sequence[int], blocks: Mapping[int, Blocks]) -> Ranges:
+    """The ranges of counters that cover these blocks; `tables` are the counters' addresses."""
+    parts: list[Copies] = []
+    where: dict[int, Ints] = {}
+    used = 0
+    for g, listed in blocks.items():
         if not len(listed):
             continue
-        near = _near(tables[group], group, listed, expected[group])
-        if near is not None:
-            rounds.append(near)
-            continue
-        order = np.argsort(listed, kind="stable")
-        wanted, counters = listed[order], expected[group][order]
-        rounds += _fitting(tables[group], group, wanted, counters)
-    return _joined(rounds)
+        first, count = _covering(listed.ids)
+        place = used + count.cumsum() - count
+        number = np.searchsorted(first, listed.ids, side="right") - 1
+        where[g] = listed.ids - first[number] + place[number]
+        nbytes = count * ENTRY_BYTES
+        parts.append(Copies(tables[g] + first * ENTRY_BYTES, place * ENTRY_BYTES, nbytes))
+        used += int(count.sum())
+    return Ranges(joined(parts), where)
 
 
-def _near(table: int, group: int, ids: Ints, counters: Ints) -> Round | None:
-    """One piece for ids that lie close together on the whole, in any order."""
-    first = int(np.minimum.reduce(ids))
-    count = int(np.maximum.reduce(ids)) - first + 1
-    if count > min(SLOT_ENTRIES, _GAP * len(ids)):
-        return None
-    return Round(
-        remote=np.array([table + first * ENTRY]),
-        local=np.zeros(1, np.int64),
-        nbytes=np.array([count * ENTRY]),
-        where=ids - first,
-        expected=counters,
-        groups=np.full(len(ids), group),
-        ids=ids,
-    )
+def _covering(ids: Ints) -> tuple[Ints, Ints]:
+    """First id and length of the ranges that cover these ids, long gaps left out."""
+    low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+    if high - low < LONG_GAP:
+        return np.array([low]), np.array([high - low + 1])
+    ordered = np.sort(ids)
+    cuts = np.flatnonzero(np.diff(ordered) > LONG_GAP)
+    first = ordered[np.concatenate(([0], cuts + 1))]
+    last = ordered[np.concatenate((cuts, [len(ordered) - 1]))]
+    return first, last - first + 1
 
 
-def _fitting(table: int, group: int, wanted: Ints, counters: Ints) -> list[Round]:
-    """Rounds for ascending ids, each small enough for a slot."""
-    whole = _round(table, group, wanted, counters)
-    if int(whole.nbytes.sum()) <= SLOT_ENTRIES * ENTRY:
-        return [whole]
-    half = len(wanted) // 2
-    return [
-        *_fitting(table, group, wanted[:half], counters[:half]),
-        *_fitting(table, group, wanted[half:], counters[half:]),
-    ]
+def changed(
+    found: Mapping[int, Ints], blocks: Mapping[int, Blocks], expected: Mapping[int, Ints]
+) -> dict[int, tuple[int, ...]]:
+    """Per group, the blocks whose generations are not the expected ones."""
+    return {
+        g: tuple(blocks[g].ids[there != expected[g]].tolist())
+        for g, there in found.items()
+        if there.tobytes() != expected[g].tobytes()
+    }
 
 
-def _round(table: int, group: int, wanted: Ints, counters: Ints) -> Round:
-    opens = np.empty(len(wanted), np.bool_)  # where a piece starts
-    opens[0], opens[1:] = True, wanted[1:] - wanted[:-1] > _GAP
-    starts = opens.nonzero()[0]
-    first = wanted[starts]
-    lengths = np.append(wanted[starts[1:] - 1], wanted[-1]) - first + 1
-    offsets = lengths.cumsum() - lengths
-    piece = opens.cumsum() - 1
-    return Round(
-        remote=table + first * ENTRY,
-        local=offsets * ENTRY,
-        nbytes=lengths * ENTRY,
-        where=wanted + (offsets - first)[piece],
-        expected=counters,
-        groups=np.full(len(wanted), group, np.int64),
-        ids=wanted,
-    )
+def read_generations(
+    endpoint: "Endpoint", card: "Card", blocks: Mapping[int, Blocks]
+) -> Story[dict[int, Ints]]:
+    """Read a peer's counters of these blocks, one-sidedly. Raises TransferError.
+
+    The blocks must be ones of the peer's layout.
+    """
+    ranges = counter_ranges(card.tables, blocks)
+    if not ranges.num_counters:
+        return {}
+    memory = endpoint.take_counters(ranges.num_counters)
+
+    def give_back() -> None:
+        endpoint.give_counters(memory)
+
+    copies = ranges.copies.moved(0, memory.ctypes.data)
+    try:
+        flight = endpoint.post("read", card.engine, Kinds(), copies, give_back)
+    except TransferError:
+        give_back()
+        raise
+    flight.start()
+    while not flight.poll():
+        yield AT_ONCE
+    return {g: memory.take(places) for g, places in ranges.where.items()}
 
 
-def _joined(rounds: list[Round]) -> list[Round]:
-    """Neighbouring rounds put into one slot where they fit together."""
-    if len(rounds) < 2:
-        return rounds
-    done: list[Round] = []
-    batch: list[Round] = []
-    used = 0
-    for one in rounds:
-        size = int(one.nbytes.sum()) // ENTRY
-        if batch and used + size > SLOT_ENTRIES:
-            done.append(_merged(batch))
-            batch, used = [], 0
-        batch.append(one)
-        used += size
-    return [*done, _merged(batch)] if batch else done
+def fence(endpoint: "Endpoint", card: "Card", layout: Layout, ticket: "Ticket") -> Story[None]:
+    """TransferError unless every block of a ticket still has its generation.
 
-
-def _merged(batch: list[Round]) -> Round:
-    if len(batch) == 1:
-        return batch[0]
-    sizes = [int(one.nbytes.sum()) for one in batch]
-    shifts = [sum(sizes[:i]) for i in range(len(batch))]
-    return Round(
-        remote=np.concatenate([one.remote for one in batch]),
-        local=np.concatenate([one.local + s for one, s in zip(batch, shifts, strict=True)]),
-        nbytes=np.concatenate([one.nbytes for one in batch]),
-        where=np.concatenate([r.where + s // ENTRY for r, s in zip(batch, shifts, strict=True)]),
-        expected=np.concatenate([one.expected for one in batch]),
-        groups=np.concatenate([one.groups for one in batch]),
-        ids=np.concatenate([one.ids for one in batch]),
-    )
+    To be called when the last byte has arrived.
+    """
+    found = yield from read_generations(endpoint, card, ticket.blocks)
+    moved = changed(found, ticket.blocks, ticket.generations)
+    if moved:
+        where = "; ".join(
+            f"group {layout.groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
+        )
+        raise TransferError(
+            f"peer {card.agent!r}: {sum(map(len, moved.values()))} source blocks were given to "
+            f"others before the last byte had arrived: {where}",
+            kind="fence",
+            peer=card.agent,
+        )

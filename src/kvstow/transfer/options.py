@@ -20,6 +20,7 @@ SECONDS = (
     "contact_seconds",
     "heartbeat_seconds",
     "drain_seconds",
+    "quarantine_seconds",
 )
 
 
@@ -28,7 +29,9 @@ class Options:
     """How long things may take, in seconds, and what is forced.
 
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
-    how long a failed pull waits for its posts to end before it disconnects the peer.
+    how long a failed pull waits for its posts to end before its peer is given up, and how long
+    an engine that is replaced waits for what moves. It is replaced when rows have been in
+    quarantine for `quarantine_seconds`, or are more than `quarantine_share` of all.
     `direction` forces one way instead of measuring; `engines` is how many engines may
     read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
     default 32 MiB on a device and none on the host.
@@ -39,6 +42,8 @@ class Options:
     contact_seconds: float = 5.0
     heartbeat_seconds: float = 1.0
     drain_seconds: float = 2.0
+    quarantine_seconds: float = 5.0
+    quarantine_share: float = 0.1
     direction: Way | None = None
     engines: int | None = None
     slot_bytes: int | None = None

@@ -310,9 +310,9 @@ def test_blocks_read_before_the_next_step_are_let_go_in_that_step_and_once(
 def wait_until_read(prefill: Engine) -> None:
     """The consumer's last word reaches the producer's agent, which nobody calls meanwhile."""
     limit = time.monotonic() + 10
-    while prefill.hands.agent.service.leases and time.monotonic() < limit:
+    while prefill.hands.agent.server.leases and time.monotonic() < limit:
         time.sleep(0.005)
-    assert not prefill.hands.agent.service.leases
+    assert not prefill.hands.agent.server.leases
 
 
 def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again(
@@ -334,7 +334,7 @@ def test_blocks_that_are_stored_too_stay_when_the_lease_ends_before_the_step(tmp
     decode.decode(prefill.prefill(THERE), HERE)
     decode.until(lambda found: bool(found.received))
     wait_until_read(prefill)
-    prefill.hands.agent.tend()
+    prefill.hands.agent.settle()
     assert prefill.hands.results(idle=True).sent == frozenset()
     ended = prefill.until(lambda found: "p" in found.sent)
     assert ended.counts["stored rows"] == 6

@@ -155,7 +155,7 @@ def test_a_raw_tcp_client_that_talks_garbage_is_survived(node, fabric):
 
 def hello(node: Node) -> messages.Hello:
     """A true hello, of another agent of the same layout."""
-    return messages.Hello(msgspec.structs.replace(node.agent.service.home.card, agent="stranger"))
+    return messages.Hello(msgspec.structs.replace(node.agent.endpoint.card, agent="stranger"))
 
 
 def test_a_replayed_message_is_dropped(node, stranger):
@@ -199,8 +199,6 @@ MESSAGES = [
     messages.Stop(7),
     messages.Renew((1, 2, 3)),
     messages.AskProbe(1 << 60),
-    messages.Deliver(1, 2, b"", b"not a ticket"),
-    messages.Delivered(1, None, ""),
     messages.Written(1, 2, 3),
     messages.Staged(1, 2, 3),
     messages.Fetched(1, 1 << 40),
@@ -264,7 +262,7 @@ def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_valu
 
 
 def test_a_manifest_that_is_none_is_refused(node, stranger):
-    card = msgspec.structs.replace(node.agent.service.home.card, manifest=b"{}")
+    card = msgspec.structs.replace(node.agent.endpoint.card, manifest=b"{}")
     stranger.say(frame(messages.Hello(card)))
     message = stranger.answer().message
     assert isinstance(message, messages.Refused)
@@ -277,7 +275,7 @@ def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
     def size(num_slabs: int) -> int:
         layout = packed(grouped([attention("layers.0", Full())]), num_slabs=num_slabs)
         one = Node(encode(layout), fabric)
-        data = frame(messages.Hello(one.agent.service.home.card))
+        data = frame(messages.Hello(one.agent.endpoint.card))
         one.close()
         return len(data)
 

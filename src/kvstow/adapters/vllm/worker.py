@@ -41,7 +41,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import EndReason
-from kvstow.transfer.pulling import Transfer
+from kvstow.transfer.pull import Transfer
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 
@@ -296,7 +296,7 @@ class WorkerSide:
         """What has ended since the last call."""
         if idle and not self._present:
             time.sleep(IDLE_SECONDS)
-        self.agent.tend()
+        self.agent.settle()
         for loading in tuple(self._loading.values()):
             self._follow(loading)
         if self._offload is not None:
@@ -356,7 +356,7 @@ class WorkerSide:
             self._counts[f"lease {reason}"] += 1
             self._let_go_if_over(adopted)
 
-        self.agent.honour(mine, readers=self._options.consumer_ranks, on_end=ended)
+        self.agent.adopt(mine, readers=self._options.consumer_ranks, on_end=ended)
         return adopted
 
     def _ordered(self, adopted: AdoptedLease) -> None:

@@ -9,10 +9,12 @@ from functools import wraps
 from typing import Any
 
 from kvstow.errors import TransferError
-from kvstow.testing.measure.setting import BLOCK_TOKENS, Setting
+from kvstow.route.blocks import Blocks
+from kvstow.testing.measure.setting import BLOCK_TOKENS, IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
+from kvstow.transfer.loop import Task
 from kvstow.transfer.ticket import Ticket
 
 
@@ -47,18 +49,22 @@ def serve(setting: Setting) -> None:
     arena = setting.arena()
     arena.bytes.fill_(7)
     transport = TimedNixl()
-    with Agent(arena, Generations(arena.layout), transport=transport, name="producer") as agent:
-        serving, meter = agent.service.serving, Meter(transport)
-        meter.on(serving, "hear")
-        meter.on(serving, "advance", idle_counts=False)
+    owner = Generations(arena.layout)
+    with Agent(arena, owner, transport=transport, identity=IDENTITY, name="producer") as agent:
+        server, meter = agent.server, Meter(transport)
+        meter.on(server, "hear")
+        meter.on(server, "opened")
+        meter.on(Task, "resume", idle_counts=False)
         meter.on(agent, "offer_blocks")
         print(agent.address, flush=True)
         for line in sys.stdin:
             order, awake_seconds = line.split()
-            serving.stay_awake(float(awake_seconds))
+            server.stay_awake(float(awake_seconds))
             before = meter.seconds
             blocks = setting.in_order() if order == "in-order" else setting.scattered(seed=1)
-            ticket = agent.offer_blocks({0: blocks}, setting.rows * BLOCK_TOKENS)
+            if order == "one":
+                blocks = Blocks.first([1])
+            ticket = agent.offer_blocks({0: blocks}, len(blocks) * BLOCK_TOKENS)
             print(ticket, before, transport.connecting, flush=True)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
@@ -15,6 +16,7 @@ from kvstow.route.blocks import Blocks
 BLOCK_TOKENS = 16
 HEADS = 4
 SPARE = 32
+IDENTITY = Identity.unverified("bytes of a measurement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,14 +26,13 @@ from dataclasses import replace
 from typing import Any
 
 from kvstow.testing.measure.baseline import Baseline
-from kvstow.testing.measure.producer import Meter, Producer, producing
-from kvstow.testing.measure.setting import Setting
+from kvstow.testing.measure.producer import Producer, producing
+from kvstow.testing.measure.setting import IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
-from kvstow.transfer.home import Home
-from kvstow.transfer.options import DigestPolicy, Options
-from kvstow.transfer.path import Way
+from kvstow.transfer.loop import SOON
+from kvstow.transfer.options import DigestPolicy, Options, Way
 from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.parallel import ENGINES, THREAD_NAME, ParallelTransport
 
@@ -57,18 +56,22 @@ class Run:
         self.transport = TimedNixl()
         self.arena = setting.arena()
         self.arena.bytes.fill_(1)
-        self.agent = Agent(self.arena, Generations(self.arena.layout), transport=self.transport,
-                           name="consumer", options=Options(direction=direction))  # fmt: skip
-        self._watching = Meter(self.transport)
-        self._watching.on(Home, "watch")
-        self.contact = self.agent.service.contact(producer.address, "")
+        self.agent = Agent(
+            self.arena,
+            Generations(self.arena.layout),
+            transport=self.transport,
+            identity=IDENTITY,
+            name="consumer",
+            options=Options(direction=direction),
+        )
+        self.peer = self.agent.peers.at(producer.address, "")
         seconds = self._met()
-        producer.offer("in-order")  # says how long NIXL has taken there, after it has here
+        producer.offer("one")  # says how long NIXL has taken there, after it has here
         engines = [self.transport, *self.transport.beside]
         self.connect_ms = 1e3 * (sum(each.connecting for each in engines) + producer.connecting)
         self.contact_ms = 1e3 * seconds - self.connect_ms
-        assert self.contact.path is not None
-        self.path = self.contact.path
+        assert self.peer.path is not None
+        self.path = self.peer.path
         self.direction: Way = direction or self.path.direction
         self.descriptors: dict[str, int] = {}
         self.track_seconds = 0.0
@@ -76,32 +79,31 @@ class Run:
     def _met(self) -> float:
         """Seconds from hello to a measured path."""
         started = time.perf_counter()
-        self.contact.greet(time.monotonic())
-        self._turn(lambda: self.contact.state in ("ready", "broken"))
-        if self.contact.error is not None:
-            raise self.contact.error
+        self.peer.greet()
+        self._turn(lambda: self.peer.state in ("ready", "broken"))
+        if self.peer.error is not None:
+            raise self.peer.error
         return time.perf_counter() - started
 
     def _turn(self, over: Callable[[], bool]) -> float:
         """Turn the agent until it is over, as its thread would; processor time of turns in
-        which something happened, without the engine's share of it, and without the time in
-        which it only looked again and again whether a post is over."""
+        which something happened, without the engine's share of it: in others it only looked
+        again whether a post is over."""
         own = 0.0
         while not over():
-            left_out, before = self.transport.seconds + self._watching.seconds, self._signature()
+            left_out, before = self.transport.seconds, self._signature()
             started = time.thread_time()
-            self.agent.service.step(0)
+            wait = self.agent.loop.step()
             seconds = time.thread_time() - started
             if self._signature() != before:
-                own += seconds - (self.transport.seconds + self._watching.seconds - left_out)
-            else:
-                self.agent.service.pause()
+                own += seconds - (self.transport.seconds - left_out)
+            elif wait:
+                time.sleep(min(wait, SOON))
         return own
 
     def _signature(self) -> tuple[object, ...]:
-        legs = [(leg.state, leg.told) for leg in self.contact.legs.values()]
-        return (self.contact.state, self.contact.heard_at, self.transport.starts, tuple(legs),
-                [transfer.done for transfer in self.agent.service.transfers])  # fmt: skip
+        pulls = len(self.agent.pulls)
+        return self.peer.state, self.peer.heard_at, self.transport.starts, pulls
 
     def pull(
         self, order: str, digest: DigestPolicy, engines: int | None = None
@@ -123,19 +125,19 @@ class Run:
         assert stats.nbytes == setting.nbytes
         self.descriptors[order] = stats.descriptors
         self._turn(lambda: transfer.quiet)
-        self.agent.tend()
+        self.agent.settle()
         return seconds, own
 
     def _use(self, engines: int) -> None:
-        made = self.agent.service.home.transport
+        made = self.agent.endpoint.transport
         if isinstance(made, ParallelTransport):
             made.engines = engines
 
     @property
     def num_engines(self) -> int:
         """Engines that read from the producer."""
-        assert self.contact.card is not None
-        return self.agent.service.home.transport.num_engines(self.contact.card.start)
+        assert self.peer.card is not None
+        return self.agent.endpoint.transport.num_engines(self.peer.card.engine)
 
     def _beside_seconds(self) -> float:
         """Processor time of other tracks so far, the engines' share left out."""
@@ -146,19 +148,19 @@ class Run:
 
     def threaded(self) -> TimedNixl:
         """A NIXL agent with threads of its own, connected to the same producer."""
-        card = self.contact.card
+        card = self.peer.card
         assert card is not None
         made = TimedNixl(num_threads=ENGINE_THREADS)
         made.register(Region(self.arena.address, self.arena.nbytes))
-        made.connect(card.start, card.metadata)
+        made.connect(card.engine, card.metadata)
         return made
 
     def baseline(self, transport: TimedNixl) -> Baseline:
         """NIXL alone between the same two processes, in the direction that pulls take."""
-        card = self.contact.card
+        card = self.peer.card
         assert card is not None
-        return Baseline(transport.bare, card.start, self.setting,
-                        (self.arena.address, card.base), self.agent.service.home.kinds(card),
+        return Baseline(transport.bare, card.engine, self.setting,
+                        (self.arena.address, card.base), self.agent.endpoint.kinds(card),
                         "write" if self.direction == "write" else "read")  # fmt: skip
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The producer could not go on. Nothing of it writes any more."""
+    """The producer could not go on. Until it says `stopped`, something of it may still write."""
 
     transfer: int
     kind: FaultKind
@@ -220,23 +220,6 @@ class TellProbe(Message, frozen=True, tag="tell-probe"):
     seconds: float
 
 
-class Deliver(Message, frozen=True, tag="deliver"):
-    """A producer asks the server to pull `source` into what it offered as `target`."""
-
-    transfer: int
-    target: int
-    target_digest: bytes
-    source: bytes
-
-
-class Delivered(Message, frozen=True, tag="delivered"):
-    """How that went; no kind means accepted."""
-
-    transfer: int
-    kind: FaultKind | None
-    reason: str
-
-
 class AskStatus(Message, frozen=True, tag="ask-status"):
     """How are you? Needs no handshake."""
 
@@ -248,7 +231,24 @@ class TellStatus(Message, frozen=True, tag="tell-status"):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | Stranger | Begin | Begun | Written | Staged | Fetched | Failed
-    | End | Stop | Stopped | Renew | Alive | TellDigest | AskProbe | TellProbe | Deliver
-    | Delivered | AskStatus | TellStatus
-)  # fmt: skip
+    Hello
+    | Welcome
+    | Refused
+    | Stranger
+    | Begin
+    | Begun
+    | Written
+    | Staged
+    | Fetched
+    | Failed
+    | End
+    | Stop
+    | Stopped
+    | Renew
+    | Alive
+    | TellDigest
+    | AskProbe
+    | TellProbe
+    | AskStatus
+    | TellStatus
+)

@@ -18,7 +18,7 @@ from kvstow.transfer.channel.messages import AskStatus, TellStatus
 from kvstow.transfer.channel.sockets import SocketChannel
 
 if TYPE_CHECKING:
-    from kvstow.transfer.service import Service
+    from kvstow.transfer.agent import Agent
 
 STATUS_VERSION = 1
 RECENT = 30
@@ -45,53 +45,58 @@ class CachedStatus:
         return self._document
 
 
-def status_document(service: "Service") -> bytes:
+def status_document(agent: "Agent") -> bytes:
     """The document; its keys are listed in docs/reference/wire.md."""
-    home = service.home
-    now = home.clock()
+    endpoint = agent.endpoint
+    now = endpoint.clock()
     peers = [
         {
-            "name": contact.name,
-            "address": contact.address,
-            "state": contact.state,
-            "silent_seconds": round(now - contact.heard_at, 3) if contact.heard_at else None,
-            "direction": contact.path.direction if contact.path else None,
-            "read_rate": contact.path.read_rate if contact.path else None,
-            "write_rate": contact.path.write_rate if contact.path else None,
-            "staged_rate": contact.path.staged_rate if contact.path else None,
-            "tracks": home.transport.num_engines(contact.card.start) if contact.card else None,
-            "moved_bytes": contact.moved_bytes,
-            "moved_seconds": round(contact.moved_seconds, 6),
-            "error": str(contact.error) if contact.error else None,
+            "name": peer.name,
+            "address": peer.address,
+            "state": peer.state,
+            "silent_seconds": round(now - peer.heard_at, 3) if peer.heard_at else None,
+            "direction": peer.path.direction if peer.path else None,
+            "read_rate": peer.path.read_rate if peer.path else None,
+            "write_rate": peer.path.write_rate if peer.path else None,
+            "staged_rate": peer.path.staged_rate if peer.path else None,
+            "tracks": endpoint.transport.num_engines(peer.card.engine) if peer.card else None,
+            "moved_bytes": peer.moved_bytes,
+            "moved_seconds": round(peer.moved_seconds, 6),
+            "error": str(peer.error) if peer.error else None,
         }
-        for contact in tuple(service.contacts.values())
+        for peer in tuple(agent.peers.all.values())
     ]
+    servings = tuple(agent.server.servings.values())
     guests = [
         {
-            "name": guest.card.agent,
-            "silent_seconds": round(now - guest.heard_at, 3),
-            "reading": len(guest.reading),
+            "name": peer.card.agent,
+            "silent_seconds": round(now - peer.heard_at, 3),
+            "reading": sum(serving.peer is peer for serving in servings),
         }
-        for guest in tuple(service.serving.guests.values())
+        for peer in tuple(agent.server.incoming.values())
     ]
-    return json.dumps({
+    owner = endpoint.owner
+    document = {
         "version": STATUS_VERSION,
-        "agent": home.name,
-        "address": service.channel.address,
-        "start": home.transport.name,
-        "model": home.layout.model,
-        "fingerprint": home.fingerprint,
-        "memory": f"{home.kind}:{home.device}",
-        "arena_bytes": home.layout.nbytes,
-        "leases": len(service.leases),
-        "transfers": sum(not transfer.done for transfer in service.transfers),
-        "quarantined_rows": service.quarantined_rows,
+        "agent": endpoint.name,
+        "address": agent.address,
+        "start": endpoint.start,
+        "model": endpoint.layout.model,
+        "fingerprint": endpoint.fingerprint,
+        "memory": f"{endpoint.kind}:{endpoint.device}",
+        "arena_bytes": endpoint.layout.nbytes,
+        "leases": len(agent.server.leases),
+        "transfers": len(agent.pulls),
+        "quarantined_rows": agent.quarantine.rows,
         "peers": peers,
         "guests": guests,
-        "slabs": asdict(home.owner.slab_map()) if isinstance(home.owner, Pool) else None,
-        "events": [json.loads(event.as_json()) for event in home.events.recent()[-RECENT:]],
-        "metrics": home.telemetry.exposition().decode(),
-    }).encode()  # fmt: skip
+        "slabs": asdict(owner.slab_map()) if isinstance(owner, Pool) else None,
+        "events": [
+            json.loads(event.as_json()) for event in agent.telemetry.events.recent()[-RECENT:]
+        ],
+        "metrics": agent.telemetry.exposition().decode(),
+    }
+    return json.dumps(document).encode()
 
 
 class Asker:

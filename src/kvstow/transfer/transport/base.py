@@ -81,11 +81,9 @@ class Transport(Protocol):
         """What a peer needs to connect; after the last `register`."""
         ...
 
-    def connect(self, metadata: bytes) -> str:
-        """The name of the peer whose metadata this is, connected from now on.
-
-        Raises TransferError for metadata that are not whole, before the engine sees them.
-        """
+    def connect(self, peer: str, metadata: bytes) -> None:
+        """Connect to the peer of that name. Raises TransferError for metadata that are not whole
+        or are another's, before the engine sees them."""
         ...
 
     def disconnect(self, peer: str) -> None:

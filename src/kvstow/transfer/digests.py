@@ -4,10 +4,10 @@ Each source counts what it brings (its claims), the consumer counts what it hold
 over sources is the consumer's number, whatever tp, order or tokens per block either has.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from random import Random
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
@@ -20,8 +20,6 @@ from kvstow.transfer.options import DigestPolicy
 LEAST_SHARE = 128
 """A sample is at most one cell in so many: digests are slower than transfers."""
 
-_random = random.SystemRandom()
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -33,7 +31,12 @@ class Mismatch:
 
 
 def samples(
-    layouts: Sequence[Layout], start_token: int, num_tokens: int, policy: DigestPolicy
+    layouts: Sequence[Layout],
+    start_token: int,
+    num_tokens: int,
+    policy: DigestPolicy,
+    *,
+    random: Random,
 ) -> tuple[Sample, ...]:
     """What to compare: everything, a little of every group chosen at random, or nothing.
 
@@ -48,13 +51,13 @@ def samples(
         names = tuple(layer.name for layer in rows.group.layers)
         heads, every, phase = None, 1, 0
         if policy == "sample":
-            name = _random.choice(names)
+            name = random.choice(names)
             spec = layouts[0].layers[name][1]
-            head = _random.choice([*chain(*(range(*piece) for piece in spec.heads.pieces))])
+            head = random.choice([*chain(*(range(*piece) for piece in spec.heads.pieces))])
             heads = head, head + 1
             every = max(_states(layouts, name), -(-LEAST_SHARE // (len(names) * spec.heads.size)))
             counted = counted_states(rows.group, spec, num_tokens, start_token)
-            names, phase = (name,), _state_among(counted) % every
+            names, phase = (name,), _state_among(counted, random) % every
         found.append(Sample(names, heads, start_token, num_tokens, every, phase))
     return tuple(found)
 
@@ -78,10 +81,10 @@ def _states(layouts: Sequence[Layout], layer: str) -> int:
     return min(each.layers[layer][1].states for each in layouts if layer in each.layers)
 
 
-def _state_among(intervals: Intervals) -> int:
+def _state_among(intervals: Intervals, random: Random) -> int:
     """Any of the states in the intervals: a sample that begins there is not empty."""
     lengths = [high - low for low, high in intervals]
-    at = _random.randrange(max(1, sum(lengths)))
+    at = random.randrange(max(1, sum(lengths)))
     return intervals[0][0] + at if at < lengths[0] else intervals[1][0] + at - lengths[0]
 
 

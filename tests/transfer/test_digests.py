@@ -1,6 +1,8 @@
 """Samples: small, never empty, and no row whose content is another's goes unseen."""
 
 from dataclasses import replace
+from functools import partial
+from random import Random, SystemRandom
 
 import numpy as np
 import torch
@@ -15,15 +17,12 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, Sink, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.digesting import (
-    LEAST_SHARE,
-    digests,
-    mismatches,
-    sample_bytes,
-    samples,
-)
+from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, sample_bytes
+from kvstow.transfer.digests import samples as samples_with
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
+
+samples = partial(samples_with, random=SystemRandom())
 
 
 def rows_of(num_layers: int, tokens: int = 4, num_slabs: int = 34, heads: int = 1) -> Layout:
@@ -110,6 +109,11 @@ def test_samples_of_heads_make_a_whole_on_any_ranks():
 def test_samples_of_two_pulls_are_not_the_same():
     layout = rows_of(40)
     assert len({samples((layout,), 0, 64, "sample") for _ in range(50)}) > 10
+
+
+def test_samples_of_one_seed_are_the_same():
+    layout = rows_of(40)
+    assert len({samples_with((layout,), 0, 64, "sample", random=Random(7)) for _ in range(9)}) == 1
 
 
 def test_any_two_rows_that_were_exchanged_are_seen_in_a_sample():

@@ -1,0 +1,336 @@
+"""The loop: stories that wait, driven in one thread, each in its own `try`.
+
+A story is a generator. It yields how many seconds it can wait before it wants to look again;
+a message for it, an interrupt or the end of another story resumes it earlier. What goes wrong
+in a story ends that story and no other.
+
+    task = loop.start("pull", pull(...))
+    loop.step(0.02)     one turn, in the caller's thread
+    loop.run()          turn after turn in a thread of its own, until `close`
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from kvstow.errors import TransferError
+from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.messages import AnyMessage
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+Story = Generator[float, None, T]
+
+AT_ONCE = 0.0
+"""Ask again without a pause: a post is under way, and some engines move bytes only then."""
+
+SOON = 20e-6
+NOW_AND_THEN = 1e-3
+IDLE = 0.02
+"""Nothing but a message is expected."""
+
+WORK_SECONDS = 50e-6
+"""Engine progress that took so long was for a peer, which will need more of it."""
+
+MAX_UNREAD = 256
+"""Messages of one kind that a story may leave unread; more are dropped."""
+
+
+class Task(Generic[T]):
+    """A story under way, and what came of it once `is_over`.
+
+    After `deadline` it is interrupted with the error that `late` makes.
+    """
+
+    def __init__(self, name: str, story: Story[T]) -> None:
+        self.name = name
+        self.due = 0.0
+        self.deadline = math.inf
+        self.late: Callable[[], TransferError] = self._late
+        self.is_over = False
+        self.result: T | None = None
+        self.error: TransferError | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self._story = story
+        self._interrupt: TransferError | None = None
+        self._may_interrupt = True
+
+    def _late(self) -> TransferError:
+        return TransferError(f"{self.name}: no end in time", kind="timeout")
+
+    def wake(self) -> None:
+        """Resume the story in the next turn."""
+        self.due = 0.0
+
+    def interrupt(self, error: TransferError) -> None:
+        """Raise an error where the story waits. Only the first interrupt counts."""
+        if self._may_interrupt:
+            self._may_interrupt = False
+            self._interrupt = error
+            self.due = 0.0
+
+    def joined(self) -> Story[T | None]:
+        """Wait for the end of the task; its result, or its error raised."""
+        while not self.is_over:
+            yield IDLE
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def resume(self, now: float) -> None:
+        """Let the story go on until it waits again, ends or fails."""
+        if now > self.deadline:
+            self.interrupt(self.late())
+        error, self._interrupt = self._interrupt, None
+        try:
+            wait = next(self._story) if error is None else self._story.throw(error)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except TransferError as failure:
+            self._end(None, failure)
+        except Exception as failure:
+            log.exception("%s: ended by a bug", self.name)
+            self._end(None, bug(self.name, failure))
+        else:
+            self.due = now + wait
+
+    def _end(self, result: T | None, error: TransferError | None) -> None:
+        self.result, self.error, self.is_over = result, error, True
+        self.on_end()
+
+    def close(self) -> None:
+        """Drop the story where it stands."""
+        self._story.close()
+
+
+def bug(what: str, error: Exception) -> TransferError:
+    """The error that callers see where something went wrong that never should."""
+    return TransferError(f"{what}: {error!r}", kind="transport")
+
+
+# ── what stories wait for ─────────────────────────────────────────────────────────────
+
+
+def together(*stories: Story[T], at_once: int = 0) -> Story[list[T]]:
+    """Run stories side by side, all or so many `at_once`; their results, in order.
+
+    The first error closes the others and is raised.
+    """
+    waiting = deque(enumerate(stories))
+    running: dict[int, Story[T]] = {}
+    results: dict[int, T] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < (at_once or len(stories)):
+                number, story = waiting.popleft()
+                running[number] = story
+            wait = IDLE
+            for number, story in tuple(running.items()):
+                try:
+                    wait = min(wait, next(story))
+                except StopIteration as end:
+                    results[number] = end.value
+                    del running[number]
+                    wait = AT_ONCE
+            if running:
+                yield wait
+    finally:
+        for story in (*running.values(), *(story for _, story in waiting)):
+            story.close()
+    return [results[number] for number in range(len(stories))]
+
+
+def result_of(future: "Future[T]") -> Story[T]:
+    """Wait for another thread's result; its error raised."""
+    while not future.done():
+        yield IDLE
+    return future.result()
+
+
+class Mailbox:
+    """Messages for one story, in the order in which they came."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._messages: dict[type, deque[Any]] = {}
+
+    def put(self, message: AnyMessage) -> None:
+        """Leave a message and wake the story."""
+        kept = self._messages.setdefault(type(message), deque())
+        if len(kept) < MAX_UNREAD:
+            kept.append(message)
+        self._wake()
+
+    def has(self, *kinds: type) -> bool:
+        """Whether a message of one of these kinds is there."""
+        return any(self._messages.get(kind) for kind in kinds)
+
+    def first(self, kind: type[M]) -> M:
+        """The oldest message of a kind, which stays; one must be there."""
+        return self._messages[kind][0]
+
+    def take(self, kind: type[M]) -> M:
+        """The oldest message of a kind; one must be there."""
+        return self._messages[kind].popleft()
+
+    def wait(self, kind: type[M]) -> Story[M]:
+        """Wait for a message of a kind, and take it."""
+        while not self.has(kind):
+            yield IDLE
+        return self.take(kind)
+
+
+# ── the loop ──────────────────────────────────────────────────────────────────────────
+
+
+class Loop:
+    """All tasks of one agent. `hear` takes in messages, `progress` lets the engine work."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        clock: Callable[[], float],
+        *,
+        hear: Callable[[Line, AnyMessage], None],
+        progress: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.tasks: list[Task[Any]] = []
+        self.clock = clock
+        self._channel = channel
+        self._hear = hear
+        self._progress = progress
+        self._commands: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._busy_until = 0.0
+        self._closing = threading.Event()
+        self._waking = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        channel.watch(self._wake_fd)
+
+    def start(self, name: str, story: Story[T]) -> Task[T]:
+        """Begin a story; in the loop's own thread."""
+        task = Task(name, story)
+        self.tasks.append(task)
+        return task
+
+    # ── from any thread ───────────────────────────────────────────────────────────
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Have something done in the loop's thread. Raises TransferError once it is closed."""
+        with self._waking:
+            if self._wake_fd < 0:
+                raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
+            self._commands.append(command)
+            os.eventfd_write(self._wake_fd, 1)
+
+    def wake(self) -> None:
+        """Resume every story, if the loop still runs."""
+        with suppress(TransferError):
+            self.submit(lambda: None)
+
+    # ── turns ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def pace(self) -> float:
+        """How soon a story looks again that only lets the engine work for a peer."""
+        return SOON if self.clock() < self._busy_until else NOW_AND_THEN
+
+    def step(self, timeout: float = 0.0) -> float:
+        """One turn: messages, commands, the engine, every story that is due.
+
+        Waits at most `timeout` seconds for a message; returns how long the next turn may.
+        """
+        if 0 < timeout < NOW_AND_THEN:
+            time.sleep(timeout)
+        for line, message in self._channel.heard(int(timeout * 1000)):
+            self._busy_until = self.clock() + NOW_AND_THEN
+            self._obey()
+            self._guarded(lambda: self._hear(line, message), type(message).__name__)  # noqa: B023
+        self._obey()
+        self._let_engine_work()
+        now = self.clock()
+        for task in tuple(self.tasks):
+            if task.due <= now or task.deadline < now:
+                task.resume(now)
+                if task.is_over:
+                    self._forget(task)
+        soonest = min((task.due for task in self.tasks), default=math.inf)
+        return min(max(soonest - now, 0.0), IDLE)
+
+    def _forget(self, over: Task[Any]) -> None:
+        """A task has ended: somebody may have waited for it."""
+        self.tasks.remove(over)
+        for task in self.tasks:
+            task.wake()
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._guarded(self._commands.popleft(), "a command")
+            for task in self.tasks:
+                task.wake()
+
+    def _let_engine_work(self) -> None:
+        started = self.clock()
+        self._guarded(self._progress, "the engine")
+        now = self.clock()
+        if now - started > WORK_SECONDS:
+            self._busy_until = now + NOW_AND_THEN
+
+    def _guarded(self, call: Callable[[], None], what: str) -> None:
+        """What goes wrong here concerns one message or command, and nobody else."""
+        try:
+            call()
+        except TransferError as error:
+            log.warning("agent %s: %s: %s", self.name, what, error)
+        except Exception:
+            log.exception("agent %s: %s: a bug", self.name, what)
+
+    def run(self, begin: Callable[[], None]) -> None:
+        """Turn in a thread of its own from now on, which calls `begin` first."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._turn, args=(begin,), name=f"kvstow-{self.name}", daemon=True
+            )
+            self._thread.start()
+
+    def _turn(self, begin: Callable[[], None]) -> None:
+        begin()
+        wait = 0.0
+        while not self._closing.is_set():
+            try:
+                wait = self.step(wait)
+            except Exception:
+                log.exception("agent %s: a turn failed", self.name)
+                wait = IDLE
+
+    def stop(self) -> bool:
+        """End the thread, if there is one; whether this was the first call."""
+        if self._closing.is_set():
+            return False
+        self._closing.set()
+        self.wake()
+        if self._thread is not None:
+            self._thread.join()
+        return True
+
+    def close(self) -> None:
+        """Drop every story; nothing can be submitted any more."""
+        self._obey()
+        for task in self.tasks:
+            task.close()
+        self.tasks.clear()
+        with self._waking:
+            os.close(self._wake_fd)
+            self._wake_fd = -1

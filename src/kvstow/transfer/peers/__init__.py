@@ -1,0 +1,7 @@
+"""Agents that meet: ours, those we dial, those that dial us.
+
+endpoint   our side: arena, counters, engine, and the posts under way
+outgoing   an agent that we dial: hello, path, renewals
+incoming   an agent that dialled us
+probe      which way bytes go fastest between the two
+"""

@@ -1,0 +1,405 @@
+"""This process's side of every transfer: its arena, its counters, its engine.
+
+A post of ours is a `Flight`. Its memory is quiet, so that nothing writes to it any more, when the
+post has ended or when its engine was closed; a failed or abandoned post may write much later.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from logging import getLogger
+
+import numpy as np
+import torch
+from prometheus_client import Counter
+
+from kvstow.errors import TransferError
+from kvstow.memory.arena import Arena
+from kvstow.observe import Fact, Telemetry, TransferMetrics
+from kvstow.plan.identity import HINT, Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import encode, fingerprint
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.route.copies import Copies
+from kvstow.transfer.channel.messages import Card, RegionCard
+from kvstow.transfer.fence import ENTRY_BYTES
+from kvstow.transfer.generations import Owner
+from kvstow.transfer.move.staged import DEVICE_SLOT_BYTES, SLOTS, Stage
+from kvstow.transfer.options import Options
+from kvstow.transfer.transport.base import (
+    Direction,
+    Kinds,
+    MemoryKind,
+    Post,
+    Region,
+    Transport,
+    lost,
+)
+
+log = getLogger(__name__)
+
+PROBE_BYTES = 4 << 20
+LEAST_COUNTERS = 4096
+
+
+class Flight:
+    """A post of ours, from its start until its memory is quiet. `then` is called at that time."""
+
+    def __init__(
+        self, endpoint: "Endpoint", peer: str, post: Post, then: Callable[[], None]
+    ) -> None:
+        self.peer = peer
+        self.is_quiet = False
+        self._endpoint = endpoint
+        self._post: Post | None = post
+        self._then = [then]
+        self._error: TransferError | None = None
+
+    def start(self) -> None:
+        """Begin to copy. Raises TransferError."""
+        assert self._post is not None
+        self._endpoint.flights.add(self)
+        try:
+            self._post.start()
+        except TransferError as error:
+            self._fail(error)
+            raise
+
+    def poll(self) -> bool:
+        """Whether all bytes have arrived. Raises TransferError if they never will."""
+        arrived = self._post is None
+        if self._post is not None:
+            if self._error is None:
+                arrived = self._look(self._post)
+            if self._post.ended:
+                self.land()
+        if self._error is not None:
+            raise self._error
+        return arrived
+
+    def _look(self, post: Post) -> bool:
+        try:
+            return post.poll()
+        except TransferError as error:
+            self._fail(error)
+            return False
+
+    def _fail(self, error: TransferError) -> None:
+        self._error = error
+        self._endpoint.broken.add(self.peer)
+        if error.kind == "peer":
+            self._endpoint.gone.add(self.peer)
+
+    def give_up(self, error: TransferError) -> None:
+        """Its peer is being disconnected; that it fails says nothing about the peer."""
+        self._error = self._error or error
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Also call this when the memory is quiet, which it is not yet."""
+        self._then.append(call)
+
+    def drop(self) -> None:
+        """Forget a post that was never started."""
+        if self not in self._endpoint.flights:
+            self.land()
+
+    def land(self) -> None:
+        """Nothing of this post writes any more: it has ended, or its engine is gone."""
+        post, self._post = self._post, None
+        if post is None:
+            return
+        self.is_quiet = True
+        self._endpoint.flights.discard(self)
+        try:
+            post.release()
+        except TransferError as error:
+            log.warning("agent %s: %s", self._endpoint.name, error)
+        for call in self._then:
+            call()
+
+
+class Endpoint:
+    """What an agent owns. Registers everything that peers may touch; makes the agent's card.
+
+    `start` names this start of the process; the engine under it may be replaced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arena: Arena,
+        owner: Owner,
+        *,
+        transport: Transport,
+        identity: Identity | None = None,
+        options: Options,
+        telemetry: Telemetry,
+        clock: Callable[[], float] = time.monotonic,
+        random: random.Random,
+    ) -> None:
+        self.name = name
+        self.arena = arena
+        self.owner = owner
+        self.transport = transport
+        self.start = transport.name
+        self.options = options
+        self.telemetry = telemetry
+        self.metrics = TransferMetrics(telemetry.registry)
+        self.clock = clock
+        self.random = random
+        self.identity = _known_identity(name, arena.layout, identity)
+        self.layout = arena.layout.identified(self.identity)
+        self.fingerprint = fingerprint(self.layout)
+        self.kind: MemoryKind = "VRAM" if arena.device.type == "cuda" else "DRAM"
+        self.device = arena.device.index or 0
+        self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
+        self.stage = _stage(options.slot_bytes, on_device=self.kind == "VRAM")
+        self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
+        self.flights: set[Flight] = set()
+        self.broken: set[str] = set()
+        """Engines of peers to which a post has failed: they have to be connected again."""
+        self.gone: set[str] = set()
+        """Engines of peers that were found to be dead."""
+        self.moving: set[int] = set()
+        """Transfers of pulls that have begun and not ended."""
+        self.wake: Callable[[], None] = lambda: None
+        """Resumes the agent's stories, from any thread."""
+        self.is_draining = False
+        """Nothing shall begin to move: the engine is about to be replaced."""
+        self.num_engines = 1
+        self._counters: list[Ints] = []
+        self._spare_counters: list[Ints] = []
+        self._users: dict[str, set[object]] = {}
+        self._metadata: dict[str, bytes] = {}
+        self._labelled: dict[tuple[Counter, str], Counter] = {}
+        self._manifest = encode(self.layout)
+        self._register(transport)
+        self.card = self._card()
+
+    def use_device(self) -> None:
+        """Make the arena's device the current one of the calling thread."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.set_device(self.arena.device)
+            torch.cuda.synchronize(self.arena.device)
+
+    # ── the engine ────────────────────────────────────────────────────────────────
+
+    def replace_engine(self) -> None:
+        """Close the engine, which makes all flights quiet, and go on with a fresh one.
+
+        Peers have to meet us again; tickets stay valid.
+        """
+        fresh = self.transport.fresh()
+        self._register(fresh)
+        self.transport.close()
+        for flight in tuple(self.flights):
+            flight.land()
+        for known in (self._users, self._metadata, self.broken):
+            known.clear()
+        self.transport = fresh
+        self.num_engines += 1
+        self.card = self._card()
+
+    def _register(self, transport: Transport) -> None:
+        for region in self._regions():
+            transport.register(region)
+
+    def _regions(self) -> list[Region]:
+        arena = [
+            Region(self.arena.address + run.offset, run.nbytes, self.kind, self.device)
+            for run in self.arena.regions
+        ]
+        tables = [t for t in (*self.owner.generations, *self._counters) if t.nbytes]
+        stage = [Region(self.stage.arena.address, self.stage.arena.nbytes)] if self.stage else []
+        return [
+            *arena,
+            *(Region(table.ctypes.data, table.nbytes) for table in tables),
+            Region(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
+            *stage,
+        ]
+
+    def _card(self) -> Card:
+        for g, table in enumerate(self.owner.generations):
+            if table.dtype != np.int64 or len(table) != self.layout.num_blocks(g):
+                raise TransferError(
+                    f"group {g}: {len(table)} generations of {table.dtype}, not "
+                    f"{self.layout.num_blocks(g)} of int64",
+                    kind="refused",
+                )
+        stage = self.stage
+        return Card(
+            agent=self.name,
+            start=self.start,
+            engine=self.transport.name,
+            manifest=self._manifest,
+            metadata=self.transport.metadata(),
+            base=self.arena.address,
+            kind=self.kind,
+            device=self.device,
+            tables=tuple(table.ctypes.data for table in self.owner.generations),
+            probe=RegionCard(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
+            stage=RegionCard(stage.arena.address, SLOTS * stage.slot_bytes, "DRAM", 0)
+            if stage
+            else None,
+        )
+
+    def attach(self, card: Card, user: object) -> None:
+        """Connect the engine to an agent, as long as some user needs it. Raises TransferError."""
+        if self._metadata.get(card.engine, card.metadata) != card.metadata:
+            raise TransferError(
+                f"agent {card.agent!r} claims engine {card.engine!r}, which another one has",
+                kind="refused",
+                peer=card.agent,
+            )
+        if card.engine not in self._users:
+            self.transport.connect(card.engine, card.metadata)
+            self._metadata[card.engine] = card.metadata
+        self._users.setdefault(card.engine, set()).add(user)
+
+    def detach(self, engine: str, user: object) -> None:
+        """This user needs the agent no more: see `disconnect_idle`."""
+        self._users.get(engine, set()).discard(user)
+        if engine in self.broken:
+            self._disconnect(engine)
+
+    def disconnect_idle(self) -> None:
+        """Disconnect agents that nobody needs, unless a flight may still end."""
+        busy = {flight.peer for flight in self.flights}
+        for engine, users in tuple(self._users.items()):
+            if not users and engine not in busy:
+                self._disconnect(engine)
+
+    def _disconnect(self, engine: str) -> None:
+        self.broken.discard(engine)
+        self._metadata.pop(engine, None)
+        for flight in self.flights:
+            if flight.peer == engine:
+                flight.give_up(lost(engine, "disconnected here"))
+        if self._users.pop(engine, None) is not None:
+            self.transport.disconnect(engine)
+
+    def poll_flights(self) -> None:
+        """Look at all flights: some were given up, and end all the same."""
+        for flight in tuple(self.flights):
+            with suppress(TransferError):
+                flight.poll()
+
+    def post(
+        self,
+        direction: Direction,
+        peer: str,
+        kinds: Kinds,
+        copies: Copies,
+        then: Callable[[], None] = lambda: None,
+    ) -> Flight:
+        """Copies between addresses, ready to be started. Raises TransferError."""
+        return Flight(self, peer, self.transport.prepare(direction, peer, kinds, copies), then)
+
+    def kinds(self, card: Card) -> Kinds:
+        """Kinds of memory between our arena and theirs."""
+        return Kinds(self.kind, self.device, card.kind, card.device)
+
+    def close(self) -> None:
+        """Let go of the engine: all flights are quiet."""
+        self.worker.shutdown()
+        self.transport.close()
+        for flight in tuple(self.flights):
+            flight.land()
+
+    # ── counters ──────────────────────────────────────────────────────────────────
+
+    def take_counters(self, count: int) -> Ints:
+        """Registered memory for at least so many counters. Raises TransferError."""
+        for i, spare in enumerate(self._spare_counters):
+            if len(spare) >= count:
+                return self._spare_counters.pop(i)
+        fresh: Ints = np.zeros(max(LEAST_COUNTERS, 1 << (count - 1).bit_length()), np.int64)
+        self.transport.register(Region(fresh.ctypes.data, len(fresh) * ENTRY_BYTES))
+        self._counters.append(fresh)
+        return fresh
+
+    def give_counters(self, memory: Ints) -> None:
+        """Nothing writes to it any more."""
+        self._spare_counters.append(memory)
+
+    @property
+    def num_counters_in_use(self) -> int:
+        return len(self._counters) - len(self._spare_counters)
+
+    def generations(self, blocks: Mapping[int, Blocks]) -> dict[int, Ints]:
+        """The counters of these blocks, now."""
+        return {g: self.owner.generations[g].take(listed.ids) for g, listed in blocks.items()}
+
+    # ── telling ───────────────────────────────────────────────────────────────────
+
+    def count(self, family: Counter, label: str, amount: int = 1) -> None:
+        """Raise a counter; its label is looked up once."""
+        key = family, label
+        if key not in self._labelled:
+            self._labelled[key] = family.labels(label)
+        self._labelled[key].inc(amount)
+
+    def note(self, what: str, facts: Mapping[str, Fact]) -> None:
+        """Emit an event of this agent."""
+        self.telemetry.events.emit("transfer", what, {"agent": self.name, **facts})
+
+
+def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Identity:
+    """The identity that was given, or else the layout's. TransferError without either."""
+    known = identity or layout.identity
+    if known is None:
+        raise TransferError(
+            f"agent {name!r}: nothing says which computation makes these bytes\n\n{HINT}",
+            kind="refused",
+        )
+    if not known.is_verified:
+        log.warning("agent %s: identity is not verified: %s", name, known.unverified_because)
+    return known
+
+
+def _stage(slot_bytes: int | None, *, on_device: bool) -> Stage | None:
+    wanted = DEVICE_SLOT_BYTES if slot_bytes is None and on_device else slot_bytes
+    return Stage(wanted, pinned=on_device) if wanted else None
+
+
+# ── blocks ────────────────────────────────────────────────────────────────────────────
+
+
+def check_known(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout."""
+    for g, listed in blocks.items():
+        if not 0 <= g < len(layout.groups):
+            raise TransferError(
+                f"{whose}: group {g} is not one of {len(layout.groups)}", kind="ticket"
+            )
+        least, count, ids = layout.groups[g].rows_per_slab, layout.num_blocks(g), listed.ids
+        if len(ids) and not least <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < count:
+            name = layout.groups[g].group.name
+            wrong = ids[(ids < least) | (ids >= count)]
+            raise TransferError(
+                f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
+                f"[{least}, {count})",
+                kind="ticket",
+                blocks={name: tuple(wrong.tolist())},
+            )
+
+
+def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
+    """TransferError unless every block exists in the layout and is listed once."""
+    check_known(layout, blocks, whose=whose)
+    for g, listed in blocks.items():
+        ordered = listed.ids.copy()
+        ordered.sort()
+        if np.logical_or.reduce(ordered[1:] == ordered[:-1]):
+            name = layout.groups[g].group.name
+            raise TransferError(
+                f"{whose}: group {name!r}: some block is listed twice", kind="ticket"
+            )
+
+
+def named(layout: Layout, ids: Mapping[int, Sequence[int] | Ints]) -> dict[str, tuple[int, ...]]:
+    """Ids by group name, for errors."""
+    return {layout.groups[g].group.name: tuple(int(i) for i in each) for g, each in ids.items()}

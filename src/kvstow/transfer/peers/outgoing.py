@@ -1,0 +1,253 @@
+"""An agent that we dial: hello, the measured path, and renewals until it is lost.
+
+idle ─▶ greeting ─▶ probing ─▶ ready
+          └────────────┴─────────┴──▶ broken ─▶ (the next who needs it) greeting
+"""
+
+from typing import Literal, Protocol
+
+from kvstow.errors import ManifestError, RouteError, TransferError
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import decode, fingerprint
+from kvstow.route.compare import differences
+from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.messages import (
+    Alive,
+    AnyMessage,
+    Begun,
+    Card,
+    Failed,
+    Hello,
+    Refused,
+    Renew,
+    Staged,
+    Stopped,
+    Stranger,
+    TellDigest,
+    TellProbe,
+    Welcome,
+    Written,
+)
+from kvstow.transfer.loop import IDLE, Loop, Mailbox, Story, Task
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.peers.probe import Path, measured_path
+from kvstow.transfer.transport.base import lost
+
+PeerState = Literal["idle", "greeting", "probing", "ready", "broken"]
+
+
+class Reader(Protocol):
+    """A pull's source, as the peer sees it that brings it."""
+
+    lease: int
+
+    def hear(self, message: AnyMessage) -> None:
+        """Take in what the peer says about this transfer."""
+        ...
+
+    def lose(self, error: TransferError) -> None:
+        """The peer is gone."""
+        ...
+
+
+class Outgoing:
+    """One dialled agent. Stays the same object when the agent there is restarted."""
+
+    def __init__(
+        self, endpoint: Endpoint, channel: Channel, loop: Loop, address: str, key: str
+    ) -> None:
+        self.address = address
+        self.key = key
+        self.state: PeerState = "idle"
+        self.error: TransferError | None = None
+        self.card: Card | None = None
+        self.layout: Layout | None = None
+        self.fingerprint = ""
+        self.path: Path | None = None
+        self.mailbox = Mailbox(self._wake)
+        self.readers: dict[int, Reader] = {}
+        self.kept: set[int] = set()
+        self.heard_at = 0.0
+        self.moved_bytes = 0
+        self.moved_seconds = 0.0
+        self.line: Line | None = None
+        self._endpoint = endpoint
+        self._channel = channel
+        self._loop = loop
+        self._task: Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.card.agent if self.card else self.address
+
+    def _wake(self) -> None:
+        if self._task is not None:
+            self._task.wake()
+
+    # ── meeting ───────────────────────────────────────────────────────────────────
+
+    def met(self) -> Story[None]:
+        """Wait until the agent is ready; greet it if nobody has. Raises TransferError."""
+        self.greet()
+        while self.state in ("greeting", "probing"):
+            yield IDLE
+        if self.state != "ready":
+            raise self.error or lost(self.name, "no answer")
+
+    def greet(self) -> None:
+        """Say hello, unless that has begun or is done."""
+        if self.state in ("idle", "broken"):
+            self.state, self.error = "greeting", None
+            self.mailbox = Mailbox(self._wake)
+            seconds = self._endpoint.options.contact_seconds
+            self._task = task = self._loop.start(f"peer at {self.address}", self._connection())
+            task.deadline = self._endpoint.clock() + seconds
+            task.late = lambda: TransferError(
+                f"peer at {self.address} did not answer within {seconds} s",
+                kind="timeout",
+                peer=self.name,
+            )
+
+    def lose(self, error: TransferError) -> None:
+        """Give the agent up; whoever needs it greets it again."""
+        if self._task is not None:
+            self._task.interrupt(error)
+
+    def _connection(self) -> Story[None]:
+        """Say hello, measure the path, then renew leases until the agent is lost."""
+        endpoint = self._endpoint
+        card: Card | None = None
+        try:
+            self.line = self._channel.dial(self.address, self.key)
+            self.send(Hello(endpoint.card))
+            welcome = yield from self.mailbox.wait(Welcome)
+            self._check(welcome.card)
+            endpoint.attach(welcome.card, self)
+            self.card = card = welcome.card
+            self.state = "probing"
+            self.path = yield from measured_path(endpoint, self, card)
+            self._ready(self.path)
+            while True:
+                self.send(Renew(tuple(self._leases())))
+                yield from self._until(endpoint.clock() + endpoint.options.heartbeat_seconds)
+        except TransferError as error:
+            self.error = error
+            raise
+        except Exception as error:
+            self.error = TransferError(f"peer {self.name!r}: {error!r}", kind="transport")
+            raise
+        finally:
+            self._end(card)
+
+    def _leases(self) -> set[int]:
+        return self.kept | {reader.lease for reader in self.readers.values() if reader.lease}
+
+    def _until(self, time: float) -> Story[None]:
+        while self._endpoint.clock() < time:
+            yield max(IDLE, time - self._endpoint.clock())
+
+    def _check(self, card: Card) -> None:
+        """TransferError unless what the agent says of itself fits us."""
+        try:
+            layout = decode(card.manifest)
+            found = differences(layout, self._endpoint.layout)
+            if len(card.tables) != len(layout.groups):
+                found = (
+                    *found,
+                    f"{len(card.tables)} tables of generations for {len(layout.groups)} groups",
+                )
+            if found:
+                raise RouteError(tuple(found))
+        except (ManifestError, RouteError) as error:
+            raise TransferError(
+                f"peer {card.agent!r} does not fit:\n{error}", kind="refused", peer=card.agent
+            ) from None
+        self.layout, self.fingerprint = layout, fingerprint(layout)
+
+    def _ready(self, path: Path) -> None:
+        assert self._task is not None
+        self._task.deadline = float("inf")
+        self.state = "ready"
+        self._endpoint.metrics.peers.inc()
+        self._endpoint.note(
+            "connected",
+            {
+                "peer": self.name,
+                "address": self.address,
+                "direction": path.direction,
+                "read_rate": path.read_rate,
+                "write_rate": path.write_rate,
+                "staged_rate": path.staged_rate,
+                "forced": path.forced,
+            },
+        )
+
+    def _end(self, card: Card | None) -> None:
+        """The agent is lost: hang up, and tell those who read from it."""
+        if self.state == "ready":
+            self._endpoint.metrics.peers.dec()
+        self.state = "broken"
+        if self.line is not None:
+            self._channel.hang_up(self.line)
+            self.line = None
+        if card is not None:
+            self._endpoint.detach(card.engine, self)
+        error = self.error or lost(self.name, "closed here")
+        self._endpoint.note(
+            "disconnected", {"peer": self.name, "address": self.address, "why": str(error)}
+        )
+        for reader in tuple(self.readers.values()):
+            reader.lose(error)
+
+    # ── messages ──────────────────────────────────────────────────────────────────
+
+    def send(self, message: AnyMessage) -> None:
+        """Send, if there is a line: what is sent into nothing is not missed."""
+        if self.line is not None:
+            self._channel.send(self.line, message)
+
+    def hear(self, message: AnyMessage) -> None:
+        """Take in a message of this agent."""
+        self.heard_at = self._endpoint.clock()
+        match message:
+            case Welcome() | TellProbe():
+                self.mailbox.put(message)
+            case Refused(0, kind, reasons):
+                text = "\n".join(reasons)
+                self.lose(
+                    TransferError(f"peer {self.name!r} refused: {text}", kind=kind, peer=self.name)
+                )
+            case Stranger():
+                self.lose(lost(self.name, "it was started again and does not know us"))
+            case Alive(ended):
+                for reader in tuple(self.readers.values()):
+                    if reader.lease in ended:
+                        reader.hear(message)
+            case Begun() | Refused() | Written() | Staged() | Failed() | Stopped() | TellDigest():
+                if message.transfer in self.readers:
+                    self.readers[message.transfer].hear(message)
+            case _:
+                pass
+
+
+class Peers:
+    """All agents that we dial, by address and key."""
+
+    def __init__(self, endpoint: Endpoint, channel: Channel, loop: Loop) -> None:
+        self.all: dict[tuple[str, str], Outgoing] = {}
+        self._endpoint = endpoint
+        self._channel = channel
+        self._loop = loop
+
+    def at(self, address: str, key: str) -> Outgoing:
+        """The agent at an address, made when it is first asked for."""
+        if (address, key) not in self.all:
+            fresh = Outgoing(self._endpoint, self._channel, self._loop, address, key)
+            self.all.setdefault((address, key), fresh)
+        return self.all[address, key]
+
+    def hear(self, line: Line, message: AnyMessage) -> None:
+        """Pass a message on to the agent whose line it came on."""
+        for peer in tuple(self.all.values()):
+            if peer.line is line:
+                peer.hear(message)

@@ -1,0 +1,408 @@
+"""A pull, from top to bottom: meet, plan, move, fence, digests, accept.
+
+Several sources may bring parts of one request into the same rows; they are accepted together
+or not at all. Whatever goes wrong ends as a TransferError that names the rows of every group.
+The rows then stay in quarantine until nothing can write to them any more.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstow.errors import KvstowError, TransferError
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.route.copies import merged
+from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
+from kvstow.transfer.digests import (
+    digests,
+    mismatches,
+    prepared_digests,
+    sample_bytes,
+    samples,
+)
+from kvstow.transfer.fence import changed, fence, read_generations
+from kvstow.transfer.generations import ids_of
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Story, bug, result_of, together
+from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
+from kvstow.transfer.options import DigestPolicy, Way
+from kvstow.transfer.peers.endpoint import Endpoint, check_known, named
+from kvstow.transfer.source import Plan, Plans, Source
+from kvstow.transfer.ticket import packed_ints
+from kvstow.transfer.transport.base import lost
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 8 << 20
+"""A sample that is no larger is counted in the agent's own thread, made ready while the rows
+move: in another thread it would start too late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """What a pull wants: tokens `[start_token, num_tokens)` of a request, in these rows, which
+    have these generations."""
+
+    into: Mapping[int, Blocks]
+    generations: Mapping[int, Ints]
+    start_token: int
+    num_tokens: int
+    direction: Way | None
+    digest: DigestPolicy
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(blocks) for blocks in self.into.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What an accepted transfer took.
+
+    `digest` is `passed` when some of the bytes were compared, `off` otherwise.
+    """
+
+    nbytes: int
+    descriptors: int
+    seconds: float
+    sources: int
+    directions: tuple[Way, ...]
+    fence: Literal["passed"] = "passed"
+    digest: Literal["passed", "off"] = "off"
+
+
+# ── the story ─────────────────────────────────────────────────────────────────────────
+
+
+def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Plans) -> Story[Stats]:
+    """Bring what the order wants; what that took, or a TransferError that names the rows."""
+    started = endpoint.clock()
+    try:
+        yield from together(*(meet(source) for source in sources))
+        while endpoint.is_draining:
+            yield NOW_AND_THEN
+        wanted = chosen_samples(endpoint, order, sources)
+        for source, plan in zip(sources, plans.plans(sources), strict=True):
+            begin(endpoint, order, source, plan, wanted)
+        here = DigestsHere(endpoint, order, wanted)
+        yield from together(*(move(endpoint, order, each) for each in sources), here.get_ready())
+        yield from together(*(pass_fence(endpoint, source) for source in sources))
+        yield from compare_digests(here, sources, wanted)
+        check_still_ours(endpoint, order)
+    except Exception as error:
+        fault = naming_rows(endpoint, order, sources, error)
+        for source in sources:
+            source.stop(fault)
+        raise fault from error
+    for source in sources:
+        source.end("accepted")
+        source.forget()
+    return Stats(
+        nbytes=sum(source.nbytes for source in sources),
+        descriptors=sum(source.descriptors for source in sources),
+        seconds=endpoint.clock() - started,
+        sources=len(sources),
+        directions=tuple(source.direction for source in sources),
+        digest="passed" if wanted else "off",
+    )
+
+
+# ── meeting ───────────────────────────────────────────────────────────────────────────
+
+
+def meet(source: Source) -> Story[None]:
+    """Wait until the agent that wrote the ticket is ready; refuse a ticket that is not its."""
+    peer, ticket = source.peer, source.ticket
+    yield from peer.met()
+    if peer.card is None or peer.card.start != ticket.start:
+        peer.lose(lost(peer.name, "it was started again"))
+        while peer.state == "ready":
+            yield IDLE
+        yield from peer.met()
+    if peer.card is None or peer.card.start != ticket.start:
+        raise source.fault("the ticket is from an earlier start of it", "expired")
+    if ticket.fingerprint != peer.fingerprint:
+        raise source.fault(
+            f"the ticket is for layout {ticket.fingerprint[:16]}, it has {peer.fingerprint[:16]}",
+            "ticket",
+        )
+    check_known(source.layout, ticket.blocks, whose=f"ticket of {peer.name!r}")
+
+
+def chosen_samples(
+    endpoint: Endpoint, order: Order, sources: Sequence[Source]
+) -> tuple[Sample, ...]:
+    """What to compare by digest, according to the order's policy."""
+    layouts = (endpoint.layout, *(source.layout for source in sources))
+    return samples(
+        layouts, order.start_token, order.num_tokens, order.digest, random=endpoint.random
+    )
+
+
+def begin(
+    endpoint: Endpoint, order: Order, source: Source, plan: Plan, wanted: tuple[Sample, ...]
+) -> None:
+    """Tell a source what we want of it, and which way. Raises TransferError."""
+    assert source.peer.path is not None
+    way = order.direction or source.peer.path.direction
+    if plan.route is None:
+        way = "read"
+    slot_bytes = _slot_bytes(endpoint, source) if way == "staged" else 0
+    if source.peer.card is not None and source.peer.card.stage is None:
+        slot_bytes = 0  # its rows are read where they lie
+    is_ordered = way == "write" or slot_bytes > 0
+    source.begin(way, plan, _where(order) if is_ordered else None, slot_bytes, wanted)
+
+
+def _slot_bytes(endpoint: Endpoint, source: Source) -> int:
+    """The size of pieces in a staged transfer: what fits the slots of either side."""
+    assert source.peer.card is not None
+    stages = (endpoint.card.stage, source.peer.card.stage)
+    sizes = [stage.nbytes // SLOTS for stage in stages if stage]
+    if not sizes:
+        raise source.fault(f"neither it nor {endpoint.name!r} has a stage", "refused")
+    return min(sizes)
+
+
+def _where(order: Order) -> Write:
+    """Where the producer shall write, or what it shall stage."""
+    return Write(
+        blocks=tuple(
+            Ids(g, packed_ints(blocks.ids), packed_ints(blocks.index))
+            for g, blocks in order.into.items()
+        ),
+        start_token=order.start_token,
+        num_tokens=order.num_tokens,
+    )
+
+
+# ── moving ────────────────────────────────────────────────────────────────────────────
+
+
+def move(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
+    """Return when all bytes of a source have arrived, and it has said that it keeps them."""
+    if source.route is not None:
+        match source.direction:
+            case "read":
+                yield from read(endpoint, order, source)
+            case "write":
+                yield from written(endpoint, source)
+            case "staged":
+                yield from fetched(endpoint, order, source)
+    yield from source.mailbox.wait(Begun)
+
+
+def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
+    """Read the rows where they lie."""
+    assert source.route is not None
+    assert source.peer.path is not None
+    card, kinds = source.card, endpoint.kinds(source.card)
+    copies = source.route.copies(
+        source.ticket.blocks, order.into, order.num_tokens, start_token=order.start_token
+    )
+    copies = merged(copies.moved(card.base, endpoint.card.base))
+    chunk = chunk_bytes(source.peer.path.rate, kinds)
+    yield from moved(
+        endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
+    )
+    source.nbytes, source.descriptors = copies.total, len(copies)
+
+
+def written(endpoint: Endpoint, source: Source) -> Story[None]:
+    """Wait for the producer to say that its writes have arrived; look, once per heartbeat,
+    whether it lives."""
+    look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
+    while not source.mailbox.has(Written):
+        if endpoint.clock() >= look_at:
+            yield from read_generations(endpoint, source.card, source.ticket.blocks)
+            look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
+        else:
+            yield NOW_AND_THEN
+    told = source.mailbox.first(Written)
+    source.nbytes, source.descriptors = told.nbytes, told.descriptors
+
+
+def fetched(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
+    """Read the rows piece by piece through host memory."""
+    assert source.route is not None
+    tokens = (order.start_token, order.num_tokens)
+    slot_bytes = _slot_bytes(endpoint, source)
+    cut = pieces(source.route, source.ticket.blocks, order.into, tokens, slot_bytes)
+    fetch = Fetch(
+        endpoint, source.card, cut, source.mailbox, source.send, source.id, source.flights
+    )
+    source.descriptors = yield from fetch.all()
+    source.nbytes = sum(piece.copies.total for piece in cut)
+    if fetch.is_told:
+        yield from source.mailbox.wait(Written)
+
+
+def pass_fence(endpoint: Endpoint, source: Source) -> Story[None]:
+    """Raise a TransferError unless the source's blocks still are those of the ticket."""
+    yield from fence(endpoint, source.card, source.layout, source.ticket)
+
+
+# ── accepting ─────────────────────────────────────────────────────────────────────────
+
+
+class DigestsHere:
+    """The digests of what lies in our rows: a small sample is made ready while rows move, and
+    counted at once; anything larger is counted in another thread."""
+
+    def __init__(self, endpoint: Endpoint, order: Order, wanted: tuple[Sample, ...]) -> None:
+        self._endpoint = endpoint
+        self._what = endpoint.arena, order.into, wanted, None
+        self._is_small = (
+            order.digest == "sample" and sample_bytes(endpoint.layout, wanted) <= INLINE_BYTES
+        )
+        self._take: Callable[[], tuple[int, ...]] | None = None
+
+    def get_ready(self) -> Story[None]:
+        """Do what can be done before the rows are there."""
+        if self._is_small:
+            self._take = prepared_digests(*self._what)
+        return
+        yield
+
+    def counted(self) -> Story[tuple[int, ...]]:
+        """Count what lies there now."""
+        if self._take is not None:
+            return self._take()
+        counting = self._endpoint.worker.submit(digests, *self._what)
+        counting.add_done_callback(lambda _: self._endpoint.wake())
+        return (yield from result_of(counting))
+
+
+def compare_digests(
+    here: DigestsHere, sources: Sequence[Source], wanted: tuple[Sample, ...]
+) -> Story[None]:
+    """Raise a TransferError unless what lies here is what the sources have."""
+    if not wanted:
+        return
+    mine = yield from here.counted()
+    theirs: list[tuple[int, ...]] = []
+    for source in sources:
+        if source.route is not None:
+            told = yield from source.mailbox.wait(TellDigest)
+            if len(told.values) != len(wanted):
+                raise source.fault(f"{len(told.values)} digests, not {len(wanted)}", "digest")
+            theirs.append(told.values)
+    wrong = mismatches(wanted, mine, theirs)
+    if wrong:
+        text = "; ".join(
+            f"layers {list(w.sample.layers[:4])}, tokens [{w.sample.start_token}, "
+            f"{w.sample.stop_token}): {w.here:016x} here, {w.there:016x} there"
+            for w in wrong
+        )
+        raise TransferError(f"bytes differ from what was offered: {text}", kind="digest")
+
+
+def check_still_ours(endpoint: Endpoint, order: Order) -> None:
+    """The consumer's own fence: our rows must still be the ones that were given."""
+    wrong = changed(endpoint.generations(order.into), order.into, order.generations)
+    if wrong:
+        raise TransferError("destination rows were given to others meanwhile", kind="fence")
+
+
+def naming_rows(
+    endpoint: Endpoint, order: Order, sources: Sequence[Source], error: Exception
+) -> TransferError:
+    """The error that the caller sees: which rows hold nothing that may be used."""
+    if not isinstance(error, KvstowError):
+        log.exception("agent %s: a pull ended by a bug", endpoint.name)
+        error = bug("pull", error)
+    rows = named(endpoint.layout, ids_of(order.into))
+    listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
+    peers = [source.peer.name for source in sources]
+    is_ours = isinstance(error, TransferError)
+    return TransferError(
+        f"{error if is_ours and error.peer else f'peers {peers}: {error}'}\n\n"
+        f"hint: nothing in these blocks may be used: {listing}",
+        kind=error.kind if is_ours else "ticket",
+        peer=(error.peer if is_ours else "") or peers[0],
+        blocks=rows,
+    )
+
+
+def _few(ids: Sequence[int]) -> str:
+    shown = ", ".join(str(i) for i in ids[:8])
+    return f"{shown}, … ({len(ids)})" if len(ids) > 8 else shown
+
+
+# ── for the caller ────────────────────────────────────────────────────────────────────
+
+
+class Transfer:
+    """A pull on its way. `poll` and `wait` may be called from any thread.
+
+    The rows belong to the transfer until it is `quiet`, which may be later than its end if it
+    failed: the agent keeps them from being reused until then. Rows are given back by
+    `agent.settle`, which `poll` and `wait` call only in the thread of the blocks' owner.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        started: float,
+        settle: Callable[[], None],
+        abort: "Callable[[Transfer], None]",
+    ) -> None:
+        self.order = order
+        self.started = started
+        self.error: TransferError | None = None
+        self.stats: Stats | None = None
+        self._settle = settle
+        self._abort = abort
+        self._ended = threading.Event()
+        self._quiet = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been accepted, or has failed."""
+        return self._ended.is_set()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing writes to the rows any more."""
+        return self._quiet.is_set()
+
+    def poll(self) -> bool:
+        """Whether the rows may be used; raises TransferError if they never may."""
+        if not self.done:
+            return False
+        self._settle()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def wait(self, seconds: float | None = None) -> Stats:
+        """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
+        if not self._ended.wait(seconds):
+            raise TimeoutError(f"transfer has not ended within {seconds} s")
+        self.poll()
+        assert self.stats is not None
+        return self.stats
+
+    def wait_quiet(self, seconds: float | None = None) -> bool:
+        """Whether nothing writes to the rows any more; waits for it at most so long."""
+        is_quiet = self._quiet.wait(seconds)
+        self._settle()
+        return is_quiet
+
+    def abort(self) -> None:
+        """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
+        self._abort(self)
+
+    # ── for the agent ─────────────────────────────────────────────────────────────
+
+    def end(self, stats: Stats | None, error: TransferError | None) -> None:
+        """It was accepted, or has failed."""
+        self.stats, self.error = stats, error
+        self._ended.set()
+
+    def rest(self) -> None:
+        """Nothing writes to the rows any more."""
+        self._quiet.set()

@@ -1,0 +1,408 @@
+"""The producer's half, from top to bottom: begin, then write, stage or nothing, digests, end.
+
+A consumer that reads needs nothing of us but that the lease runs and the engine works. One
+that has us write, or stage, may ask us to stop at any time: it hears `stopped` when nothing of
+ours can reach its rows any more.
+"""
+
+import logging
+from collections.abc import Callable
+
+from kvstow.errors import FaultKind, KvstowError, ManifestError, RouteError, TransferError
+from kvstow.plan.manifest import decode
+from kvstow.route.blocks import Blocks
+from kvstow.route.compare import differences
+from kvstow.route.copies import merged
+from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.messages import (
+    Alive,
+    AnyMessage,
+    AskProbe,
+    AskStatus,
+    Begin,
+    Begun,
+    Card,
+    End,
+    Failed,
+    Fetched,
+    Hello,
+    Refused,
+    Renew,
+    Stop,
+    Stopped,
+    Stranger,
+    TellDigest,
+    TellStatus,
+    Welcome,
+    Write,
+    Written,
+)
+from kvstow.transfer.channel.status import CachedStatus
+from kvstow.transfer.digests import digests
+from kvstow.transfer.lease import EndReason, Lease, Leases
+from kvstow.transfer.loop import (
+    IDLE,
+    NOW_AND_THEN,
+    Loop,
+    Mailbox,
+    Story,
+    Task,
+    result_of,
+    together,
+)
+from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.staged import gathered, pieces
+from kvstow.transfer.peers.endpoint import Endpoint, Flight, check_blocks
+from kvstow.transfer.peers.incoming import Incoming
+from kvstow.transfer.peers.probe import written_probe
+from kvstow.transfer.quarantine import Quarantine
+from kvstow.transfer.ticket import Ticket, unpacked_ints
+
+log = logging.getLogger(__name__)
+
+AWAKE_AFTER_HELLO = 0.5
+"""A new consumer measures how fast it can read: that takes our help, and is not announced."""
+
+SILENT_BEATS = 30
+"""A consumer that was silent for so many heartbeats is forgotten."""
+
+
+# ── the story ─────────────────────────────────────────────────────────────────────────
+
+
+class Serving:
+    """One consumer's transfer, as its story and the server know it."""
+
+    def __init__(self, peer: Incoming, begin: Begin) -> None:
+        self.peer = peer
+        self.begin = begin
+        self.task: Task[None] | None = None
+        self.mailbox = Mailbox(self._wake)
+        self.flights: list[Flight] = []
+
+    def _wake(self) -> None:
+        if self.task is not None:
+            self.task.wake()
+
+    @property
+    def transfer(self) -> int:
+        return self.begin.transfer
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing of ours can reach the consumer's rows any more."""
+        return all(flight.is_quiet for flight in self.flights)
+
+    def send(self, message: AnyMessage) -> None:
+        self.peer.send(message)
+
+
+def serve(server: "Server", serving: Serving) -> Story[None]:
+    """Serve one transfer until its consumer has ended it, or something else has."""
+    try:
+        ticket = server.opened(serving)
+        bringing = brought(server.endpoint, serving, ticket)
+        telling = told_digests(server.endpoint, serving, ticket)
+    except Exception as error:
+        server.leases.shut(serving.begin.lease, serving.transfer, accepted=False)
+        serving.send(Refused(serving.transfer, *_fault(error)))
+        return
+    serving.send(Begun(serving.transfer))
+    accepted = False
+    try:
+        yield from together(bringing, telling)
+        while not serving.mailbox.has(End):
+            yield server.loop.pace
+        accepted = serving.mailbox.take(End).outcome == "accepted"
+    except Exception as error:
+        yield from stopped(server, serving, error)
+    finally:
+        server.leases.shut(serving.begin.lease, serving.transfer, accepted=accepted)
+
+
+def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]:
+    """The story of bringing what was ordered: a write into the consumer's rows, pieces in our
+    slots, or nothing where the consumer reads. Raises before it begins if that cannot be."""
+    order = serving.begin.write
+    if order is None:
+        return nothing()
+    if serving.begin.slot_bytes:
+        return staged(endpoint, serving, ticket, order)
+    return written(endpoint, serving, ticket, order)
+
+
+def nothing() -> Story[None]:
+    return
+    yield
+
+
+def _into(serving: Serving, order: Write) -> dict[int, Blocks]:
+    """The consumer's rows, checked."""
+    into = {
+        part.group: Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
+        for part in order.blocks
+    }
+    peer = serving.peer
+    check_blocks(peer.layout, into, whose=f"order of {peer.card.agent!r}")
+    return into
+
+
+def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Story[None]:
+    """Write into the consumer's rows."""
+    peer, card = serving.peer, serving.peer.card
+    route = peer.share(serving.begin.claims).route
+    copies = route.copies(
+        ticket.blocks, _into(serving, order), order.num_tokens, start_token=order.start_token
+    )
+    copies = merged(copies.moved(endpoint.card.base, card.base))
+    peer.attach()
+    kinds = endpoint.kinds(card)
+
+    def write() -> Story[None]:
+        chunk = chunk_bytes(peer.write_rate, kinds)
+        yield from moved(
+            endpoint, "write", card.engine, kinds, copies, flights=serving.flights, chunk=chunk
+        )
+        serving.send(Written(serving.transfer, copies.total, len(copies)))
+
+    return write()
+
+
+def staged(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -> Story[None]:
+    """Put the rows into our slots, piece by piece."""
+    slot_bytes = serving.begin.slot_bytes
+    if endpoint.stage is None or not 0 < slot_bytes <= endpoint.stage.slot_bytes:
+        raise TransferError(f"slots of {slot_bytes} bytes are not to be had", kind="refused")
+    route = serving.peer.share(serving.begin.claims).route
+    tokens = order.start_token, order.num_tokens
+    cut = pieces(route, ticket.blocks, _into(serving, order), tokens, slot_bytes)
+
+    def stage() -> Story[None]:
+        yield from gathered(endpoint, cut, serving.mailbox, serving.send, serving.transfer)
+        nbytes = sum(piece.copies.total for piece in cut)
+        serving.send(Written(serving.transfer, nbytes, sum(len(p.copies) for p in cut)))
+
+    return stage()
+
+
+def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]:
+    """The story of counting the digests that the consumer wants, and telling them."""
+    wanted = serving.begin.samples
+    if not wanted:
+        return nothing()
+    claims = serving.peer.share(serving.begin.claims).claims
+    counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
+    counting.add_done_callback(lambda _: endpoint.wake())
+
+    def tell() -> Story[None]:
+        try:
+            values = yield from result_of(counting)
+        except KvstowError as error:
+            raise TransferError(f"no digest: {error}", kind="digest") from error
+        serving.send(TellDigest(serving.transfer, values))
+
+    return tell()
+
+
+def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]:
+    """Tell the consumer why, and, when that is certain, that nothing of ours writes any more."""
+    if not isinstance(error, Ended):
+        kind, reasons = _fault(error)
+        serving.send(Failed(serving.transfer, kind, reasons[0]))
+    if serving.peer.card.engine in server.endpoint.broken:
+        serving.peer.detach()
+    while not serving.is_quiet and not serving.mailbox.has(Stop):
+        if server.has_forgotten(serving.peer):
+            return
+        yield NOW_AND_THEN
+    with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
+        while not serving.is_quiet and not server.has_forgotten(serving.peer):
+            yield NOW_AND_THEN
+    serving.send(Stopped(serving.transfer))
+
+
+class Ended(TransferError):
+    """The consumer wants no more, or may have no more: no fault of ours."""
+
+
+def _fault(error: Exception) -> tuple[FaultKind, tuple[str, ...]]:
+    if isinstance(error, TransferError):
+        return error.kind, (str(error),)
+    if not isinstance(error, KvstowError | ValueError | ArithmeticError | LookupError):
+        log.exception("a transfer that was served ended by a bug")
+        return "transport", (repr(error),)
+    return "ticket", (str(error),)
+
+
+# ── who is served ─────────────────────────────────────────────────────────────────────
+
+
+class Server:
+    """The agents that dialled us, our leases, and what is being served under them."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        channel: Channel,
+        loop: Loop,
+        quarantine: Quarantine,
+        status: Callable[[], bytes],
+    ) -> None:
+        self.endpoint = endpoint
+        self.loop = loop
+        self.quarantine = quarantine
+        self.leases = Leases()
+        self.incoming: dict[int, Incoming] = {}
+        self.servings: dict[int, Serving] = {}
+        self._channel = channel
+        self._status = CachedStatus(status, endpoint.clock)
+        self._lines: dict[int, Line] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._awake_until = 0.0
+
+    def has_forgotten(self, peer: Incoming) -> bool:
+        """Whether that agent was silent for too long."""
+        return all(known is not peer for known in self.incoming.values())
+
+    # ── leases ────────────────────────────────────────────────────────────────────
+
+    def grant(self, lease: Lease, ticket: Ticket) -> None:
+        """Let consumers come with this ticket."""
+        self._tickets[lease.id] = ticket
+        self.leases.grant(lease)
+        self.endpoint.metrics.leases.inc()
+
+    def opened(self, serving: Serving) -> Ticket:
+        """The ticket under which a transfer begins; TransferError if it may not."""
+        begin = serving.begin
+        self.leases.open(begin.lease, begin.digest, begin.transfer, now=self.endpoint.clock())
+        return self._tickets[begin.lease]
+
+    def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:
+        """Tell those who read under this lease, and stop what is written for them."""
+        endpoint = self.endpoint
+        del self._tickets[ticket.lease]
+        endpoint.metrics.leases.dec()
+        endpoint.metrics.lease_ends.labels(reason).inc()
+        endpoint.note("lease-ended", {"lease": ticket.lease, "reason": reason})
+        if reason == "read":
+            return
+        for serving in tuple(self.servings.values()):
+            if serving.begin.lease == ticket.lease and serving.task is not None:
+                serving.send(Alive((ticket.lease,)))
+                serving.task.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+
+    # ── messages ──────────────────────────────────────────────────────────────────
+
+    def hear(self, line: Line, message: AnyMessage) -> None:
+        """Take in a message of somebody who dialled us."""
+        if isinstance(message, Hello):
+            self._greet(line, message.card)
+            return
+        if isinstance(message, AskStatus):
+            self._channel.send(line, TellStatus(self._status.document()))
+            return
+        peer = self.incoming.get(line.session)
+        if peer is None:
+            return
+        peer.heard_at = self.endpoint.clock()
+        match message:
+            case Begin():
+                self._begin(peer, message)
+            case End():
+                self._end(message)
+            case Stop():
+                self._stop(peer, message)
+            case Fetched(transfer):
+                if transfer in self.servings:
+                    self.servings[transfer].mailbox.put(message)
+            case Renew(leases):
+                self._renew(peer, leases)
+            case AskProbe(nbytes):
+                self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+            case _:
+                pass
+
+    def _greet(self, line: Line, card: Card) -> None:
+        try:
+            layout = decode(card.manifest)
+            found = differences(self.endpoint.layout, layout)
+            if found:
+                raise RouteError(found)
+        except (ManifestError, RouteError) as error:
+            self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
+            self._channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
+            self._channel.hang_up(line)
+            return
+
+        def send(message: AnyMessage) -> None:
+            self._channel.send(line, message)
+
+        now = self.endpoint.clock()
+        self._lines[line.session] = line
+        self.incoming[line.session] = Incoming(self.endpoint, card, layout, send, now)
+        self.stay_awake(AWAKE_AFTER_HELLO)
+        send(Welcome(self.endpoint.card))
+
+    def _begin(self, peer: Incoming, begin: Begin) -> None:
+        if begin.transfer in self.servings:
+            return
+        serving = self.servings[begin.transfer] = Serving(peer, begin)
+        serving.task = self.loop.start(f"serve {peer.card.agent}", serve(self, serving))
+        serving.task.on_end = lambda: self._over(begin.transfer)
+
+    def _over(self, transfer: int) -> None:
+        self.servings.pop(transfer, None)
+
+    def _end(self, end: End) -> None:
+        if end.outcome == "aborted":
+            self.leases.end(end.lease, "aborted")
+        if end.transfer in self.servings:
+            self.servings[end.transfer].mailbox.put(end)
+
+    def _stop(self, peer: Incoming, stop: Stop) -> None:
+        """Stop a transfer; the answer goes to the line on which it was asked last."""
+        serving = self.servings.get(stop.transfer)
+        if serving is None or serving.task is None:
+            peer.send(Stopped(stop.transfer))
+            return
+        serving.peer = peer
+        serving.mailbox.put(stop)
+        serving.task.interrupt(Ended("stopped by its consumer", kind="aborted"))
+
+    def _renew(self, peer: Incoming, leases: tuple[int, ...]) -> None:
+        for lease in leases:
+            self.leases.renew(lease, now=self.endpoint.clock())
+        peer.send(Alive(tuple(lease for lease in leases if self.leases.has_ended(lease))))
+
+    # ── staying there ─────────────────────────────────────────────────────────────
+
+    def stay_awake(self, seconds: float) -> None:
+        """Let the engine work without pause for so long: some engines' targets have to."""
+        self._awake_until = max(self._awake_until, self.endpoint.clock() + seconds)
+
+    def upkeep(self) -> Story[None]:
+        """Let leases run out, and forget consumers that are silent."""
+        silent = SILENT_BEATS * self.endpoint.options.heartbeat_seconds
+        while True:
+            now = self.endpoint.clock()
+            self.leases.expire(now=now)
+            for session, peer in tuple(self.incoming.items()):
+                if now - peer.heard_at > silent:
+                    self.endpoint.note("guest-silent", {"peer": peer.card.agent})
+                    self._forget(session)
+            yield self.loop.pace if now < self._awake_until else IDLE
+
+    def _forget(self, session: int) -> None:
+        peer = self.incoming.pop(session)
+        for serving in tuple(self.servings.values()):
+            if serving.peer is peer and serving.task is not None:
+                serving.task.interrupt(Ended("its consumer is gone", kind="peer"))
+        peer.detach()
+        self._channel.hang_up(self._lines.pop(session))
+
+    def forget_all(self) -> None:
+        """Have everybody say hello again."""
+        for session, peer in tuple(self.incoming.items()):
+            peer.send(Stranger())
+            self._forget(session)
