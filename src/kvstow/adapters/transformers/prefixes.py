@@ -81,7 +81,8 @@ class PrefixStore:
             rows = self._rows(request, g, num_tokens, is_running=is_running)
             chained = links(keys)
             there = self._store.contains(self._groups[g], keys).tolist()
-            ids, index = rows.ids.tolist(), rows.index.tolist()
+            ids: list[int] = rows.ids.tolist()
+            index: list[int] = rows.index.tolist()
             new = [
                 (id, k) for id, k in zip(ids, index, strict=True) if k < len(keys) and not there[k]
             ]
