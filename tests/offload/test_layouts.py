@@ -89,7 +89,7 @@ def saved(path, layout):
             keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
             ids = np.arange(len(keys)) + rows.rows_per_slab * (1 + 4 * g)
             fill(arena, g, ids, tokens_of(rows.group, range(len(keys))))
-            assert store.save(arena, g, ids, keys, links(keys)).all()
+            assert store.save_rows(arena, g, ids, keys, links(keys)).all()
     return DiskTier(path)
 
 
@@ -213,11 +213,12 @@ def test_a_converted_store_serves_arenas_of_the_new_layout_directly(tmp_path, ta
     assert done.incomplete == 0
     assert done.written == new.usage.rows
     arena = Arena(layout)
-    with Store(new, layout) as store:
+    new.close()
+    with Store.open(tmp_path / "new", layout) as store:
         for g, rows in enumerate(layout.groups):
             keys = block_keys(IDENTITY, PROMPT, rows.group.block_tokens)
             ids = np.arange(len(keys)) + rows.rows_per_slab
-            assert store.load(arena, g, keys, ids).all()
+            assert store.load_rows(arena, g, keys, ids).all()
             check(arena, g, ids, tokens_of(rows.group, range(len(keys))))
     old.close()
 

@@ -57,7 +57,7 @@ class PromptStore:
         began = time.monotonic()
         for g, listed in blocks.items():
             keys = self._keys(g, tokens, listed)
-            kept = self.store.save(self.memory.arena, g, listed.ids, keys)
+            kept = self.store.save_rows(self.memory.arena, g, listed.ids, keys)
             if not kept.all():
                 raise StoreError(f"{int((~kept).sum())} of {len(keys)} rows were not kept")
         return Stored(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))
@@ -67,7 +67,7 @@ class PromptStore:
         began = time.monotonic()
         for g, listed in blocks.items():
             keys = self._keys(g, tokens, listed)
-            found = self.store.load(self.memory.arena, g, keys, listed.ids)
+            found = self.store.load_rows(self.memory.arena, g, keys, listed.ids)
             if not found.all():
                 raise StoreError(f"{int((~found).sum())} of {len(keys)} rows are not in the store")
         return Reloaded(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))

@@ -2,7 +2,7 @@
 
 tier      what every tier does: rows by key, bounded, never a wrong row
 keys      the one key scheme: what a block's row is called
-store     save and load whole prefixes
+store     Store: prefixes of prompts in host memory and on disk
 request   whole requests out of stores of other ranks, orders and block sizes
 rows      a row outside an arena: its layout and its mapping to blocks
 staging   rows of an arena as a tier keeps them

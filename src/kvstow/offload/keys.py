@@ -28,7 +28,7 @@ from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Encoder, can_hit, seen_blocks
+from kvstow.plan.retention import Encoder, State, can_hit, seen_blocks
 from kvstow.plan.view import Ints
 
 KEY_BYTES = 32
@@ -105,7 +105,7 @@ def stored_prefix(identity: Identity, prompt: Prompt, tiers: Sequence[Tier]) -> 
     when they are loaded: what counts is what `load` says.
     """
     layout = tiers[0].layout
-    groups = _tokenwise(layout)
+    groups = tokenwise_groups(layout)
     unit = lcm(*(group.block_tokens for _, group in groups))
     lengths: Ints = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)
     for g, group in groups:
@@ -120,17 +120,28 @@ def stored_prefix(identity: Identity, prompt: Prompt, tiers: Sequence[Tier]) -> 
 
 
 def wanted(identity: Identity, prompt: Prompt, layout: Layout, num_tokens: int) -> dict[int, Keyed]:
-    """The blocks of each group that the token at `num_tokens` sees, with their keys."""
+    """The blocks of each group that the token at `num_tokens` sees, with their keys.
+
+    A block that `num_tokens` ends in the middle of has the key of just these tokens. So has a
+    recurrent state, whose index is that of the block it ends in.
+    """
     blocks: dict[int, Keyed] = {}
-    for g, group in _tokenwise(layout):
+    for g, group in tokenwise_groups(layout):
         keys = block_keys(identity, prompt, group.block_tokens)
         sinks, rest = seen_blocks(group.retention, num_tokens, group.block_tokens)
-        index = np.array([*sinks, *rest], np.int64)
-        blocks[g] = Keyed(tuple(keys[int(i)] for i in index), index)
+        index = [*sinks, *rest]
+        chosen = [keys[i] for i in index]
+        if num_tokens % group.block_tokens:
+            recurrent = isinstance(group.retention, State)
+            end = num_tokens // group.block_tokens
+            index = [end] if recurrent else [*index, end]
+            last = keys_at(identity, prompt, [num_tokens])
+            chosen = last if recurrent else [*chosen, *last]
+        blocks[g] = Keyed(tuple(chosen), np.array(index, np.int64))
     return blocks
 
 
-def _tokenwise(layout: Layout) -> list[tuple[int, Group]]:
+def tokenwise_groups(layout: Layout) -> list[tuple[int, Group]]:
     """Groups whose rows belong to tokens of the prompt; an encoding is made anew."""
     return [
         (g, rows.group)

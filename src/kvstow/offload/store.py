@@ -1,40 +1,85 @@
-"""A store on disk and the rows of an arena: save and load, synchronously.
+"""A store: prefixes of prompts kept in host memory and on disk, for as long as there is room.
 
-For rows to come and go in the background, through host memory, use `mover.Mover`.
+    arena ⇄ host tier ⇄ disk tier
+
+It is made without a layout, and bound to one when it is first used. What is kept has keys that
+name the computation and all tokens (`keys`), so that another process, or another day, finds the
+same prefix and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import lcm
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
-from kvstow.offload.rows import check_joinable
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
+from kvstow.offload.mover.mover import Mover
+from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.staging import RowStage
-from kvstow.offload.tier import Bools, checked_keys
+from kvstow.offload.tier import Bools, Tier, checked_keys, chosen, known_identity
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State, can_hit
+from kvstow.plan.view import Ints
+from kvstow.plan.words import parse_size
+from kvstow.route.blocks import Blocks
+
+FLUSH_SECONDS = 60.0
+
+_NO_BLOCKS: Mapping[int, Blocks] = {}
 
 
 class Store:
-    """Rows on disk by key, for arenas of `layout` or of any layout that a route can join.
+    """Rows by key in tiers: `host` bytes of host memory, and a directory on `disk`.
 
-    Threads must not save and load through one store at once; several stores may share a
-    directory, in one process or in many.
+    `disk_bytes` is needed where there is no store in the directory yet. `identity` says which
+    computation makes the rows, unless the layout that is bound does. Sizes are numbers or words
+    such as "8GiB". Several ranks may be given one directory; each has a folder of its own there.
+
+    Threads must not use one store at once; several stores may share a directory, in one process
+    or in many.
     """
 
-    def __init__(self, tier: DiskTier, layout: Layout) -> None:
-        check_joinable(layout, tier.layout)
-        self.tier = tier
-        self.layout = layout
-        self._windows: dict[tuple[int, int], tuple[Arena, RowStage]] = {}
+    def __init__(
+        self,
+        *,
+        host: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_bytes: int | str | None = None,
+        identity: Identity | None = None,
+        policy: PolicyName = "lru",
+        files: Files | None = None,
+    ) -> None:
+        if host is None and disk is None:
+            raise StoreError(
+                "a store without a place for rows\n\n"
+                'hint: Store(host="8GiB"), Store(disk="/var/cache/kvstow", disk_bytes="100GiB")'
+            )
+        self._host_bytes = None if host is None else parse_size(host)
+        self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
+        self._path = None if disk is None else Path(disk)
+        self._wanted_identity = identity
+        self._policy: PolicyName = policy
+        self._files = files
+        self._lock = RLock()
+        self.host: HostTier | None = None
+        self.disk: DiskTier | None = None
+        self._identity: Identity | None = None
+        self._stages: dict[tuple[int, int], tuple[Arena, RowStage]] = {}
+        self._movers: dict[int, tuple[Arena, Mover]] = {}
 
     @classmethod
     def open(
@@ -42,33 +87,228 @@ class Store:
         path: str | Path,
         layout: Layout | None = None,
         *,
-        capacity: int | None = None,
+        capacity: int | str | None = None,
         policy: PolicyName = "lru",
         files: Files | None = None,
     ) -> Self:
-        """Open the store in a directory, or make one for rows of `layout`.
+        """The store in a directory, bound to `layout`, or to its own where none is given.
 
-        A new store needs `layout` and `capacity` (bytes of data files at most). One that is
-        there keeps its own layout; another one of the same model is joined to it by a route,
-        anything else is refused. What a crash had damaged is in `dropped`.
+        A new store needs `layout` and `capacity`. One that is there keeps its own layout;
+        another one of the same computation is joined to it by a route, anything else is refused.
         """
-        tier = DiskTier(Path(path), layout, capacity=capacity, policy=policy, files=files)
+        store = cls(disk=path, disk_bytes=capacity, policy=policy, files=files)
+        store._use(
+            DiskTier(path, layout, capacity=store._disk_bytes, policy=policy, files=files), layout
+        )
+        return store
+
+    # ── binding ───────────────────────────────────────────────────────────────────
+
+    def bind(self, layout: Layout, identity: Identity | None = None) -> Self:
+        """Keep rows of this layout, or of any that a route can join to it, from now on.
+
+        StoreError where nobody says which computation makes the rows, or where the store holds
+        rows of another one. Binding again checks that the layouts can be joined.
+        """
+        with self._lock:
+            known = known_identity(layout, identity or self._wanted_identity, "a store")
+            layout = layout.identified(known)
+            if self._identity is not None:
+                check_joinable(layout, self.layout)
+                return self
+            disk = None
+            if self._path is not None:
+                disk = DiskTier(
+                    _folder(self._path, layout),
+                    layout,
+                    capacity=self._disk_bytes,
+                    policy=self._policy,
+                    files=self._files,
+                )
+            self._use(disk, layout)
+            return self
+
+    def _use(self, disk: DiskTier | None, layout: Layout | None = None) -> None:
+        rows = disk.layout if disk is not None else layout
+        assert rows is not None
         try:
-            return cls(tier, tier.layout if layout is None else layout)
+            if layout is not None:
+                check_joinable(layout, rows)
+            if self._host_bytes is not None:
+                self.host = HostTier(rows, capacity=self._host_bytes, policy=self._policy)
         except BaseException:
-            tier.close()
+            if disk is not None:
+                disk.close()
             raise
+        self.disk = disk
+        self._identity = rows.identity
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the rows that are kept; StoreError before the store is bound."""
+        return self.tiers[0].layout
+
+    @property
+    def identity(self) -> Identity:
+        """The computation that makes the rows."""
+        return known_identity(self.layout, None, "a store")
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers, the fastest first."""
+        tiers: tuple[Tier | None, ...] = (self.host, self.disk)
+        present = tuple(tier for tier in tiers if tier is not None)
+        if not present:
+            raise StoreError("the store has no layout yet\n\nhint: store.bind(arena.layout)")
+        return present
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """What was lost when the store was opened, in words."""
-        return tuple(str(dropped) for dropped in self.tier.dropped)
+        return () if self.disk is None else tuple(str(drop) for drop in self.disk.dropped)
 
-    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        """Which rows of the store's group are there."""
-        return self.tier.contains(group, keys)
+    # ── prefixes ──────────────────────────────────────────────────────────────────
 
     def save(
+        self,
+        arena: Arena,
+        blocks: Mapping[int, Blocks],
+        prompt: Prompt,
+        *,
+        checkpoints: Mapping[int, Blocks] = _NO_BLOCKS,
+        identity: Identity | None = None,
+    ) -> int:
+        """Keep what a request's blocks hold of a prompt that has been computed; how many rows.
+
+        `blocks` are the request's by group, as `Ledger.blocks` lists them, `checkpoints` as
+        `Ledger.checkpoints` does. The last block may be partly filled; a recurrent group's row
+        is its state after the whole prompt. `identity` is for a request with an adapter or salt
+        of its own (`store.identity.for_request`). Nobody may write to the blocks meanwhile.
+        """
+        self.bind(arena.layout, self._wanted_identity)
+        known = identity or self.identity
+        count = 0
+        for g, group in tokenwise_groups(arena.layout):
+            whole = block_keys(known, prompt, group.block_tokens)
+            listed = checkpoints.get(g) if isinstance(group.retention, State) else blocks.get(g)
+            if listed is not None:
+                at = listed.index < len(whole)
+                numbers: list[int] = listed.index[at].tolist()
+                chain = links(whole)
+                keys: list[bytes] = [whole[k] for k in numbers]
+                where: list[ChainLink] = [chain[k] for k in numbers]
+                count += int(self.save_rows(arena, g, listed.ids[at], keys, where).sum())
+            last = _last_row(blocks.get(g), group.retention, len(prompt), group.block_tokens)
+            if len(last):
+                end = keys_at(known, prompt, [len(prompt)])
+                count += int(self.save_rows(arena, g, last, end).sum())
+        return count
+
+    def stored_tokens(
+        self, prompt: Prompt, *, most: int | None = None, identity: Identity | None = None
+    ) -> int:
+        """How many tokens of the prompt, from the first on, can be loaded; at most `most`.
+
+        An engine that needs the next token's logits asks for at most `len(prompt) - 1`.
+        """
+        return self._longest(self.layout, identity or self.identity, prompt, most, None)
+
+    def load(
+        self,
+        arena: Arena,
+        prompt: Prompt,
+        *,
+        into: Mapping[int, Blocks],
+        most: int | None = None,
+        identity: Identity | None = None,
+    ) -> int:
+        """Bring the longest stored beginning of a prompt into a request's blocks; its tokens.
+
+        Every block that a token behind it sees must be among `into`, so ask `stored_tokens`
+        first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
+        """
+        self.bind(arena.layout, self._wanted_identity)
+        known = identity or self.identity
+        limit = most
+        for _ in range(3):  # rows may go while they are looked for
+            length = self._longest(arena.layout, known, prompt, limit, into)
+            if not length or self._loaded(arena, known, prompt, length, into):
+                return length
+            limit = length - 1
+        return 0
+
+    def _longest(
+        self,
+        layout: Layout,
+        identity: Identity,
+        prompt: Prompt,
+        most: int | None,
+        into: Mapping[int, Blocks] | None,
+    ) -> int:
+        """The longest beginning that is kept, and for which blocks are listed."""
+        end = len(prompt) if most is None else min(most, len(prompt))
+        if end == len(prompt) and self._has_all(layout, identity, prompt, end, into):
+            return end
+        groups = tokenwise_groups(layout)
+        unit = lcm(*(group.block_tokens for _, group in groups))
+        lengths: Ints = np.arange(0, end // unit * unit + 1, unit)
+        for g, group in groups:
+            keys = block_keys(identity, prompt, group.block_tokens)
+            keys = keys[: int(lengths[-1]) // group.block_tokens]
+            present = self._present(layout, g, keys)
+            if into is not None and not isinstance(group.retention, State):
+                present &= np.isin(np.arange(len(keys)), into[g].index)
+            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
+        return int(lengths[-1])
+
+    def _has_all(
+        self,
+        layout: Layout,
+        identity: Identity,
+        prompt: Prompt,
+        length: int,
+        into: Mapping[int, Blocks] | None,
+    ) -> bool:
+        for g, keyed in wanted(identity, prompt, layout, length).items():
+            recurrent = isinstance(layout.groups[g].group.retention, State)
+            if into is not None and not recurrent and not np.isin(keyed.index, into[g].index).all():
+                return False
+            if not self._present(layout, g, keyed.keys).all():
+                return False
+        return length > 0
+
+    def _loaded(
+        self,
+        arena: Arena,
+        identity: Identity,
+        prompt: Prompt,
+        length: int,
+        into: Mapping[int, Blocks],
+    ) -> bool:
+        """Bring the rows that a token at `length` sees; whether all of them came."""
+        for g, keyed in wanted(identity, prompt, arena.layout, length).items():
+            if isinstance(arena.layout.groups[g].group.retention, State):
+                ids = into[g].ids[: len(keyed.keys)]
+            else:
+                ids = into[g].ids[np.searchsorted(into[g].index, keyed.index)]
+            if not self.load_rows(arena, g, keyed.keys, ids).all():
+                return False
+        return True
+
+    def _present(self, layout: Layout, group: int, keys: Sequence[bytes]) -> Bools:
+        return self.contains(matching_group(layout, group, self.layout), keys)
+
+    # ── rows ──────────────────────────────────────────────────────────────────────
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which rows of a group of the store's layout are there."""
+        found = np.zeros(len(keys), bool)
+        for tier in self.tiers:
+            if not found.all():
+                found[~found] = tier.contains(group, chosen(keys, ~found))
+        return found
+
+    def save_rows(
         self,
         arena: Arena,
         group: int,
@@ -76,41 +316,84 @@ class Store:
         keys: Sequence[bytes],
         links: Sequence[ChainLink] = (),
     ) -> Bools:
-        """Keep blocks of an arena on disk; which of them are there now.
+        """Keep blocks of an arena; which of them are there now.
 
-        `links` say where the blocks stand in their sequences, for `kvstow store convert`.
-        Nobody may write to them meanwhile. Raises StoreError, naming the blocks, when the
-        medium fails.
+        With host memory, the disk gets them in the background (`flush`). `links` say where the
+        blocks stand in their sequences, for `kvstow store convert`. Nobody may write to them
+        meanwhile. Raises StoreError, naming the blocks, when the medium fails.
         """
-        blocks, window = self._window(arena, group, ids, keys)
+        if self.host is not None:
+            return self._mover(arena).store(group, ids, keys).result()
+        blocks, stage = self._stage(arena, group, ids, keys)
         kept = np.zeros(len(blocks), bool)
-        for lo in range(0, len(blocks), window.num_rows):
-            part = slice(lo, min(lo + window.num_rows, len(blocks)))
-            rows = window.fetch(blocks[part])
+        assert self.disk is not None
+        for lo in range(0, len(blocks), stage.num_rows):
+            part = slice(lo, min(lo + stage.num_rows, len(blocks)))
+            rows = stage.fetch(blocks[part])
             try:
-                kept[part] = self.tier.store(window.tier_group, keys[part], rows, links[part])
+                kept[part] = self.disk.store(stage.tier_group, keys[part], rows, links[part])
             except StoreError as error:
                 named = tuple((group, int(block)) for block in blocks[part])
                 raise StoreError(str(error), blocks=named) from error
         return kept
 
-    def load(self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> Bools:
+    def load_rows(
+        self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike
+    ) -> Bools:
         """Bring rows into blocks of an arena; which of them were there.
 
         The bytes of the other blocks are unspecified.
         """
-        blocks, window = self._window(arena, group, ids, keys)
+        if self.host is not None:
+            return self._mover(arena).load(group, keys, ids).result()
+        blocks, stage = self._stage(arena, group, ids, keys)
         found = np.zeros(len(blocks), bool)
-        for lo in range(0, len(blocks), window.num_rows):
-            part = slice(lo, min(lo + window.num_rows, len(blocks)))
-            rows = window.room(blocks[part])
-            found[part] = self.tier.load(window.tier_group, keys[part], rows)
-            window.deliver(blocks[part], found[part])
+        assert self.disk is not None
+        for lo in range(0, len(blocks), stage.num_rows):
+            part = slice(lo, min(lo + stage.num_rows, len(blocks)))
+            rows = stage.room(blocks[part])
+            found[part] = self.disk.load(stage.tier_group, keys[part], rows)
+            stage.deliver(blocks[part], found[part])
         return found
 
+    def _mover(self, arena: Arena) -> Mover:
+        """The mover of an arena. The arena is kept with it, so its id stays its own."""
+        assert self.host is not None
+        for _, mover in self._movers.values():
+            mover.reap()
+        if id(arena) not in self._movers:
+            self._movers[id(arena)] = arena, Mover(arena, self.host, self.disk)
+        return self._movers[id(arena)][1]
+
+    def _stage(
+        self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
+    ) -> tuple[Ints, RowStage]:
+        blocks = arena.checked(group, ids)
+        if len(blocks) != len(keys):
+            raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
+        if (id(arena), group) not in self._stages:
+            self._stages[id(arena), group] = arena, RowStage(arena, group, self.layout)
+        stage = self._stages[id(arena), group][1]
+        checked_keys(self.layout, stage.tier_group, keys)
+        return blocks, stage
+
+    # ── the end ───────────────────────────────────────────────────────────────────
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Whether everything that was saved has gone on to the disk, within so many seconds."""
+        return all(mover.drain(timeout) for _, mover in self._movers.values())
+
     def close(self) -> None:
-        self._windows.clear()
-        self.tier.close()
+        """Bring to disk what is on its way there, and let go of memory and files."""
+        self.flush()
+        for _, mover in self._movers.values():
+            mover.close()
+        self._movers.clear()
+        self._stages.clear()
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.close()
+        self.host = self.disk = None
 
     def __enter__(self) -> Self:
         return self
@@ -123,15 +406,20 @@ class Store:
     ) -> None:
         self.close()
 
-    def _window(
-        self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.int64], RowStage]:
-        blocks = arena.checked(group, ids)
-        if len(blocks) != len(keys):
-            raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
-        known = self._windows.get((id(arena), group))
-        if known is None:  # the arena is kept with its window, so its id stays its own
-            known = arena, RowStage(arena, group, self.tier.layout)
-            self._windows[id(arena), group] = known
-        checked_keys(self.tier.layout, known[1].tier_group, keys)
-        return blocks, known[1]
+
+def _folder(path: Path, layout: Layout) -> Path:
+    """The directory of a rank: `path` itself where there is only one."""
+    if layout.tp[1] == layout.pp[1] == 1:
+        return path
+    return path / f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
+
+
+def _last_row(listed: Blocks | None, retention: object, num_tokens: int, block_tokens: int) -> Ints:
+    """The block that ends with the prompt: a running state, or a block that is partly filled."""
+    if listed is None or not num_tokens:
+        return np.empty(0, np.int64)
+    if isinstance(retention, State):
+        return listed.ids[:1]
+    if num_tokens % block_tokens == 0:
+        return np.empty(0, np.int64)
+    return listed.ids[listed.index == num_tokens // block_tokens]

@@ -127,8 +127,8 @@ def test_rows_that_are_gone_when_they_are_loaded_are_computed(tmp_path: Path, mo
     with memory_of(model) as memory, store_of(tmp_path, memory) as store:
         wanted, _ = continued(model, memory, store=store)
     with memory_of(model) as memory, store_of(tmp_path, memory) as store:
-        load = store.load
-        monkeypatch.setattr(store, "load", lambda *given: load(*given) & False)
+        load = store.load_rows
+        monkeypatch.setattr(store, "load_rows", lambda *given: load(*given) & False)
         found, hit = continued(model, memory, store=store)
         assert hit == 0
         assert torch.equal(found, wanted)

@@ -55,7 +55,7 @@ def test_blocks_come_back_to_an_arena_of_any_order_with_nothing_else_touched(tmp
         for group in range(len(layout.groups)):
             ids = blocks_of(layout, group)[:3]
             keys = [key(group, int(i)) for i in ids]
-            assert store.save(source, group, ids, keys).all()
+            assert store.save_rows(source, group, ids, keys).all()
             target = filled(layout, seed=9)
             expected = target.bytes.numpy().copy()
             for start, block in zip(ids, ids[::-1], strict=True):
@@ -63,7 +63,7 @@ def test_blocks_come_back_to_an_arena_of_any_order_with_nothing_else_touched(tmp
                     layout.runs(group, int(start)), layout.runs(group, int(block)), strict=False
                 ):
                     expected[b.offset : b.end] = source.bytes.numpy()[a.offset : a.end]
-            assert store.load(target, group, keys, ids[::-1]).all()
+            assert store.load_rows(target, group, keys, ids[::-1]).all()
             got = target.bytes.numpy()
             for block in ids:
                 assert (
@@ -84,12 +84,12 @@ def test_a_store_of_one_order_fills_arenas_of_another(tmp_path, order):
     with Store.open(tmp_path / "s", ours, capacity=4 * MIB) as store:
         for group in range(2):
             ids = blocks_of(ours, group)[:3]
-            store.save(source, group, ids, [key(group, int(i)) for i in ids])
+            store.save_rows(source, group, ids, [key(group, int(i)) for i in ids])
     with Store.open(tmp_path / "s", theirs) as store:
         for group in range(2):
             ids = blocks_of(ours, group)[:3]
             there = blocks_of(theirs, group)[1:4]
-            assert store.load(target, group, [key(group, int(i)) for i in ids], there).all()
+            assert store.load_rows(target, group, [key(group, int(i)) for i in ids], there).all()
             for layer in ours.groups[group].group.layers:
                 want = source.numpy(layer.name)[ids]
                 assert (target.numpy(layer.name)[there].view(np.uint8) == want.view(np.uint8)).all()
@@ -151,7 +151,7 @@ def test_another_block_size_is_refused_row_by_row_with_the_way_out(tmp_path):
     Store.open(tmp_path, hybrid(), capacity=MIB).close()
     layout = hybrid(block_tokens=8)
     with Store.open(tmp_path, layout) as store, pytest.raises(StoreError, match="load_request"):
-        store.load(Arena(layout), 0, [b"a"], [layout.groups[0].rows_per_slab])
+        store.load_rows(Arena(layout), 0, [b"a"], [layout.groups[0].rows_per_slab])
 
 
 @pytest.mark.parametrize(("bad", "what"), [(b"", "0 bytes"), (b"x" * 33, "33 bytes")])
@@ -356,16 +356,16 @@ def test_a_failed_write_raises_leaves_no_row_and_gives_the_slots_back(tmp_path, 
     with Store.open(tmp_path, layout, capacity=MIB, files=files) as store:
         arena = filled(layout)
         ids = blocks_of(layout, 0)[:2]
-        store.save(arena, 0, ids[:1], [b"first"])
+        store.save_rows(arena, 0, ids[:1], [b"first"])
         files.fault = lambda op, n: Fails() if op == operation else None
         with pytest.raises(StoreError, match="Input/output error") as caught:
-            store.save(arena, 0, ids, [b"a", b"b"])
+            store.save_rows(arena, 0, ids, [b"a", b"b"])
         assert caught.value.blocks == tuple((0, int(i)) for i in ids)
         files.fault = lambda op, n: None
         assert store.contains(0, [b"first", b"a", b"b"]).tolist() == [True, False, False]
-        leased = store.tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0")
+        leased = store.disk.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0")
         assert leased == [(0,)]
-        assert store.save(arena, 0, ids, [b"a", b"b"]).all()
+        assert store.save_rows(arena, 0, ids, [b"a", b"b"]).all()
 
 
 def test_an_unreadable_slot_is_retired(tmp_path):

@@ -16,7 +16,6 @@ from kvstow.errors import StoreError
 from kvstow.offload.keys import block_keys, links, wanted
 from kvstow.offload.rows import matching_group
 from kvstow.offload.store import Store
-from kvstow.offload.tier import known_identity
 from kvstow.plan.retention import State, can_hit
 from kvstow.route.blocks import Blocks
 
@@ -29,11 +28,9 @@ class PrefixStore:
     def __init__(self, memory: ModelMemory, store: Store) -> None:
         layout = memory.layout
         self._memory = memory
-        self._store = store
-        self._identity = known_identity(store.tier.layout, layout.identity, "a store")
-        self._groups = [
-            matching_group(layout, g, store.tier.layout) for g in range(len(layout.groups))
-        ]
+        self._store = store.bind(layout)
+        self._identity = store.identity
+        self._groups = [matching_group(layout, g, store.layout) for g in range(len(layout.groups))]
 
     def num_tokens(self, prompt: Prompt) -> int:
         """The longest beginning of the prompt that every group could be loaded for.
@@ -63,7 +60,7 @@ class PrefixStore:
                 at = np.searchsorted(held[g].index, keyed.index[missing])
                 ids = held[g].ids[at]
             try:
-                if not self._store.load(self._memory.arena, g, keys, ids).all():
+                if not self._store.load_rows(self._memory.arena, g, keys, ids).all():
                     return False
             except StoreError as error:
                 log.warning("a prompt of %d tokens was not loaded: %s", len(prompt), error)
@@ -87,7 +84,7 @@ class PrefixStore:
                 (id, k) for id, k in zip(ids, index, strict=True) if k < len(keys) and not there[k]
             ]
             try:
-                self._store.save(
+                self._store.save_rows(
                     self._memory.arena,
                     g,
                     [id for id, _ in new],

@@ -123,7 +123,11 @@ def _opened(file: Path) -> Generator[Ask]:
     try:
         name = f"file:{quote(str(file.absolute()))}?mode=ro"
         with closing(sqlite3.connect(name, uri=True, timeout=10)) as sql:
-            yield lambda question, *values: sql.execute(question, values).fetchall()
+
+            def ask(question: str, *values: Any) -> Sequence[Any]:
+                return sql.execute(question, values).fetchall()
+
+            yield ask
     except sqlite3.Error as error:
         raise StoreError(
             f"the index cannot be read: {error}\n\n"

@@ -353,5 +353,5 @@ def _check_same(host: HostTier, below: Tier, group: int) -> None:
     ):
         raise StoreError(
             f"tier {below.name!r} keeps other rows than the host tier in group {mine.name!r}\n\n"
-            "hint: make the host tier for the store's layout: HostTier(store.tier.layout, …)"
+            "hint: make the host tier for the store's layout: HostTier(tier.layout, …)"
         )

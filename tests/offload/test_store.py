@@ -1,0 +1,273 @@
+"""The store that users see: prefixes saved and loaded, in tiers, by other processes."""
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import StoreError
+from kvstow.memory.arena import Arena
+from kvstow.offload.store import Store
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import Site, packed
+from kvstow.plan.retention import Full, State, Window
+from offloading import IDENTITY, layer, row_bytes
+
+MIB = 1 << 20
+
+
+def layout_of(order="BLHNC", *, identity=IDENTITY, model="m", tp=(0, 1)):
+    """Full, window and recurrent layers, blocks of four tokens."""
+    layers = [
+        layer("l.0", Full()),
+        layer("l.1", Window(8)),
+        layer("l.2", State(checkpoints=2)),
+    ]
+    layout = packed(grouped(layers), num_slabs=40, site=Site(model=model, order=order, tp=tp))
+    return layout if identity is None else layout.identified(identity)
+
+
+def computed(layout, num_tokens, seed=1):
+    """An arena full of noise and the blocks of a request that has computed so many tokens."""
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    memory = arena.bytes.numpy()
+    memory[:] = np.random.default_rng(seed).integers(0, 256, len(memory), dtype=np.uint8)
+    return arena, ledger.blocks(ledger.admit(num_tokens).request)
+
+
+def seen(layout, g, k, num_tokens):
+    """Whether the token at `num_tokens` sees something of block `k`: a window is 8 tokens."""
+    window = isinstance(layout.groups[g].group.retention, Window)
+    return not window or 4 * (k + 1) > num_tokens - 7
+
+
+def rows_of(arena, blocks, num_tokens):
+    """The bytes of the blocks that the next token sees."""
+    memory = arena.bytes.numpy()
+    return {
+        (g, int(k)): row_bytes(arena.layout, g, int(id), memory).tobytes()
+        for g, listed in blocks.items()
+        for id, k in zip(listed.ids, listed.index, strict=True)
+        if seen(arena.layout, g, int(k), num_tokens)
+    }
+
+
+KINDS = {
+    "host": {"host": "1MiB"},
+    "disk": {"disk": "kv", "disk_bytes": "2MiB"},
+    "both": {"host": MIB, "disk": "kv", "disk_bytes": 2 * MIB},
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    def made(kind, **options):
+        words = {**KINDS[kind], **options}
+        if "disk" in words:
+            words["disk"] = tmp_path / words["disk"]
+        return Store(**words)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 18, 23])
+def test_a_prompt_comes_back_whole_with_its_window_and_its_state(make, kind, num_tokens):
+    layout, prompt = layout_of(), Prompt.of(np.arange(num_tokens), salt=b"s")
+    arena, blocks = computed(layout, num_tokens)
+    store = make(kind)
+    saved = store.save(arena, blocks, prompt)
+    assert saved == sum(len(listed) for listed in blocks.values())
+    assert store.stored_tokens(prompt) == num_tokens
+    other, there = computed(layout, num_tokens, seed=2)
+    assert store.load(other, prompt, into=there) == num_tokens
+    assert rows_of(other, there, num_tokens) == rows_of(arena, blocks, num_tokens)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["disk", "both"])
+def test_another_store_on_the_same_directory_finds_what_was_saved(make, kind):
+    layout, prompt = layout_of(), Prompt.of(np.arange(18))
+    arena, blocks = computed(layout, 18)
+    with make(kind) as store:
+        store.save(arena, blocks, prompt)
+    other, there = computed(layout_of(order="BHLNC"), 18, seed=2)
+    with make(kind, disk_bytes=None) as store:
+        assert store.load(other, prompt, into=there) == 18
+    for name in ("l.0", "l.1", "l.2"):
+        g, _, _ = layout.layers[name]
+        for mine, its, k in zip(blocks[g].ids, there[g].ids, blocks[g].index, strict=True):
+            if seen(layout, g, int(k), 18):
+                ours = arena.tensor(name)[int(mine)].numpy().tobytes()
+                assert ours == other.tensor(name)[int(its)].numpy().tobytes()
+
+
+def test_a_longer_prompt_takes_the_beginning_that_every_group_can_serve(make):
+    layout = layout_of()
+    prompt = Prompt.of(np.arange(16))
+    arena, blocks = computed(layout, 16)
+    store = make("disk")
+    store.save(arena, blocks, prompt)
+    longer = prompt.extended([7, 8, 9, 10, 11])
+    assert store.stored_tokens(longer) == 16
+    assert store.stored_tokens(longer, most=15) == 0  # the state was kept at 16 only
+    assert store.stored_tokens(Prompt.of([5, *range(1, 21)])) == 0
+    other, there = computed(layout, 16, seed=2)
+    assert store.load(other, longer, into=there) == 16
+    assert rows_of(other, there, 16) == rows_of(arena, blocks, 16)
+    store.close()
+
+
+def test_blocks_that_are_not_listed_are_not_loaded(make):
+    layout, prompt = layout_of(), Prompt.of(np.arange(16))
+    arena, blocks = computed(layout, 16)
+    store = make("disk")
+    store.save(arena, blocks, prompt)
+    short = {g: type(listed)(listed.ids[:1], listed.index[:1]) for g, listed in blocks.items()}
+    before = arena.bytes.numpy().copy()
+    assert store.load(arena, prompt, into=short) == 0
+    assert (arena.bytes.numpy() == before).all()
+    store.close()
+
+
+def test_a_row_that_is_gone_costs_the_prefix_not_more(make):
+    layout, prompt = layout_of(), Prompt.of(np.arange(16))
+    arena, blocks = computed(layout, 16)
+    store = make("disk")
+    store.save(arena, blocks, prompt)
+    data = sorted(store.disk.path.glob("segment-*.kv"))[0]
+    damaged = bytearray(data.read_bytes())
+    damaged[4096] ^= 1
+    data.write_bytes(damaged)
+    other, there = computed(layout, 16, seed=2)
+    assert store.load(other, prompt, into=there) == 0
+    assert store.disk.counts.failures == 1
+    store.close()
+
+
+# ── which computation ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_refuses_to_guess_which_computation_it_keeps(make, kind):
+    layout, prompt = layout_of(identity=None), Prompt.of(np.arange(8))
+    arena, blocks = computed(layout, 8)
+    store = make(kind)
+    with pytest.raises(StoreError, match=r"hint: pass identity=Identity\.of\(model_dir\)"):
+        store.save(arena, blocks, prompt)
+    with make(kind, identity=IDENTITY) as store:
+        assert store.save(arena, blocks, prompt)
+        assert store.identity == IDENTITY
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_checkpoint_of_the_same_shape_is_refused(make, kind):
+    other = replace(IDENTITY, weights="02" * 16)
+    arena, blocks = computed(layout_of(), 8)
+    theirs, there = computed(layout_of(identity=other), 8, seed=2)
+    prompt = Prompt.of(np.arange(8))
+    store = make(kind)
+    store.save(arena, blocks, prompt)
+    with pytest.raises(StoreError, match="weights is"):
+        store.load(theirs, prompt, into=there)
+    store.close()
+    if kind != "host":
+        with make(kind) as store, pytest.raises(StoreError, match="weights is"):
+            store.load(theirs, prompt, into=there)
+
+
+def test_requests_with_adapters_and_salts_keep_to_themselves(make):
+    layout, prompt = layout_of(), Prompt.of(np.arange(8))
+    arena, blocks = computed(layout, 8)
+    store = make("disk").bind(layout)
+    tuned = store.identity.for_request(adapter="lora")
+    store.save(arena, blocks, prompt, identity=tuned)
+    assert store.stored_tokens(prompt) == 0
+    assert store.stored_tokens(prompt, identity=tuned) == 8
+    store.close()
+
+
+# ── shape ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_store_needs_a_place_a_layout_and_sizes_that_can_be(make, tmp_path):
+    with pytest.raises(StoreError, match="without a place"):
+        Store()
+    with pytest.raises(StoreError, match="no layout yet"):
+        make("host").stored_tokens(Prompt.of([1]))
+    with pytest.raises(Exception, match="is not a size"):
+        Store(host="lots")
+    with pytest.raises(StoreError, match="capacity"):
+        Store(disk=tmp_path / "new").bind(layout_of())
+
+
+def test_ranks_have_folders_of_their_own(make, tmp_path):
+    for rank in range(2):
+        make("disk").bind(layout_of(tp=(rank, 2))).close()
+    names = {path.name for path in (tmp_path / "kv").iterdir()}
+    assert names == {"tp0of2-pp0of1", "tp1of2-pp0of1"}
+
+
+def test_checkpoints_are_saved_with_the_blocks_that_they_end(make):
+    layout = layout_of()
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    prompt = Prompt.of(np.arange(12))
+    request = ledger.admit(prompt).request
+    store = make("disk")
+    kept = ledger.checkpoints(request)
+    store.save(arena, ledger.blocks(request), prompt, checkpoints=kept)
+    state = next(g for g, rows in enumerate(layout.groups) if rows.group.name.startswith("state"))
+    ends = {(int(k) + 1) * 4 for k in kept[state].index} | {12}
+    longer = Prompt.of([*range(12), 99])
+    assert store.stored_tokens(longer) == max(ends)
+    store.close()
+
+
+def test_a_prefix_saved_here_is_loaded_by_another_process_in_ten_lines(tmp_path):
+    common = """
+        import numpy as np, sys
+        from kvstow.blocks.ledger import Ledger
+        from kvstow.blocks.pool import Pool
+        from kvstow.blocks.prompt import Prompt
+        from kvstow.memory.arena import Arena
+        from kvstow.offload.store import Store
+        from offloading import hybrid
+        layout, prompt = hybrid(), Prompt.of(np.arange(16))
+        arena, ledger = Arena(layout), Ledger(Pool(layout))
+        blocks = ledger.blocks(ledger.admit(len(prompt)).request)
+        store = Store(disk=sys.argv[1], disk_bytes="4MiB")
+    """
+    one = (
+        common
+        + """
+        arena.tensor("l.2")[blocks[0].ids] = 1.5
+        print(store.save(arena, blocks, prompt))
+        store.close()
+    """
+    )
+    two = (
+        common
+        + """
+        print(store.load(arena, prompt, into=blocks))
+        print(float(arena.tensor("l.2")[blocks[0].ids].min()))
+        store.close()
+    """
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "kv")],
+            capture_output=True,
+            text=True,
+            cwd="tests",
+            timeout=120,
+        )
+        for code in (one, two)
+    ]
+    assert [run.returncode for run in said] == [0, 0], said[-1].stderr
+    assert said[1].stdout.split() == ["16", "1.5"]
