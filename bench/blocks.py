@@ -12,7 +12,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path = [p for p in sys.path if os.path.abspath(p) != HERE]  # bench/copy.py hides `copy`
+sys.path = [p for p in sys.path if os.path.abspath(p) != HERE]  # for bench.machine
 
 import argparse
 import json

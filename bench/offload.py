@@ -15,7 +15,7 @@ cost, and what a busy machine has none of.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import argparse
 import shutil

@@ -17,7 +17,7 @@ Needs numpy, torch and triton.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 
 import argparse

@@ -12,7 +12,7 @@ evicts what is used farthest in the future: no policy can hit more.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 
 import argparse

@@ -12,7 +12,7 @@ second say more than moves per second. `partial` is a request whose last block i
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import argparse
 import time

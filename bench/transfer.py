@@ -9,7 +9,7 @@ Each path runs in a process of its own: what NIXL may use is fixed when it is lo
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import json
 import subprocess

@@ -10,7 +10,7 @@ nixl-cu13, msgspec, pyzmq, prometheus-client.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # bench/copy.py must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Rows between device and host, and inside the device, on one CUDA machine.
 
-    PYTHONPATH=src python bench/copy.py --json bench/results/copy_gpu.json
+    PYTHONPATH=src python bench/copy_gpu.py --json bench/results/copy_gpu.json
 
 Everything is a ratio within one run: to one big copy of as many bytes, and to per-layer segments
 of the same bytes, K and V apart as engines have them. Between host and device, times are from the
@@ -12,7 +12,7 @@ device's own, with the host's part beside them.
 import os
 import sys
 
-sys.path[0] = os.path.dirname(sys.path[0])  # this file's name must not hide the standard `copy`
+sys.path[0] = os.path.dirname(sys.path[0])  # for bench.machine
 
 import ctypes
 import statistics
@@ -241,7 +241,7 @@ def by_length(total: int, repeats: int) -> dict[str, object]:
 def main() -> None:
     options = arguments(__doc__ or "")
     if not torch.cuda.is_available():
-        raise SystemExit("bench/copy.py needs a CUDA device")
+        raise SystemExit("bench/copy_gpu.py needs a CUDA device")
     results: dict[str, object] = {}
     sections: dict[str, Callable[[], object]] = {
         **{f"inside {c.row_bytes}": lambda c=c: inside(c, options.bytes, options.repeats)
