@@ -198,6 +198,16 @@ class Turns:
         }
 
 
+class Sparse(Files):
+    """Data files as long as they claim, without space on the disk."""
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def free(self, path: Path) -> int:
+        return 1 << 62
+
+
 def index(directory: Path, num_rows: int) -> dict[str, object]:
     """Look-ups, start-up and memory of a store with many rows.
 
@@ -206,7 +216,7 @@ def index(directory: Path, num_rows: int) -> dict[str, object]:
     """
     layout = llama(1)
     path = directory / "many"
-    tier = DiskTier(path, layout, capacity=num_rows * 40_000)
+    tier = DiskTier(path, layout, capacity=num_rows * 40_000, files=Sparse())
     keys = [os.urandom(32) for _ in range(num_rows)]
     _enter(tier, keys)
     tier.close()
@@ -253,8 +263,7 @@ def _enter(tier: DiskTier, keys: list[bytes]) -> None:
     slots = tier.segments.slots[0]
     with tier.index.write() as change:
         for segment in range(-(-len(keys) // slots)):
-            with open(tier.segments.file(segment), "wb") as file:
-                file.truncate(tier.segments.segment_bytes)
+            tier.segments.create(segment, 0)
             change.add_segment(segment, 0, slots)
         places = change.free(0, len(keys))
         change.lease(0, places, 1)
