@@ -157,6 +157,37 @@ def test_a_stalled_producer_is_a_timeout_and_its_rows_are_kept_until_it_is_quiet
         couple.close()
 
 
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_late_bytes_of_a_stopped_producer_never_reach_rows_that_others_were_given(
+    zygote, direction
+):
+    """Over TCP an engine does not cancel what it was given: only its end makes rows quiet."""
+    couple = Couple(zygote, TCP)
+    try:
+        stopped, consumer = couple.producer, couple.consumer
+        good = couple.start("good")
+        stopped.fill(SOURCE, 1)
+        for producer in (stopped, good):
+            ticket = producer.offer(SOURCE, TOKENS)
+            assert "error" not in consumer.pull([ticket], TARGET, digest="off")
+        good.fill(SOURCE, 2)
+        ticket = stopped.offer(SOURCE, TOKENS)
+        stopped.process.stop()
+        number = consumer.begin_pull([ticket], TARGET, direction=direction, deadline=1.0)
+        assert_failed(consumer.end_pull(number), "timeout")
+        if direction == "write":  # nothing but the producer itself can say that it is over
+            assert not consumer.wait_quiet(number, 3.0)
+            stopped.process.resume()
+        assert consumer.wait_quiet(number, 15)
+        ticket = good.offer(SOURCE, TOKENS)
+        assert "error" not in consumer.pull([ticket], TARGET, digest="always")
+        stopped.process.resume()
+        time.sleep(1.0)
+        assert consumer.check(TARGET, 0, TOKENS, 2) == ""
+    finally:
+        couple.close()
+
+
 def test_a_consumer_that_dies_costs_the_producer_its_lease_and_nothing_else(couple):
     producer, consumer = couple.producer, couple.consumer
     assert_works(producer, consumer)

@@ -26,8 +26,13 @@ from kvstow.transfer.transport.base import Direction, Kinds, MemoryKind, Post, R
 
 log = logging.getLogger(__name__)
 
-UCX_DEFAULTS = {"UCX_TCP_RX_SEG_SIZE": "1m", "UCX_TCP_TX_SEG_SIZE": "1m"}
-"""Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate."""
+UCX_DEFAULTS = {
+    "UCX_TCP_RX_SEG_SIZE": "1m",
+    "UCX_TCP_TX_SEG_SIZE": "1m",
+    "UCX_LOG_FILE": "stderr",
+}
+"""Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate, and no
+warnings on stdout, which is for data."""
 
 BINDINGS = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 INSTALL = "--no-deps nixl-cu13==1.5.1 nixl==1.5.1"

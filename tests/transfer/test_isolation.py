@@ -1,0 +1,450 @@
+"""One fault, one casualty: whatever happens to one transfer, another one under way finishes.
+
+Every test has a healthy pull that is held up by a cut cable while something goes wrong beside
+it, and that must end well when the cable is whole again.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstow.blocks.pool import Pool
+from kvstow.errors import TransferError
+from kvstow.memory.arena import Arena
+from kvstow.plan.identity import Identity
+from kvstow.plan.manifest import encode
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.channel.messages import RegionCard, TellDigest
+from kvstow.transfer.options import Options
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from transfer_node import IDENTITY, Node, from_json, hybrid_layout, rows_for
+
+TOKENS = 18
+LAYOUT = hybrid_layout(num_slabs=24)
+SOURCE, TARGET = (rows_for(LAYOUT, TOKENS, seed, among=(1, 12)) for seed in (1, 2))
+OTHER_SOURCE, OTHER_TARGET = (rows_for(LAYOUT, TOKENS, seed, among=(12, 24)) for seed in (3, 4))
+HURRY = {
+    "transfer_seconds": 15.0,
+    "contact_seconds": 2.0,
+    "heartbeat_seconds": 0.1,
+    "drain_seconds": 0.3,
+    "quarantine_seconds": 60.0,
+    "quarantine_share": 1.0,
+}
+
+
+def wait_for(question: Callable[[], bool], seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.01)
+
+
+def forged(ticket: str, **changes: Any) -> str:
+    real = Ticket.parse(ticket)
+    values = {field.name: getattr(real, field.name) for field in fields(real)}
+    return str(Ticket(**(values | changes)))
+
+
+class Scene:
+    """A producer, a consumer, and a pull between them that is held up until `finish`."""
+
+    def __init__(self, consumer_transport: LocalTransport | None = None) -> None:
+        self.fabric = Fabric()
+        self.producer = self.node("p")
+        self.consumer = self.node("c")
+        self.nodes = [self.producer, self.consumer]
+        self.producer.fill(SOURCE)
+        assert "error" not in self.pulled(self.producer.offer(SOURCE, TOKENS))
+        self.consumer.wipe()
+        ticket = self.producer.offer(SOURCE, TOKENS)
+        self._cable = [node.agent.endpoint.transport.name for node in self.nodes]
+        self.fabric.cut(*self._cable)
+        self.healthy = self.consumer.begin_pull([ticket], TARGET, direction="read")
+        wait_for(lambda: bool(self.consumer.agent.endpoint.flights))
+
+    def node(self, name: str, **how: Any) -> Node:
+        options = {**HURRY, **how.pop("options", {})}
+        return Node(encode(LAYOUT), self.fabric, name=name, options=options, **how)
+
+    def add(self, name: str, **how: Any) -> Node:
+        """Another producer, whose rows are full."""
+        made = self.node(name, **how)
+        self.nodes.append(made)
+        made.fill(OTHER_SOURCE)
+        return made
+
+    def pulled(self, ticket: str, into: Any = None, **how: Any) -> dict:
+        return self.consumer.pull([ticket], into or OTHER_TARGET, **how)
+
+    def finish(self) -> None:
+        """The healthy pull ends well, and so does the next one."""
+        self.fabric.heal(*self._cable)
+        assert "error" not in self.consumer.end_pull(self.healthy)
+        for g, blocks in from_json(TARGET).items():
+            assert len(blocks), g
+        self.producer.fill(SOURCE, 5)
+        result = self.consumer.pull([self.producer.offer(SOURCE, TOKENS)], TARGET, digest="always")
+        assert "error" not in result, result
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    for node in made.nodes:
+        closing = threading.Thread(target=node.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive(), "close hangs"
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────────────
+
+BAD_ADDRESSES = ["foo://127.0.0.1:5", "tcp://[::1", "tcp://127.0.0.1", "", "tcp://127.0.0.1:99999"]
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES)
+def test_a_bad_address_in_a_ticket_fails_that_pull(scene, address):
+    ticket = scene.add("evil").offer(OTHER_SOURCE, TOKENS)
+    result = scene.pulled(forged(ticket, address=address), deadline=3)
+    assert result["kind"] in ("refused", "ticket", "transport", "timeout")
+    scene.finish()
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES)
+def test_a_bad_address_of_a_kept_or_dropped_ticket_harms_nobody(scene, address):
+    ticket = scene.add("evil").offer(OTHER_SOURCE, TOKENS)
+    bad = Ticket.parse(forged(ticket, address=address))
+    scene.consumer.agent.keep(bad)
+    scene.consumer.agent.drop(bad)
+    time.sleep(0.1)
+    scene.finish()
+
+
+def test_a_key_that_is_given_later_is_used(scene):
+    """Peers are known by address and key: a junk key on a first ticket bars nobody."""
+    ticket = scene.producer.offer(SOURCE, TOKENS)
+    assert scene.pulled(forged(ticket, key="junk"))["kind"] == "refused"
+    scene.finish()
+
+
+# ── peers that lie ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("values", [(), (1, 2), (2**64 - 1,), (1, 2, 3, 4)])
+def test_a_peer_that_tells_another_number_of_digests_fails_its_own_pull(scene, values):
+    evil = scene.add("evil")
+    channel = evil.agent.channel
+    send = channel.send
+
+    def lie(line: Any, message: Any) -> bool:
+        if isinstance(message, TellDigest):
+            message = TellDigest(message.transfer, values)
+        return send(line, message)
+
+    channel.send = lie
+    result = scene.pulled(evil.offer(OTHER_SOURCE, TOKENS), deadline=3)
+    assert result["kind"] == "digest"
+    scene.finish()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base": 0},
+        {"base": 2**62 - 1},
+        {"tables": (2**62 - 1,) * 3},
+        {"tables": (1,) * 50},
+        {"probe": RegionCard(0, 0, "DRAM", 0)},
+        {"probe": RegionCard(4096, 1 << 20, "DRAM", 0)},
+        {"kind": "VRAM", "device": 3},
+        {"stage": RegionCard(4096, 1 << 20, "DRAM", 0)},
+        {"metadata": b""},
+        {"manifest": b"{}"},
+        {"engine": "local-nobody"},
+    ],
+    ids=str,
+)
+def test_a_card_that_is_not_so_fails_its_own_pull(scene, changes):
+    evil = scene.add("evil")
+    evil.agent.endpoint.card = msgspec.structs.replace(evil.agent.endpoint.card, **changes)
+    scene.pulled(evil.offer(OTHER_SOURCE, TOKENS), deadline=2)
+    scene.finish()
+
+
+def test_a_card_that_claims_the_engine_of_another_does_not_disconnect_it(scene):
+    evil = scene.add("evil")
+    theirs = scene.producer.agent.endpoint.card
+    for changes in ({"engine": theirs.engine}, {"metadata": theirs.metadata}):
+        evil.agent.endpoint.card = msgspec.structs.replace(evil.agent.endpoint.card, **changes)
+        result = scene.pulled(evil.offer(OTHER_SOURCE, TOKENS), deadline=2)
+        assert "error" in result
+    scene.finish()
+
+
+def test_a_second_agent_of_the_same_name_does_not_evict_the_first(scene):
+    twin = scene.node("c")
+    scene.nodes.append(twin)
+    other = scene.add("q")
+    assert "error" not in twin.pull([other.offer(OTHER_SOURCE, TOKENS)], OTHER_TARGET)
+    assert "error" not in twin.pull([scene.producer.offer(SOURCE, TOKENS)], TARGET)
+    names = [guest["name"] for guest in scene.producer.status()["guests"]]
+    assert names == ["c", "c"]
+    scene.finish()
+
+
+# ── pulls that cannot be ──────────────────────────────────────────────────────────────
+
+
+def test_more_tokens_than_the_ticket_has_are_refused(scene):
+    ticket = scene.add("q").offer(OTHER_SOURCE, TOKENS)
+    with pytest.raises(TransferError, match="20 tokens are wanted, the ticket is for 18"):
+        scene.pulled(ticket, num_tokens=20)
+    scene.finish()
+
+
+@pytest.mark.parametrize("how", [{"num_tokens": 0}, {"deadline": 0}, {"start_token": TOKENS}])
+def test_nothing_to_pull_and_no_time_for_it_are_refused(scene, how):
+    ticket = scene.add("q").offer(OTHER_SOURCE, TOKENS)
+    with pytest.raises(TransferError) as caught:
+        scene.pulled(ticket, **how)
+    assert caught.value.kind == "refused"
+    assert scene.consumer.held() == sum(len(ids) for ids, _ in TARGET.values())
+    scene.finish()
+
+
+def test_fewer_tokens_than_offered_with_a_window_are_an_error_or_exact(scene):
+    """The producer has let go of blocks that the shorter request would need."""
+    other = scene.add("q")
+    ticket = other.offer(OTHER_SOURCE, TOKENS)
+    result = scene.pulled(ticket, num_tokens=TOKENS - 8, digest="always")
+    assert "error" in result
+    scene.finish()
+
+
+def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
+    """The consumer's own generations are compared before a pull is accepted."""
+    scene = Scene()
+    for g, blocks in from_json(TARGET).items():
+        scene.consumer.owner.retire(g, blocks.ids[:1])
+        break
+    scene.fabric.heal(*(node.agent.endpoint.transport.name for node in scene.nodes))
+    result = scene.consumer.end_pull(scene.healthy)
+    assert result["kind"] == "fence"
+    assert "destination rows" in result["error"]
+    for node in scene.nodes:
+        node.close()
+
+
+def test_a_ticket_for_another_layout_than_the_peer_has_is_refused(scene):
+    """The ticket's fingerprint is compared with the peer's."""
+    ticket = scene.add("q").offer(OTHER_SOURCE, TOKENS)
+    result = scene.pulled(forged(ticket, fingerprint="ab" * 32))
+    assert result["kind"] == "ticket"
+    assert "abab" in result["error"]
+    scene.finish()
+
+
+# ── writers, copies, slots ────────────────────────────────────────────────────────────
+
+
+def test_a_writer_that_dies_fails_its_own_pull_and_its_rows_stay_put_until_a_fresh_engine(scene):
+    writer = scene.add("q")
+    consumer = scene.consumer
+    assert "error" not in scene.pulled(writer.offer(OTHER_SOURCE, TOKENS), direction="write")
+    ticket = writer.offer(OTHER_SOURCE, TOKENS)
+    names = [node.agent.endpoint.transport.name for node in (writer, consumer)]
+    scene.fabric.cut(*names)
+    number = consumer.begin_pull([ticket], OTHER_TARGET, direction="write")
+    wait_for(lambda: bool(writer.agent.endpoint.flights))
+    scene.fabric.kill(names[0])
+    scene.fabric.heal(*names)
+    assert consumer.end_pull(number)["kind"] == "peer"
+    assert not consumer.wait_quiet(number, 0.3)
+    scene.finish()
+    assert not consumer.wait_quiet(number, 0)
+
+
+def test_a_failed_staging_copy_fails_its_own_pull_and_gives_its_slots_back():
+    scene = Scene()
+    staging = scene.add("q", options={"slot_bytes": 64})
+    good = staging.agent.endpoint.arena
+    for _ in range(6):  # more than there are slots
+        staging.agent.endpoint.arena = Arena(hybrid_layout(num_slabs=2))
+        ticket = staging.offer(OTHER_SOURCE, TOKENS)
+        result = scene.pulled(ticket, direction="staged", digest="off")
+        assert result["kind"] == "transport", result
+        staging.agent.endpoint.arena = good
+    stage = staging.agent.endpoint.stage
+    wait_for(lambda: stage.num_free == 4)
+    ticket = staging.offer(OTHER_SOURCE, TOKENS)
+    assert "error" not in scene.pulled(ticket, direction="staged")
+    scene.finish()
+    for node in scene.nodes:
+        node.close()
+
+
+def test_a_failed_copy_ends_its_own_pull_whose_rows_stay_put_while_its_siblings_may_land():
+    """One copy of a post fails, its siblings go on: nothing of it is accepted, or quiet."""
+    failing: list[bool] = []
+    fabric = Fabric(lands=lambda: not failing)
+
+    def fails(copy: int) -> None:
+        if failing and copy == 1:
+            raise TransferError("a copy has failed", kind="transport")
+
+    options = {**HURRY, "direction": "read", "quarantine_seconds": 1.5}
+    producer = Node(encode(LAYOUT), fabric, name="p", options=options)
+    transport = LocalTransport(fabric, before_copy=fails)
+    consumer = Node(encode(LAYOUT), name="c", options=options, transport=transport)
+    producer.fill(SOURCE)
+    ticket = producer.offer(SOURCE, TOKENS)
+    consumer.path(producer.address)
+    failing.append(True)
+    number = consumer.begin_pull([ticket], TARGET, digest="off")
+    assert consumer.end_pull(number)["kind"] == "transport"
+    assert not consumer.wait_quiet(number, 0.3)
+    assert consumer.held() > 0
+    failing.clear()
+    assert consumer.wait_quiet(number, 10)
+    assert consumer.agent.endpoint.transport is not transport
+    ticket = producer.offer(SOURCE, TOKENS)
+    assert "error" not in consumer.pull([ticket], TARGET, digest="always")
+    for node in (consumer, producer):
+        node.close()
+
+
+# ── quiet ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_late_bytes_of_a_timed_out_read_never_reach_rows_that_were_given_to_others():
+    """The first producer is silent, its pull times out; the second one's bytes stay."""
+    fabric = Fabric()
+    options = {**HURRY, "quarantine_seconds": 0.5, "direction": "read", "digest": "always"}
+    slow, good, consumer = (
+        Node(encode(LAYOUT), fabric, name=name, options=options) for name in ("slow", "good", "c")
+    )
+    slow.fill(SOURCE, 1)
+    good.fill(SOURCE, 2)
+    consumer.path(slow.address)
+    names = [node.agent.endpoint.transport.name for node in (slow, consumer)]
+    fabric.cut(*names)
+    number = consumer.begin_pull([slow.offer(SOURCE, TOKENS)], TARGET, deadline=0.3)
+    assert consumer.end_pull(number)["kind"] == "timeout"
+    assert consumer.held() > 0
+    assert consumer.wait_quiet(number, 15)
+    assert consumer.agent.endpoint.transport.name != names[1]  # a fresh engine
+    assert consumer.held() == 0
+    assert "error" not in consumer.pull([good.offer(SOURCE, TOKENS)], TARGET)
+    fabric.heal(*names)
+    time.sleep(0.3)
+    assert consumer.check(TARGET, 0, TOKENS, 2) == ""
+    for node in (consumer, slow, good):
+        node.close()
+
+
+def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replaced(scene):
+    consumer = scene.consumer
+    ticket = consumer.offer(OTHER_SOURCE, TOKENS)
+    consumer.fill(OTHER_SOURCE, 3)
+    engine = consumer.agent.endpoint.transport.name
+    stuck = scene.add("stuck")
+    cable = [node.agent.endpoint.transport.name for node in (stuck, consumer)]
+    consumer.path(stuck.address)
+    scene.fabric.cut(*cable)
+    number = consumer.begin_pull(
+        [stuck.offer(OTHER_SOURCE, TOKENS)], rows_for(LAYOUT, TOKENS, 9, among=(12, 24)),
+        direction="read", deadline=0.3,
+    )  # fmt: skip
+    assert consumer.end_pull(number)["kind"] == "timeout"
+    scene.finish()
+    consumer.agent.endpoint.options = Options(**(HURRY | {"quarantine_seconds": 0.1}))
+    assert consumer.wait_quiet(number, 15)
+    assert consumer.agent.endpoint.transport.name != engine
+    reader = scene.node("reader")
+    scene.nodes.append(reader)
+    assert "error" not in reader.pull([ticket], OTHER_TARGET)
+    assert reader.check(OTHER_TARGET, 0, TOKENS, 3) == ""
+
+
+# ── threads and ends ──────────────────────────────────────────────────────────────────
+
+
+def test_a_closed_agent_refuses_and_writes_into_no_file():
+    node = Node(encode(LAYOUT), Fabric(), name="p", options=HURRY)
+    ticket = Ticket.parse(node.offer(SOURCE, TOKENS))
+    node.close()
+    files = [os.open("/dev/null", os.O_RDWR) for _ in range(8)]
+    readers = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]
+    try:
+        for call in (
+            lambda: node.offer(SOURCE, TOKENS),
+            lambda: node.agent.pull(ticket, into=from_json(TARGET)),
+            lambda: node.agent.keep(ticket),
+            lambda: node.agent.withdraw(ticket),
+        ):
+            with pytest.raises(TransferError, match="closed"):
+                call()
+        for fd in readers:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+        assert node.held() == 0
+    finally:
+        for fd in (*files, *readers):
+            os.close(fd)
+
+
+def test_waiting_in_another_thread_leaves_the_pool_to_its_owner():
+    fabric = Fabric()
+    producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
+    producer.fill(SOURCE)
+    pool = Pool(LAYOUT)
+    arena = Arena(LAYOUT)
+    with Agent(arena, pool, transport=LocalTransport(fabric), identity=IDENTITY) as agent:
+        into = {
+            g: Blocks(pool.hold(g, len(blocks)), blocks.index)
+            for g, blocks in from_json(TARGET).items()
+        }
+        ticket = Ticket.parse(producer.offer(SOURCE, TOKENS))
+        transfer = agent.pull(ticket, into=into)
+        outcome: list[Any] = []
+        other = threading.Thread(target=lambda: outcome.append(transfer.wait(10)))
+        other.start()
+        other.join()
+        assert outcome[0].fence == "passed"
+        agent.settle()
+        for g, blocks in into.items():
+            pool.release(g, blocks.ids)
+        assert all(pool.num_held(g) == 0 for g in range(len(LAYOUT.groups)))
+    producer.close()
+
+
+def test_an_agent_without_an_identity_is_refused_and_says_what_to_do():
+    with pytest.raises(TransferError, match=r"hint: .*Identity\.of") as caught:
+        Agent(Arena(LAYOUT), Pool(LAYOUT), transport=LocalTransport(Fabric()))
+    assert caught.value.kind == "refused"
+
+
+def test_another_computation_of_the_same_shape_is_refused_in_words(scene):
+    other = Node(encode(LAYOUT), scene.fabric, name="q", options=HURRY)
+    other.close()
+    arena = Arena(LAYOUT)
+    identity = Identity.of_tensors("another", {}, [("w", "float32", b"other weights")])
+    with Agent(arena, Pool(LAYOUT), transport=LocalTransport(scene.fabric), identity=identity) as a:
+        ids = {0: Blocks.first(np.asarray(a.endpoint.owner.hold(0, 5)))}
+        ticket = a.offer_blocks(ids, 20)
+        result = scene.pulled(str(ticket))
+        assert result["kind"] == "refused"
+        assert "another" in result["error"]
+        a.endpoint.owner.release(0, ids[0].ids)
+    scene.finish()
