@@ -48,7 +48,7 @@ def plan(
         manifest.write_bytes(encode(layout))
         note(f"manifest written to {manifest}")
     if html is not None:
-        from kvstow.cli.variants import plan_page
+        from kvstow.render.plan_page import plan_page
 
         html.write_text(plan_page(what, layout, packing), encoding="utf-8")
         note(f"page written to {html}")

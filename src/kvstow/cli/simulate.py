@@ -13,7 +13,7 @@ from kvstow.plan.deployment import Deployment
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
-    from kvstow.render.film import Film
+    from kvstow.render.slab_history import Film
     from kvstow.simulate import Pace, ReplayReport, TraceRequest
 
 Policy = Literal["slab", "union"]
@@ -77,7 +77,7 @@ def simulate(
 ) -> None:
     """Requests on the block ledger: concurrency, waste, hits over time."""
     from kvstow.plan.pack import Site
-    from kvstow.render.film import Film
+    from kvstow.render.slab_history import Film
     from kvstow.simulate import Pace
     from kvstow.simulate.replay import layout_of
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstow import __version__
-from kvstow.render.film import Film
+from kvstow.render.slab_history import Film
 from kvstow.render.page import page
 from kvstow.simulate.replay import ReplaySample
 from kvstow.simulate.report import ReplayReport

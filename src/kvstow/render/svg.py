@@ -53,7 +53,7 @@ patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6"/></pattern></def
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Bar:
     """Some bytes of a lane: where they lie, how they look, and what they are."""
 
     run: Run
@@ -63,13 +63,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class BarRow:
     """Pieces of `[0, nbytes)`, and words above them at the left and at the right."""
 
     name: str
     detail: str
     nbytes: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[Bar]
 
 
 def layout_svg(layout: Layout, *, width: int = WIDTH) -> str:
@@ -110,12 +110,12 @@ def _heading(layout: Layout) -> str:
 # ── lanes ─────────────────────────────────────────────────────────────────────────────
 
 
-def _group_lane(layout: Layout, g: int) -> Lane:
+def _group_lane(layout: Layout, g: int) -> BarRow:
     """The rows of one slab, or the group's parts of the arena."""
     group = layout.groups[g].group
     has_slabs = _has_slabs(layout)
     number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
-    return Lane(
+    return BarRow(
         name=f"{group.name}: keeps {in_words(group.retention)}",
         detail=f"{_counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
         "tokens",
@@ -124,13 +124,13 @@ def _group_lane(layout: Layout, g: int) -> Lane:
     )
 
 
-def _rows(layout: Layout, g: int) -> list[Piece]:
+def _rows(layout: Layout, g: int) -> list[Bar]:
     name, nbytes, stride = layout.groups[g].group.name, layout.row_bytes(g), layout.row_stride(g)
-    pieces: list[Piece] = []
+    pieces: list[Bar] = []
     for row in range(layout.groups[g].rows_per_slab):
         start = row * stride
         pieces.append(
-            Piece(
+            Bar(
                 run=Run(start, nbytes),
                 style=_style(g, row),
                 names=(f"row {row}", str(row)),
@@ -142,10 +142,10 @@ def _rows(layout: Layout, g: int) -> list[Piece]:
     return pieces
 
 
-def _parts(layout: Layout, g: int) -> list[Piece]:
+def _parts(layout: Layout, g: int) -> list[Bar]:
     strips = sorted(layout.footprints[g].strips, key=lambda strip: strip.offset)
     return [
-        Piece(
+        Bar(
             run=Run(strip.offset, strip.stride * strip.count),
             style=_style(g, i),
             names=(),
@@ -156,10 +156,10 @@ def _parts(layout: Layout, g: int) -> list[Piece]:
     ]
 
 
-def _row_lane(layout: Layout) -> Lane:
+def _row_lane(layout: Layout) -> BarRow:
     """One block of the first group: its pages in one piece."""
     stride = layout.row_stride(0)
-    pieces, end = list[Piece](), 0
+    pieces, end = list[Bar](), 0
     for page in _pages(layout):
         if page.run.offset > end:
             pieces.append(_padding(Run(end, page.run.offset - end)))
@@ -167,7 +167,7 @@ def _row_lane(layout: Layout) -> Lane:
         end = page.run.end
     if stride > end:
         pieces.append(_padding(Run(end, stride - end)))
-    return Lane(
+    return BarRow(
         name=f"one block of {layout.groups[0].group.name}, widened: the pages of "
         f"{_counted(len(layout.groups[0].group.layers), 'layer')}",
         detail=f"one copy of {layout.row_bytes(0):,} bytes",
@@ -176,18 +176,18 @@ def _row_lane(layout: Layout) -> Lane:
     )
 
 
-def _per_layer_lane(layout: Layout) -> Lane:
+def _per_layer_lane(layout: Layout) -> BarRow:
     """The same pages, apart."""
     group = layout.groups[0].group
     pages = _pages(layout)
     room = sum(page.run.nbytes for page in pages)
     gap = int(room * GAPS) // max(1, len(pages) - 1)
-    pieces, end = list[Piece](), 0
+    pieces, end = list[Bar](), 0
     for page in pages:
-        pieces.append(Piece(run=Run(end, page.run.nbytes), style=page.style, names=(),
+        pieces.append(Bar(run=Run(end, page.run.nbytes), style=page.style, names=(),
                             title=page.title))  # fmt: skip
         end += page.run.nbytes + gap
-    return Lane(
+    return BarRow(
         name="the same block with one tensor per layer",
         detail=f"{_counted(group.num_tensors, 'copy')} from as many places",
         nbytes=max(1, end - gap),
@@ -195,7 +195,7 @@ def _per_layer_lane(layout: Layout) -> Lane:
     )
 
 
-def _pages(layout: Layout) -> list[Piece]:
+def _pages(layout: Layout) -> list[Bar]:
     """The pages of the first group's row, from its start, ascending."""
     rows, base = layout.groups[0], layout.footprints[0].strips[0].offset
     found = [
@@ -205,7 +205,7 @@ def _pages(layout: Layout) -> list[Piece]:
     ]
     found.sort(key=lambda pair: pair[0])
     return [
-        Piece(
+        Bar(
             run=Run(run.offset - base, run.nbytes),
             style=_style(0, i),
             names=(short_name(layer),),
@@ -215,8 +215,8 @@ def _pages(layout: Layout) -> list[Piece]:
     ]
 
 
-def _padding(run: Run) -> Piece:
-    return Piece(run=run, style="pad", names=(), title=f"padding: {run.nbytes:,} bytes")
+def _padding(run: Run) -> Bar:
+    return Bar(run=run, style="pad", names=(), title=f"padding: {run.nbytes:,} bytes")
 
 
 def _style(g: int, position: int) -> str:
@@ -232,7 +232,7 @@ def _counted(number: int, noun: str) -> str:
 # ── marks ─────────────────────────────────────────────────────────────────────────────
 
 
-def _drawn(lane: Lane, top: int, width: int) -> list[str]:
+def _drawn(lane: BarRow, top: int, width: int) -> list[str]:
     """The lane's words and pieces; names only where most of them have room."""
     scale = (width - 2 * MARGIN) / lane.nbytes
     marks = [
@@ -253,7 +253,7 @@ def _drawn(lane: Lane, top: int, width: int) -> list[str]:
     return marks
 
 
-def _fitting(piece: Piece, scale: float) -> str | None:
+def _fitting(piece: Bar, scale: float) -> str | None:
     room = piece.run.nbytes * scale
     return next((name for name in piece.names if len(name) * LETTER + 4 < room), None)
 

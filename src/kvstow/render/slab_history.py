@@ -8,7 +8,7 @@ from kvstow.blocks.slabs import SlabMap
 MAX_FRAMES = 240
 
 
-class Frame(NamedTuple):
+class SlabMoment(NamedTuple):
     """One moment: the slabs, and what of all prompts so far was found cached."""
 
     seconds: float
@@ -16,11 +16,11 @@ class Frame(NamedTuple):
     hit_rate: float
 
 
-class Film:
+class SlabHistory:
     """Frames of one pool, evenly spread over a time whose end is not known beforehand."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[SlabMoment] = []
         self._every = 1
         self._seen = 0
 
@@ -28,7 +28,7 @@ class Film:
         """Take a frame, if it is time for one."""
         if self._seen % self._every == 0:
             hit_rate = hit_tokens / prompt_tokens if prompt_tokens else 0.0
-            self.frames.append(Frame(seconds, pool.slab_map(), hit_rate))
+            self.frames.append(SlabMoment(seconds, pool.slab_map(), hit_rate))
         self._seen += 1
         if len(self.frames) > MAX_FRAMES:
             self.frames = self.frames[::2]

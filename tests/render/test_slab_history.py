@@ -4,7 +4,7 @@ import itertools
 
 from block_layouts import HYBRID, packed_layout
 from kvstow.blocks.pool import Pool
-from kvstow.render.film import MAX_FRAMES, Film
+from kvstow.render.slab_history import MAX_FRAMES, Film
 
 
 def test_a_film_keeps_evenly_spread_frames_of_any_length():
