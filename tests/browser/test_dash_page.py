@@ -9,8 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
-from kvstow.cli.dash import dashboard
-from kvstow.cli.watch import Watch
+from kvstow.cli.dash import Watch, dashboard
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped

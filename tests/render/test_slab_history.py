@@ -1,21 +1,21 @@
-"""Films of a pool: evenly spread frames, however long it runs."""
+"""Slab histories: evenly spread moments, however long it runs."""
 
 import itertools
 
 from block_layouts import HYBRID, packed_layout
 from kvstow.blocks.pool import Pool
-from kvstow.render.slab_history import MAX_FRAMES, Film
+from kvstow.render.slab_history import MAX_MOMENTS, SlabHistory
 
 
-def test_a_film_keeps_evenly_spread_frames_of_any_length():
-    pool, film = Pool(packed_layout(HYBRID, 9)), Film()
-    for moment in range(5 * MAX_FRAMES):
-        film.see(pool, float(moment), prompt_tokens=4, hit_tokens=1)
-    seconds = film.record()["seconds"]
-    assert MAX_FRAMES / 2 <= len(seconds) <= MAX_FRAMES
+def test_a_history_keeps_evenly_spread_moments_of_any_length():
+    pool, history = Pool(packed_layout(HYBRID, 9)), SlabHistory()
+    for moment in range(5 * MAX_MOMENTS):
+        history.see(pool, float(moment), prompt_tokens=4, hit_tokens=1)
+    seconds = history.record()["seconds"]
+    assert MAX_MOMENTS / 2 <= len(seconds) <= MAX_MOMENTS
     assert len({b - a for a, b in itertools.pairwise(seconds)}) == 1
-    assert set(film.record()["hit_rate"]) == {0.25}
+    assert set(history.record()["hit_rate"]) == {0.25}
 
 
-def test_a_film_of_nothing_is_empty():
-    assert Film().record()["slabs"] == []
+def test_a_history_of_nothing_is_empty():
+    assert SlabHistory().record()["slabs"] == []

@@ -17,8 +17,8 @@ from kvstow.plan.group import Group
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.report import descriptors, padding_fractions, per_layer_figures
+from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
-from kvstow.render.record import Index, layout_record
 from kvstow.render.svg import layout_svg
 
 PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
