@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options
+from kvstow.cli.options import Named, named
 from kvstow.cli.output import emit_json, emit_text, human, note, table, wrapped
-from kvstow.cli.shorthand import Named, named
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:

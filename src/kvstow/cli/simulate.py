@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.deployment import check_arena, on_rank
+from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import emit_json, emit_text, human, note, table
 from kvstow.plan.deployment import Deployment
 

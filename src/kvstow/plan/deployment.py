@@ -34,9 +34,11 @@ class Deployment:
 
     Rank `r` is tensor-parallel rank `r % tp` of stage `r // tp`. `memory` is bytes per
     rank; `num_slabs` may be given in its place, and 16 GiB is planned for without either.
+    `name` is what the model is called in place of its own name.
     """
 
     model: Source
+    name: str | None = None
     tp: int = 1
     pp: int = 1
     block_tokens: int | None = None
@@ -83,13 +85,14 @@ class Deployment:
         """The model's facts. Raises ModelError also for a cache dtype that does not exist."""
         if self.kv_dtype is not None and str(self.kv_dtype).lower() != "auto":
             precision(str(self.kv_dtype))
-        return load_model(self.model)
+        config = load_model(self.model)
+        return config if self.name is None else replace(config, name=self.name)
 
     def on_rank(self, rank: int) -> "RankLayers":
         """What one rank holds, before it is placed."""
         self.check_rank(rank)
         model = model_layers(
-            self.model,
+            self.facts(),
             tp=self.tp,
             tp_rank=rank % self.tp,
             pp=self.pp,

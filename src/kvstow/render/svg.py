@@ -12,6 +12,7 @@ from html import escape
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.retention import in_words
 from kvstow.plan.view import Run
+from kvstow.plan.words import counted
 from kvstow.render.text import are_rows, short_name
 
 WIDTH = 960
@@ -123,7 +124,7 @@ def _group_line(layout: Layout, g: int) -> BarLine:
     number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
     return BarLine(
         name=f"{group.name}: keeps {in_words(group.retention)}",
-        detail=f"{_counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
+        detail=f"{counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
         "tokens",
         nbytes=layout.slab_bytes if has_slabs else layout.nbytes,
         bars=_rows(layout, g) if has_slabs else _parts(layout, g),
@@ -175,7 +176,7 @@ def _row_line(layout: Layout) -> BarLine:
         bars.append(_padding(Run(end, stride - end)))
     return BarLine(
         name=f"one block of {layout.groups[0].group.name}, widened: the pages of "
-        f"{_counted(len(layout.groups[0].group.layers), 'layer')}",
+        f"{counted(len(layout.groups[0].group.layers), 'layer')}",
         detail=f"one copy of {layout.row_bytes(0):,} bytes",
         nbytes=stride,
         bars=bars,
@@ -196,7 +197,7 @@ def _per_layer_line(layout: Layout) -> BarLine:
         end += page.run.nbytes + gap
     return BarLine(
         name="the same block with one tensor per layer",
-        detail=f"{_counted(group.num_tensors, 'copy')} from as many places",
+        detail=f"{counted(group.num_tensors, 'copy')} from as many places",
         nbytes=max(1, end - gap),
         bars=bars,
     )
@@ -228,12 +229,6 @@ def _padding(run: Run) -> Bar:
 
 def _style(g: int, position: int) -> str:
     return f"g{g % len(COLOURS)}" + (" odd" if position % 2 else "")
-
-
-def _counted(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
 
 
 # ── marks ─────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from itertools import count, pairwise
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
+from kvstow.plan.words import counted
 
 WIDTH = 80
 EDGE = "│"
@@ -29,7 +30,7 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
     if not _has_slabs(layout):
         return _arena_picture(layout, width)
     heads = _line_heads(
-        [(rows.group.name, _counted(rows.rows_per_slab, "row")) for rows in layout.groups]
+        [(rows.group.name, counted(rows.rows_per_slab, "row")) for rows in layout.groups]
     )
     ruler = Ruler(nbytes=layout.slab_bytes, width=width - len(heads[0]) - 1)
     lines = [
@@ -44,7 +45,7 @@ def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
     """One row of every group, its pages marked, all to one scale."""
     longest = max(layout.row_stride(g) for g in range(len(layout.groups)))
     heads = _line_heads(
-        [(rows.group.name, _counted(len(rows.group.layers), "page")) for rows in layout.groups]
+        [(rows.group.name, counted(len(rows.group.layers), "page")) for rows in layout.groups]
     )
     ruler = Ruler(nbytes=longest, width=width - len(heads[0]) - 1)
     lines = [head + _pages_line(layout, g, ruler) for g, head in enumerate(heads)]
@@ -75,10 +76,6 @@ def _line_heads(cells: list[tuple[str, str]]) -> list[str]:
     cells = [(name if len(name) <= 24 else f"{name[:23]}…", number) for name, number in cells]
     left, right = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     return [f" {name:<{left}}  {number:>{right}}  " for name, number in cells]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("s" if number > 1 else "")
 
 
 def _rows_line(layout: Layout, group: int, ruler: "Ruler") -> str:
@@ -130,7 +127,7 @@ def _arena_picture(layout: Layout, width: int) -> str:
     where they are not."""
     heads = _line_heads(
         [
-            (rows.group.name, _counted(layout.num_blocks(g), "block"))
+            (rows.group.name, counted(layout.num_blocks(g), "block"))
             for g, rows in enumerate(layout.groups)
         ]
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import checkpoint_name
 from kvstow.plan.models.catalogue import entry
 
 _MOST = 2**40
@@ -184,7 +185,7 @@ def _from_file(path: Path) -> Config:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    name = checkpoint_name(file.parent.resolve()) if file.name == "config.json" else file.stem
     return _from_facts(name, facts)
 
 
