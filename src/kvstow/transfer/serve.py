@@ -79,6 +79,12 @@ class Serving:
         self.task: Task[None] | None = None
         self.mailbox = Mailbox(self._wake)
         self.flights: list[Flight] = []
+        self.is_stopping = False
+
+    def interrupt(self, error: TransferError) -> None:
+        """End what is being brought; not a second time, while its end is being waited for."""
+        if self.task is not None and not self.is_stopping:
+            self.task.interrupt(error)
 
     def _wake(self) -> None:
         if self.task is not None:
@@ -205,7 +211,11 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
 
 
 def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]:
-    """Tell the consumer why, and, when that is certain, that nothing of ours writes any more."""
+    """Tell the consumer why, and, when that is certain, that nothing of ours writes any more.
+
+    Until then the transfer stays known: whoever asks about it must not hear that it is over.
+    """
+    serving.is_stopping = True
     if not isinstance(error, Ended):
         kind, reasons = _fault(error)
         serving.send(Failed(serving.transfer, kind, reasons[0]))
@@ -213,10 +223,10 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]
         serving.peer.detach()
     while not serving.is_quiet and not serving.mailbox.has(Stop):
         if server.has_forgotten(serving.peer):
-            return
+            break
         yield NOW_AND_THEN
     with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
-        while not serving.is_quiet and not server.has_forgotten(serving.peer):
+        while not serving.is_quiet:
             yield NOW_AND_THEN
     serving.send(Stopped(serving.transfer))
 
@@ -288,9 +298,9 @@ class Server:
         if reason == "read":
             return
         for serving in tuple(self.servings.values()):
-            if serving.begin.lease == ticket.lease and serving.task is not None:
+            if serving.begin.lease == ticket.lease:
                 serving.send(Alive((ticket.lease,)))
-                serving.task.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+                serving.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
@@ -368,7 +378,7 @@ class Server:
             return
         serving.peer = peer
         serving.mailbox.put(stop)
-        serving.task.interrupt(Ended("stopped by its consumer", kind="aborted"))
+        serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
 
     def _renew(self, peer: Incoming, leases: tuple[int, ...]) -> None:
         for lease in leases:
@@ -396,8 +406,8 @@ class Server:
     def _forget(self, session: int) -> None:
         peer = self.incoming.pop(session)
         for serving in tuple(self.servings.values()):
-            if serving.peer is peer and serving.task is not None:
-                serving.task.interrupt(Ended("its consumer is gone", kind="peer"))
+            if serving.peer is peer:
+                serving.interrupt(Ended("its consumer is gone", kind="peer"))
         peer.detach()
         self._channel.hang_up(self._lines.pop(session))
 
