@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import Stop
-from kvstow.transfer.fence import read_generations
+from kvstow.transfer.fence import CounterRead
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, together
 from kvstow.transfer.peers.endpoint import Endpoint, Flight
 from kvstow.transfer.source import Source
@@ -134,7 +134,7 @@ class Quarantine:
         endpoint, card = self._endpoint, source.card
         endpoint.attach(card, source)
         try:
-            yield from read_generations(endpoint, card, source.ticket.blocks)
+            yield from CounterRead(endpoint, card, source.ticket.blocks).found()
         finally:
             endpoint.detach(card.engine, source)
 

@@ -12,7 +12,6 @@ from kvstow.errors import FaultKind, KvstowError, ManifestError, RouteError, Tra
 from kvstow.plan.manifest import decode
 from kvstow.route.blocks import Blocks
 from kvstow.route.compare import differences
-from kvstow.route.copies import merged
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -160,7 +159,7 @@ def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) 
     copies = route.copies(
         ticket.blocks, _into(serving, order), order.num_tokens, start_token=order.start_token
     )
-    copies = merged(copies.moved(endpoint.card.base, card.base))
+    copies = copies.moved(endpoint.card.base, card.base)
     peer.attach()
     kinds = endpoint.kinds(card)
 
