@@ -267,6 +267,7 @@ class Server:
         self._status = CachedStatus(status, endpoint.clock)
         self._lines: dict[int, Line] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._probed: list[Incoming] = []
         self._awake_until = 0.0
 
     def has_forgotten(self, peer: Incoming) -> bool:
@@ -328,7 +329,7 @@ class Server:
             case Renew(leases):
                 self._renew(peer, leases)
             case AskProbe(nbytes):
-                self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+                self._probe(peer, nbytes)
             case _:
                 pass
 
@@ -378,6 +379,14 @@ class Server:
         serving.peer = peer
         serving.mailbox.put(stop)
         serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
+
+    def _probe(self, peer: Incoming, nbytes: int) -> None:
+        if any(probed is peer for probed in self._probed):
+            return
+        self._probed.append(peer)
+        task = self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+        task.deadline = self.endpoint.clock() + self.endpoint.options.contact_seconds
+        task.on_end = lambda: self._probed.remove(peer)
 
     def _renew(self, peer: Incoming, leases: tuple[int, ...]) -> None:
         for lease in leases:

@@ -220,6 +220,7 @@ class Outgoing:
             case Stranger():
                 self.lose(lost(self.name, "it was started again and does not know us"))
             case Alive(ended):
+                self.kept.difference_update(ended)
                 for reader in tuple(self.readers.values()):
                     if reader.lease in ended:
                         reader.hear(message)
