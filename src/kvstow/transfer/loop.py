@@ -332,5 +332,6 @@ class Loop:
             task.close()
         self.tasks.clear()
         with self._waking:
-            os.close(self._wake_fd)
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
             self._wake_fd = -1
