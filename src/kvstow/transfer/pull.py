@@ -81,9 +81,7 @@ def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Pla
     """Bring what the order wants; what that took, or a TransferError that names the rows."""
     started = endpoint.clock()
     try:
-        yield from together(*(meet(source) for source in sources))
-        while endpoint.is_draining:
-            yield NOW_AND_THEN
+        yield from meet_all(endpoint, sources)
         wanted = chosen_samples(endpoint, order, sources)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, wanted)
@@ -113,6 +111,15 @@ def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Pla
 
 
 # ── meeting ───────────────────────────────────────────────────────────────────────────
+
+
+def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Story[None]:
+    """Wait until all sources are ready at once, and our engine is not about to be replaced."""
+    while True:
+        yield from together(*(meet(source) for source in sources))
+        if not endpoint.is_draining and all(source.peer.state == "ready" for source in sources):
+            return
+        yield NOW_AND_THEN
 
 
 def meet(source: Source) -> Story[None]:
@@ -327,12 +334,15 @@ def naming_rows(
     rows = named(endpoint.layout, ids_of(order.into))
     listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
     peers = [source.peer.name for source in sources]
-    is_ours = isinstance(error, TransferError)
+    kind, peer = (
+        ("ticket", "") if not isinstance(error, TransferError) else (error.kind, error.peer)
+    )
+    text = str(error) if peer else f"peers {peers}: {error}"
+    agents = {source.engine: source.peer.name for source in sources}
     return TransferError(
-        f"{error if is_ours and error.peer else f'peers {peers}: {error}'}\n\n"
-        f"hint: nothing in these blocks may be used: {listing}",
-        kind=error.kind if is_ours else "ticket",
-        peer=(error.peer if is_ours else "") or peers[0],
+        f"{text}\n\nhint: nothing in these blocks may be used: {listing}",
+        kind=kind,
+        peer=agents.get(peer, peer) or peers[0],
         blocks=rows,
     )
 

@@ -168,6 +168,7 @@ class Outgoing:
         assert self._task is not None
         self._task.deadline = float("inf")
         self.state = "ready"
+        self._loop.wake_all()
         self._endpoint.metrics.peers.inc()
         self._endpoint.note(
             "connected",
