@@ -10,7 +10,7 @@ from typing import Any
 from kvstow.blocks.pool import Pool
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.transfer import agent, pull, serve, source
+from kvstow.transfer import agent, fence, pull, serve, source
 from kvstow.transfer.channel import framing
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.peers import outgoing
@@ -43,19 +43,19 @@ def nothing(*args: Any, **kwargs: Any) -> Any:
 
 @bug
 def the_fence_is_skipped() -> Generator[None]:
-    with changed(pull, "pass_fence", nothing):
+    with changed(fence.Fence, "passed", nothing):
         yield
 
 
 @bug
 def the_fence_comes_before_the_last_byte() -> Generator[None]:
-    move, fence = pull.move, pull.pass_fence
+    move, passed = pull.move, fence.Fence.passed
 
     def early(endpoint: Any, order: Any, one: Any) -> Any:
-        yield from fence(endpoint, one)
+        yield from passed(fence.Fence(endpoint, one.card, one.layout, one.ticket))
         yield from move(endpoint, order, one)
 
-    with changed(pull, "move", early), changed(pull, "pass_fence", nothing):
+    with changed(pull, "move", early), changed(fence.Fence, "passed", nothing):
         yield
 
 
