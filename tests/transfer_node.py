@@ -103,7 +103,6 @@ class Node:
         listen: str = "tcp://127.0.0.1:*",
         keys: Keys | list[Any] | None = None,
         transport: Any = None,
-        is_started: bool = True,
     ) -> None:
         if isinstance(keys, list):  # from another process: public, secret, peers
             keys = Keys(public=keys[0], secret=keys[1], peers=frozenset(keys[2]))
@@ -118,8 +117,7 @@ class Node:
             keys=keys,
             options=Options(**(options or {})),
         )  # fmt: skip
-        if is_started:
-            self.agent.start()
+        self.agent.start()
         self.transfers: dict[int, Any] = {}
 
     @property

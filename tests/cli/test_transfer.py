@@ -12,13 +12,8 @@ from transfer_node import Node, hybrid_layout, rows_for
 
 
 def kvstow(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstow", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return subprocess.run([sys.executable, "-m", "kvstow", *words], capture_output=True, text=True,
+                          check=False, timeout=120)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +62,6 @@ def test_bench_transfer_prints_its_stable_keys():
     assert found["descriptors"]["contiguous"] == 1
     assert 1 < found["descriptors"]["rows"] <= 8
     assert found["row_bytes"] == 2 * 2 * 16384
-    times = (
-        "ratio_to_per_layer",
-        "ratio_to_per_layer_built",
-        "producer_us_per_pull",
-        "contact_million_rows_ms",
-        "contact_million_rows_nixl_ms",
-    )
+    times = ("ratio_to_per_layer", "ratio_to_per_layer_built", "producer_us_per_pull",
+             "contact_million_rows_ms", "contact_million_rows_nixl_ms")  # fmt: skip
     assert all(found[name] > 0 for name in times)
