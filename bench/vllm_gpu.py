@@ -19,9 +19,11 @@ import json
 import multiprocessing as mp
 import os
 import random
+import signal
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -131,6 +133,7 @@ class Engine:
             max_model_len=33000,
             block_size=BLOCK,
             kv_cache_memory_bytes=memory_bytes,
+            gpu_memory_utilization=0.4,  # only checked against what is free: two engines share it
             enable_prefix_caching=True,
             max_num_batched_tokens=8192,
             **extra,
@@ -160,6 +163,9 @@ class Engine:
                     running.pop(key)
         return {"jobs": done, "seconds": time.perf_counter() - begun}
 
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
     def _add(self, job: dict[str, Any]) -> str:
         from vllm import SamplingParams
 
@@ -180,11 +186,15 @@ class Engine:
 def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
     """The body of an engine's process: answers calls of `Engine` until it is told to end."""
     os.environ.update(ENVIRONMENT | environment)
+    os.setsid()  # so that its own processes can be ended with it
     try:
         engine = Engine(*arguments)
         pipe.send(("ready", None))
         while (call := pipe.recv()) is not None:
             pipe.send(("ok", engine.run(*call)))
+        started = time.perf_counter()
+        engine.close()
+        pipe.send(("closed", time.perf_counter() - started))
     except Exception as error:  # the other side shows it
         pipe.send(("failed", repr(error)))
         raise
@@ -216,13 +226,19 @@ class Remote:
             raise RuntimeError(value)
         return value
 
-    def close(self) -> None:
+    def close(self) -> float:
+        """End the engine and all its processes; the seconds that it took to shut down itself,
+        -1 where it did not within 20."""
+        seconds = -1.0
         if self._process.is_alive():
             self._pipe.send(None)
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+            if self._pipe.poll(20):
+                kind, value = self._pipe.recv()
+                seconds = value if kind == "closed" else -1.0
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        return round(seconds, 2)
 
 
 # ── what is measured ──────────────────────────────────────────────────────────────────
@@ -348,8 +364,8 @@ def measure_handover(model: str, settings: Settings, memory_bytes: int) -> dict[
         except Exception as error:  # one connector's failure is a result, too
             results[name] = {"error": repr(error)[:500]}
         finally:
-            for engine in engines:
-                engine.close()
+            ended = [engine.close() for engine in engines]
+            results[name]["shutdown_s"] = ended
         print(json.dumps(results[name]), flush=True)
     return results
 
@@ -374,7 +390,7 @@ def measure_offload(model: str, settings: Settings, memory_bytes: int) -> dict[s
         except Exception as error:  # as above
             results[name] = {"error": repr(error)[:500]}
         finally:
-            engine.close()
+            results[name]["shutdown_s"] = engine.close()
         print(json.dumps(results[name]), flush=True)
     return results
 

@@ -8,31 +8,32 @@ import tempfile
 
 import torch
 
-from kvstow import Arena, Identity, Ledger, Pool, Prompt, Store, plan_model
+import kvstow
 
-PROMPT = Prompt.of(range(1000, 1160))
+PROMPT = kvstow.Prompt.of(range(1000, 1160))
 
-# Of a model on disk it is Identity.of(model_dir). Here nothing but random numbers is kept.
-IDENTITY = Identity.of_tensors("qwen3-0.6b", {}, [("random", "bfloat16", b"seed 7")])
+# Of a model on disk: kvstow.Identity.of(model_dir). Only random numbers are kept here.
+IDENTITY = kvstow.Identity.of_tensors("qwen3-0.6b", {}, [("random", "bfloat16", b"seed 7")])
 
 
 def main(place: str) -> None:
-    layout = plan_model("qwen3-0.6b", memory="64MiB").layout.identified(IDENTITY)
+    layout = kvstow.plan_model("qwen3-0.6b", memory="64MiB").layout.identified(IDENTITY)
     layer = next(iter(layout.layers))
 
-    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    arena, ledger = kvstow.Arena(layout), kvstow.Ledger(kvstow.Pool(layout))
     blocks = ledger.blocks(ledger.admit(len(PROMPT)).request)
     ids = blocks[0].ids
     arena.tensor(layer)[ids] = torch.randn(arena.tensor(layer)[ids].shape).to(torch.bfloat16)
     before = arena.tensor(layer)[ids].clone()
-    with Store(disk=place, disk_bytes="256MiB") as store:
+    with kvstow.Store(disk=place, disk_bytes="256MiB") as store:
         kept = store.save(arena, blocks, PROMPT)
     print(f"{kept} rows of {layout.row_bytes(0):,} bytes kept in {place}")
     arena.close()
 
-    fresh, ledger = Arena(layout), Ledger(Pool(layout))  # another process, another day
+    # As another process would:
+    fresh, ledger = kvstow.Arena(layout), kvstow.Ledger(kvstow.Pool(layout))
     blocks = ledger.blocks(ledger.admit(len(PROMPT)).request)
-    with Store(disk=place) as store:
+    with kvstow.Store(disk=place) as store:
         tokens = store.load(fresh, PROMPT, into=blocks)
     same = torch.equal(fresh.tensor(layer)[blocks[0].ids], before)
     print(f"{tokens} tokens came back, {'identical' if same else 'DIFFERENT'}")

@@ -8,45 +8,31 @@ import sys
 
 import torch
 
-from kvstow.blocks.ledger import Ledger
-from kvstow.blocks.pool import Pool
-from kvstow.memory.arena import Arena
-from kvstow.plan.group import grouped
-from kvstow.plan.identity import Identity
-from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Site, packed
-from kvstow.plan.retention import Full
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec
-from kvstow.transfer.agent import Agent
-from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport.nixl import NixlTransport
+import kvstow
 
 TOKENS = 1000
-IDENTITY = Identity.of_tensors("example", {}, [("none", "bfloat16", b"an example without weights")])
-"""Of a model on disk: Identity.of(model_dir)."""
-HEAD = (Extent.whole("content", 128),)
+LAYERS = [
+    kvstow.LayerSpec.attention(f"layers.{i}", heads=4, head_dim=128, dtype="bfloat16")
+    for i in range(12)
+]
+
+# Of a model on disk: kvstow.Identity.of(model_dir). There are no weights here.
+IDENTITY = kvstow.Identity.of_tensors("example", {}, [("none", "bfloat16", b"no weights")])
 
 
-def layout() -> Layout:
-    layers = [
-        LayerSpec(
-            name=f"layers.{i}",
-            retention=Full(),
-            block_tokens=16,
-            states=16,
-            heads=Extent.whole("head", 4),
-            fields=(Field("k", DType.BFLOAT16, HEAD), Field("v", DType.BFLOAT16, HEAD)),
-        )
-        for i in range(12)
-    ]
-    return packed(grouped(layers), num_slabs=128, site=Site(model="example"))
+def agent_and_rows() -> tuple[kvstow.Agent, kvstow.Arena, kvstow.Ledger]:
+    """What each process has: an agent, an arena, and a ledger of who holds which row."""
+    layout = kvstow.packed(kvstow.grouped(LAYERS), num_slabs=128)
+    arena, pool = kvstow.Arena(layout), kvstow.Pool(layout)
+    transport = kvstow.NixlTransport()
+    agent = kvstow.Agent(arena, pool, transport=transport, identity=IDENTITY)
+    return agent, arena, kvstow.Ledger(pool)
 
 
 def produce() -> None:
-    """Hold a request's rows, write them, hand out a ticket, serve until told to stop."""
-    arena, pool = Arena(layout()), Pool(layout())
-    ledger = Ledger(pool)
-    with Agent(arena, pool, transport=NixlTransport(), identity=IDENTITY) as agent:
+    """Hold a request's rows, write them, print a ticket, serve until told to stop."""
+    agent, arena, ledger = agent_and_rows()
+    with agent:
         request = ledger.admit(TOKENS).request
         blocks = ledger.blocks(request)[0]
         arena.tensor("layers.11")[blocks.ids] = (
@@ -56,14 +42,12 @@ def produce() -> None:
         sys.stdin.readline()
 
 
-def consume(word: str) -> None:
-    """Pull the rows, and look."""
-    arena, pool = Arena(layout()), Pool(layout())
-    ledger = Ledger(pool)
-    with Agent(arena, pool, transport=NixlTransport(), identity=IDENTITY) as agent:
-        request = ledger.admit(TOKENS).request
-        blocks = ledger.blocks(request)
-        stats = agent.pull(Ticket.parse(word), into=blocks, digest="always").wait()
+def consume(ticket: str) -> None:
+    """Pull the rows and look at them."""
+    agent, arena, ledger = agent_and_rows()
+    with agent:
+        blocks = ledger.blocks(ledger.admit(TOKENS).request)
+        stats = agent.pull(kvstow.Ticket.parse(ticket), into=blocks, digest="always").wait()
         last = arena.tensor("layers.11")[blocks[0].ids[-1]]
         print(f"{stats.nbytes:,} bytes in {stats.descriptors} descriptors, {stats.seconds:.3f} s")
         print(f"fence {stats.fence}, digest {stats.digest}")

@@ -1,18 +1,18 @@
-"""Simulate: the same requests under our slabs and under one row per block id.
+"""Simulate: the same requests with slabs, and with one row per slab as engines do it today.
 
 python examples/simulate_load.py [MODEL] [GIB] [REQUESTS]
 """
 
 import sys
 
-from kvstow.plan.group import grouped
-from kvstow.plan.models import load_model, model_layers
+import kvstow
+from kvstow.plan.models import model_layers
 from kvstow.simulate import Pace, Replay, ReplayReport, synthetic
 from kvstow.simulate.replay import POLICIES, layout_of
 
 
 def main(model: str = "qwen3-next-80b", gib: str = "10", requests: str = "300") -> None:
-    groups = grouped(model_layers(load_model(model)).layers)
+    groups = kvstow.grouped(model_layers(model).layers)
     trace = synthetic("chat", num_requests=int(requests), rate=float("inf"), seed=0)
     for policy in POLICIES:
         replay = Replay(layout_of(policy, groups, budget=int(gib) << 30), trace, Pace())

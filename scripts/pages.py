@@ -18,7 +18,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "plan": "Planning",
+    "route": "Routes",
     "blocks": "Blocks",
+    "simulate": "Simulation",
     "memory": "Memory",
     "transfer": "Transfer",
     "offload": "Offload",
@@ -28,9 +30,9 @@ PACKAGES = {
 }
 KINDS = {int: "N", float: "X", Path: "FILE"}
 FIRST = {
-    "guides": ("plan.md", "route.md", "simulate.md", "demo.md", "transfer.md", "offload.md"),
-    "concepts": ("layouts.md", "slabs.md", "routes.md"),
-    "reference": ("cli.md", "commands.md", "spec.md"),
+    "guides": ("plan.md", "transformers.md", "vllm.md", "transfer.md", "offload.md", "route.md"),
+    "concepts": ("layouts.md", "slabs.md", "blocks.md", "routes.md", "memory.md"),
+    "reference": ("api.md", "cli.md", "commands.md", "spec.md"),
 }
 
 
@@ -210,17 +212,20 @@ def _value(value: Any) -> str:
 
 
 def api_page(package: str) -> str:
-    """All modules of a package, in the order of their names."""
+    """All modules of a package, those of its inner packages last, in the order of their names."""
     folder = ROOT / "src" / "kvstow" / package
-    modules = [file.stem for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")]
-    modules += [
-        inner.name for inner in sorted(folder.iterdir()) if (inner / "__init__.py").exists()
-    ]
-    text = [f"# {PACKAGES[package]}: `kvstow.{package}`", "", f"::: kvstow.{package}",
-            "    options:", "      members: false", ""]  # fmt: skip
-    for module in modules:
+    files = [file for file in folder.rglob("*.py") if not file.stem.startswith("_")]
+    paths = sorted((file.relative_to(folder).with_suffix("").parts for file in files), key=_depth)
+    text = [f"# {PACKAGES[package]}: `kvstow.{package}`", "", f"::: kvstow.{package}"]
+    text += ["    options:", "      members: false", ""]
+    for path in paths:
+        module = ".".join(path)
         text += [f"## `{module}`", "", f"::: kvstow.{package}.{module}", ""]
     return "\n".join(text)
+
+
+def _depth(path: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    return len(path) > 1, path
 
 
 def _exists(package: str) -> bool:

@@ -103,6 +103,7 @@ class Node:
         listen: str = "tcp://127.0.0.1:*",
         keys: Keys | list[Any] | None = None,
         transport: Any = None,
+        is_started: bool = True,
     ) -> None:
         if isinstance(keys, list):  # from another process: public, secret, peers
             keys = Keys(public=keys[0], secret=keys[1], peers=frozenset(keys[2]))
@@ -117,7 +118,8 @@ class Node:
             keys=keys,
             options=Options(**(options or {})),
         )  # fmt: skip
-        self.agent.start()
+        if is_started:
+            self.agent.start()
         self.transfers: dict[int, Any] = {}
 
     @property

@@ -35,8 +35,9 @@ class Event:
 
     def as_json(self) -> str:
         """One line: `at`, `part`, `what`, then the facts."""
-        return json.dumps({"at": round(self.at, 6), "part": self.part, "what": self.what,
-                           **self.facts})  # fmt: skip
+        return json.dumps(
+            {"at": round(self.at, 6), "part": self.part, "what": self.what, **self.facts}
+        )
 
 
 class Events:
@@ -126,9 +127,11 @@ class TransferMetrics:
         )
         self.leases = Gauge("kvstow_transfer_leases", "Leases running", registry=registry)
         self.lease_ends = Counter(
-            "kvstow_transfer_lease_ends", "Leases that ended, by reason", ["reason"],
+            "kvstow_transfer_lease_ends",
+            "Leases that ended, by reason",
+            ["reason"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.quarantined = Gauge(
             "kvstow_transfer_quarantined_rows",
             "Rows of failed transfers that something may still write to",

@@ -9,11 +9,11 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
-from kvstow.cli.dash import dashboard
-from kvstow.cli.watch import Watch
+from kvstow.cli.dash import Watch, dashboard
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed
 from kvstow.transfer.agent import Agent
@@ -32,7 +32,13 @@ class Pair:
         self.pools = Pool(layout), Pool(layout)
         self.ledgers = tuple(Ledger(pool) for pool in self.pools)
         self.agents = tuple(
-            Agent(Arena(layout), pool, transport=LocalTransport(fabric), name=name)
+            Agent(
+                Arena(layout),
+                pool,
+                transport=LocalTransport(fabric),
+                identity=Identity.unverified("a page"),
+                name=name,
+            )
             for pool, name in zip(self.pools, ("prefill", "decode"), strict=True)
         )
 

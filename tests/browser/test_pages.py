@@ -27,10 +27,24 @@ def pages(tmp_path_factory):
         "plan", MODEL, *MEMORY, "--html", f"{folder}/plan.html", "--manifest", f"{folder}/plan.json"
     )
     run("plan", "deepseek-v4-flash", "--html", f"{folder}/hybrid.html")
-    run("route", "llama-3.2-1b@tp=2", "llama-3.2-1b@order=LBHNC,block_tokens=64", "--html",
-        f"{folder}/route.html")  # fmt: skip
-    run("simulate", MODEL, "--requests", "60", *MEMORY, "--policy", "union", "--html",
-        f"{folder}/simulate.html")  # fmt: skip
+    run(
+        "route",
+        "llama-3.2-1b@tp=2",
+        "llama-3.2-1b@order=LBHNC,block_tokens=64",
+        "--html",
+        f"{folder}/route.html",
+    )
+    run(
+        "simulate",
+        MODEL,
+        "--requests",
+        "60",
+        *MEMORY,
+        "--policy",
+        "union",
+        "--html",
+        f"{folder}/simulate.html",
+    )
     return folder
 
 
@@ -132,9 +146,7 @@ def test_rows_are_drawn_to_scale(opened, pages):
         for g, rows in enumerate(layout.groups):
             bar = page.locator('[data-level="slab"] .bar').nth(g)
             whole = bar.bounding_box()["width"]
-            boxes = [
-                each.bounding_box() for each in bar.locator(".seg:not(.padding)").all()
-            ]  # fmt: skip
+            boxes = [each.bounding_box() for each in bar.locator(".seg:not(.padding)").all()]
             assert len(boxes) == rows.rows_per_slab
             part = layout.row_bytes(g) / layout.slab_bytes
             for box in boxes:
@@ -216,9 +228,7 @@ def test_packing_union_shows_its_padding(opened, pages):
     with opened(f"file://{pages}/hybrid.html") as page:
         page.get_by_role("button", name="union").click()
         assert page.locator('[data-level="slab"] .padding').count() > 0
-        said = json.loads(
-            run("plan", "deepseek-v4-flash", "--packing", "union", "--json").stdout
-        )  # fmt: skip
+        said = json.loads(run("plan", "deepseek-v4-flash", "--packing", "union", "--json").stdout)
         worst = max(said["padding_bytes_per_slab"].values()) / said["slab_bytes"]
         assert f"{100 * worst:.1f} %" in page.locator(".tiles").inner_text()
 

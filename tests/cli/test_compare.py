@@ -43,9 +43,7 @@ def test_each_layout_has_the_figures_that_plan_gives_for_it():
         assert layout["num_slabs"] == planned["num_slabs"]
         assert layout["requests"]["8192"] == planned["capacity"]["requests"]["8192"]
         assert layout["bytes_per_token"] == planned["request"]["bytes_per_token"]
-        assert (
-            layout["descriptors_per_block"] == planned["transfer"]["descriptors_per_block"]
-        )  # fmt: skip
+        assert layout["descriptors_per_block"] == planned["transfer"]["descriptors_per_block"]
 
 
 def test_slabs_waste_less_and_hold_more_than_one_row_per_slab():

@@ -12,14 +12,34 @@ from kvstow.plan.manifest import decode, fingerprint
 from kvstow.plan.models import catalogue
 
 KEYS = {
-    "model", "tp", "pp", "block_tokens", "kv_dtype", "order", "groups", "slab_bytes", "num_slabs",
-    "arena_bytes", "padding_bytes_per_slab", "regions", "transfer", "separate", "request",
-    "capacity", "fingerprint",
-}  # fmt: skip
+    "model",
+    "tp",
+    "pp",
+    "block_tokens",
+    "kv_dtype",
+    "order",
+    "groups",
+    "slab_bytes",
+    "num_slabs",
+    "arena_bytes",
+    "padding_bytes_per_slab",
+    "regions",
+    "transfer",
+    "separate",
+    "request",
+    "capacity",
+    "fingerprint",
+}
 GROUP_KEYS = {
-    "name", "retention", "layers", "block_tokens", "row_bytes", "row_stride", "rows_per_slab",
+    "name",
+    "retention",
+    "layers",
+    "block_tokens",
+    "row_bytes",
+    "row_stride",
+    "rows_per_slab",
     "placements",
-}  # fmt: skip
+}
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -43,8 +63,10 @@ def test_the_document_has_every_stable_key():
         assert all(place.keys() >= {"layer", "offset", "nbytes"} for place in group["placements"])
     assert document["transfer"].keys() >= {"descriptors_per_block", "bytes_per_block"}
     assert document["separate"].keys() >= {
-        "regions", "descriptors_per_block", "bytes_per_descriptor_max",
-    }  # fmt: skip
+        "regions",
+        "descriptors_per_block",
+        "bytes_per_descriptor_max",
+    }
     assert document["request"].keys() >= {"fixed_bytes", "bytes_per_token", "at_tokens"}
     assert document["capacity"].keys() >= {"tokens", "requests"}
 
@@ -56,11 +78,14 @@ def test_llama_in_20_gib_has_the_published_sizes():
     assert document["arena_bytes"] == 20 * 2**30
     assert document["regions"] == 1
     assert document["transfer"] == {
-        "descriptors_per_block": {"full": 1}, "bytes_per_block": {"full": 2 * 2**20},
-    }  # fmt: skip
+        "descriptors_per_block": {"full": 1},
+        "bytes_per_block": {"full": 2 * 2**20},
+    }
     assert document["separate"] == {
-        "regions": 64, "descriptors_per_block": 64, "bytes_per_descriptor_max": 32 * 2**10,
-    }  # fmt: skip
+        "regions": 64,
+        "descriptors_per_block": 64,
+        "bytes_per_descriptor_max": 32 * 2**10,
+    }
     assert document["request"]["bytes_per_token"] == 32 * 2 * 8 * 128 * 2
     assert document["request"]["fixed_bytes"] == 0
     assert document["capacity"]["tokens"] == (10240 - 1) * 16
@@ -180,9 +205,14 @@ def test_alignment_is_met():
 
 def test_a_directory_and_a_file_are_models_too(tmp_path):
     config = {
-        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64,
-        "num_key_value_heads": 2, "hidden_size": 128, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "hidden_size": 128,
+        "torch_dtype": "bfloat16",
+    }
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -209,9 +239,12 @@ def test_talk_goes_to_stderr_and_data_to_stdout():
 
 def test_notes_of_the_model_go_to_stderr(tmp_path):
     config = {
-        "model_type": "never_heard_of", "num_hidden_layers": 2, "num_attention_heads": 2,
-        "hidden_size": 128, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "never_heard_of",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = invoke("plan", str(tmp_path), "--memory", "1GiB", "--json")
     assert result.exit_code == 0

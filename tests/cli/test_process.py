@@ -69,8 +69,11 @@ def test_json_is_written_without_loading_what_draws_tables():
 def test_a_reader_that_leaves_ends_the_command_quietly():
     process = subprocess.Popen(
         [*KVSTOW, "plan", "deepseek-v4-pro", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -85,8 +88,12 @@ def test_a_full_disk_is_an_error_and_no_traceback():
     with open("/dev/full", "w") as full:
         finished = subprocess.run(
             [*KVSTOW, "plan", "qwen3-8b", "--memory", "1GiB"],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=ENVIRONMENT,
+        )
     assert finished.returncode == 1
     assert finished.stderr == "error: No space left on device\n"
 
@@ -104,8 +111,10 @@ def test_a_terminal_without_unicode_gets_an_answer(encoding):
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     finished = subprocess.run(
         [*KVSTOW, "plan", "qwen3-8b", "--memory", "1GiB"],
-        capture_output=True, check=False, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
     assert finished.returncode == 0, finished.stderr
     assert b"2,359,296" in finished.stdout
 

@@ -12,8 +12,13 @@ from transfer_node import Node, hybrid_layout, rows_for
 
 
 def kvstow(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvstow", *words], capture_output=True, text=True,
-                          check=False, timeout=120)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "kvstow", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,11 @@ def test_bench_transfer_prints_its_stable_keys():
     assert found["descriptors"]["contiguous"] == 1
     assert 1 < found["descriptors"]["rows"] <= 8
     assert found["row_bytes"] == 2 * 2 * 16384
-    times = ("ratio_to_per_layer", "ratio_to_per_layer_built", "producer_us_per_pull",
-             "contact_million_rows_ms", "contact_million_rows_nixl_ms")  # fmt: skip
+    times = (
+        "ratio_to_per_layer",
+        "ratio_to_per_layer_built",
+        "producer_us_per_pull",
+        "contact_million_rows_ms",
+        "contact_million_rows_nixl_ms",
+    )
     assert all(found[name] > 0 for name in times)

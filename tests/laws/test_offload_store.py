@@ -109,7 +109,7 @@ class Stores(RuleBasedStateMachine):
             self.may_be[group] |= set(numbers)
             self.tiers[i].store(group, [key(n) for n in numbers], rows)
             self.load(i, group, numbers)
-        except (StoreError, OSError):
+        except StoreError:
             pass
         finally:
             files.fault = lambda op, n: None

@@ -17,9 +17,8 @@ from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate
-from kvstow.render.bands import NamedRoute, group_records
+from kvstow.render.data import Index, NamedRoute, group_records, layout_record
 from kvstow.render.page import asset, embedded, page
-from kvstow.render.record import Index, layout_record
 from kvstow.route.route import route
 
 ROOT = Path(__file__).parents[2]
@@ -149,9 +148,19 @@ def test_the_plan_page_holds_what_plan_says_for_every_variant(tmp_path):
         for chosen, planned in data["planned"][each["planned"]]["layouts"].items():
             order, packing = chosen.split()
             said = json.loads(
-                run("plan", "gemma-3-270m", "--memory", "1GiB", *asked, "--order", order,
-                    "--packing", packing, "--json").stdout
-            )  # fmt: skip
+                run(
+                    "plan",
+                    "gemma-3-270m",
+                    "--memory",
+                    "1GiB",
+                    *asked,
+                    "--order",
+                    order,
+                    "--packing",
+                    packing,
+                    "--json",
+                ).stdout
+            )
             assert planned["slab_bytes"] == said["slab_bytes"]
             assert planned["num_slabs"] == said["num_slabs"]
             assert planned["copies"] == list(said["transfer"]["descriptors_per_block"].values())
@@ -172,11 +181,14 @@ def test_a_page_without_scripts_still_shows_the_picture(tmp_path):
 # ── bands ─────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("here", "there"), [
-    ({"order": "BLHNC"}, {"order": "BLHNC"}),
-    ({"order": "LBNHC"}, {"order": "BHLNC"}),
-    ({"order": "LHBNC"}, {"order": "BLNHC"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ({"order": "BLHNC"}, {"order": "BLHNC"}),
+        ({"order": "LBNHC"}, {"order": "BHLNC"}),
+        ({"order": "LHBNC"}, {"order": "BLNHC"}),
+    ],
+)
 def test_bands_carry_every_byte_of_every_page_once(here, there):
     source, destination = layouts(**here), layouts(**there)
     records = group_records(
@@ -240,5 +252,5 @@ def test_the_simulation_page_holds_what_simulate_says(tmp_path):
     assert {name: policy["figures"] for name, policy in data["policies"].items()} == said
     for policy in data["policies"].values():
         assert max(policy["curves"]["requests"]) == policy["figures"]["peak_requests"]
-        assert len(policy["film"]["slabs"]) == len(policy["film"]["seconds"]) > 1
-        assert len(set(policy["film"]["slabs"])) > 1
+        assert len(policy["history"]["slabs"]) == len(policy["history"]["seconds"]) > 1
+        assert len(set(policy["history"]["slabs"])) > 1

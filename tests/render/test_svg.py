@@ -11,7 +11,7 @@ from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
-from kvstow.render.svg import BAR, MARGIN, WIDTH, layout_svg
+from kvstow.render.svg import BAR_HEIGHT, MARGIN, WIDTH, layout_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -92,7 +92,7 @@ def test_a_picture_says_what_it_shows_and_escapes_names():
     root = ElementTree.fromstring(layout_svg(layout))
     assert root.find(f"{SVG}title").text == '<b>"&model: one slab of 64 bytes'
     assert root.get("role") == "img"
-    assert int(root.get("height")) >= 3 * BAR
+    assert int(root.get("height")) >= 3 * BAR_HEIGHT
 
 
 def test_a_picture_names_copies_of_both_kinds():

@@ -15,8 +15,7 @@ from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.render import text
-from kvstow.render.ruler import Mark, Ruler
-from kvstow.render.text import are_rows, rows_picture, short_name, slab_picture
+from kvstow.render.text import Mark, Ruler, are_rows, rows_picture, short_name, slab_picture
 from planning import attention, layouts, recurrent
 
 

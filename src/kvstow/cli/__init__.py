@@ -16,6 +16,7 @@ from kvstow.cli.check import check
 from kvstow.cli.compare import compare
 from kvstow.cli.dash import dash
 from kvstow.cli.demo import demo
+from kvstow.cli.models import models
 from kvstow.cli.output import Commands
 from kvstow.cli.peers import peers
 from kvstow.cli.plan import plan
@@ -52,6 +53,7 @@ def kvstow(
     """Plans, packs, pages, moves and keeps KV caches for LLM inference."""
 
 
+app.command("models")(models)
 app.command("plan")(plan)
 app.command("compare")(compare)
 app.command("check")(check)

@@ -52,8 +52,10 @@ def transfer(
     from kvstow.testing.measure.transfer import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
-    note(f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
-         f"{len(NAMES)} ways")  # fmt: skip
+    note(
+        f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
+        f"{len(NAMES)} ways"
+    )
     found = measured(setting, direction)
     if output is not None:
         import json as json_
@@ -82,8 +84,11 @@ NAMES = {
 
 def _shown(found: dict[str, Any]) -> list[str]:
     rates, descriptors = found["gigabytes_per_second"], found["descriptors"]
-    lines = [(text, str(descriptors[name]), f"{rates[name]:.2f}")
-             for name, text in NAMES.items() if name in rates]  # fmt: skip
+    lines = [
+        (text, str(descriptors[name]), f"{rates[name]:.2f}")
+        for name, text in NAMES.items()
+        if name in rates
+    ]
     threads = found["ratio_to_per_layer_by_threads"]
     beside = f", {threads:.2f} times with NIXL's threads" if threads else ""
     return [

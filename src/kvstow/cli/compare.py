@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvstow.cli import options
-from kvstow.cli.deployment import check_arena, on_rank
+from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import FAILED, HINT, emit_json, emit_text, human, refuse, table, wrapped
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
 from kvstow.plan.layout import ORDERS

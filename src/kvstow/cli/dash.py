@@ -1,26 +1,41 @@
-"""`kvstow dash`: a live page about running agents. It only ever reads."""
+"""`kvstow dash`: a live page about running agents and stores. It only ever reads.
+
+`Watch` asks every source once a second and remembers; a small HTTP server hands out the page
+and what `Watch` knows.
+"""
 
 import hmac
 import ipaddress
 import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
-
-if TYPE_CHECKING:
-    from kvstow.cli.watch import Watch
+from kvstow.errors import KvstowError
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "img-src data:; connect-src 'self'"
 )
 LEAST_KEY = 16
+SCHEMES = ("tcp", "http", "https")
+
+REMEMBERED = 600
+"""Moments of which the totals are kept."""
+
+MAX_METRICS_BYTES = 8 << 20
+ASK_SECONDS = 2.0
+
+Reading = dict[str, Any]
 
 Sources = Annotated[
     list[str],
@@ -43,14 +58,12 @@ KeyFile = Annotated[
 ]
 
 
-def dash(
-    sources: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile = None
-) -> None:  # fmt: skip
+def dash(sources: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile = None) -> None:
     """A live page: tiers, transfers, failures, leases, slabs."""
-    from kvstow.cli.watch import Watch
-
     host, port = _address(listen)
     key = _key(key_file)
+    for source in sources:
+        check_source(source)
     if not key and not is_local(host):
         refuse(
             f"{listen} can be reached from other machines, and there is no key\n\n"
@@ -81,14 +94,13 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
         """One request. Anything but a question is refused."""
 
         def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            asked = parse_qs(query)
-            if not self._is_welcome(asked.get("key", [""])[0]):
+            asked = urlsplit(self.path)
+            if not self._is_welcome(parse_qs(asked.query).get("key", [""])[0]):
                 self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no\n")
-            elif path == "/":
+            elif asked.path == "/":
                 self._send(HTTPStatus.OK, "text/html; charset=utf-8", html)
-            elif path == "/state.json":
-                state = watch.state(history="history" in asked)
+            elif asked.path == "/state.json":
+                state = watch.state(history="history" in parse_qs(asked.query))
                 self._send(HTTPStatus.OK, "application/json", json.dumps(state).encode())
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
@@ -98,7 +110,7 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
             (a page elsewhere that has its name point here does not)."""
             if key:
                 return hmac.compare_digest(offered.encode(), key.encode())
-            return is_local(_host_and_port(self.headers.get("Host", ""))[0])
+            return is_local(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
 
         def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
@@ -123,6 +135,22 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
         refuse(f"cannot serve on {address[0]}:{address[1]}: {error.strerror}", code=MISUSED)
 
 
+def check_source(source: str) -> None:
+    """Ends with 2 on what is neither an address nor a directory."""
+    scheme, _, rest = source.partition("://")
+    if rest and scheme in SCHEMES:
+        return
+    if rest:
+        refuse(
+            f"{source}: nothing is asked through {scheme}://\n\n"
+            "hint: tcp://127.0.0.1:PORT for an agent, http://… for a Prometheus endpoint, or the "
+            "directory of a store",
+            code=MISUSED,
+        )
+    if not Path(source).is_dir():
+        refuse(f"{source}: no such directory\n\nhint: name the directory of a store", code=MISUSED)
+
+
 def is_local(host: str) -> bool:
     """Whether a name or address means this machine, whatever a name server says."""
     try:
@@ -131,20 +159,15 @@ def is_local(host: str) -> bool:
         return False
 
 
-def _host_and_port(text: str) -> tuple[str, int | None]:
-    """The two parts of `HOST:PORT`, as far as they are there."""
-    try:
-        parts = urlsplit(f"//{text}")
-        return parts.hostname or "", parts.port
-    except ValueError:
-        return "", None
-
-
 def _address(listen: str) -> tuple[str, int]:
-    host, port = _host_and_port(listen)
-    if not host or port is None:
+    parts = urlsplit(f"//{listen}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or port is None:
         refuse(f"{listen!r} is no HOST:PORT\n\nhint: for example 127.0.0.1:8643", code=MISUSED)
-    return host, port
+    return parts.hostname, port
 
 
 def _key(file: Path | None) -> str:
@@ -155,6 +178,164 @@ def _key(file: Path | None) -> str:
     except OSError as error:
         refuse(f"{file}: cannot be read: {error.strerror}", code=MISUSED)
     if len(key) < LEAST_KEY:
-        refuse(f"{file}: a key of {len(key)} characters, at least {LEAST_KEY} are needed",
-               code=MISUSED)  # fmt: skip
+        refuse(
+            f"{file}: a key of {len(key)} characters, at least {LEAST_KEY} are needed", code=MISUSED
+        )
     return key
+
+
+# ── asking ───────────────────────────────────────────────────────────────────────────
+
+
+def samples(exposition: str) -> list[Reading]:
+    """Prometheus text as plain values: name, labels, value; histogram buckets left out."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return [
+        {"name": sample.name, "labels": dict(sample.labels), "value": sample.value}
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    ]
+
+
+def read_endpoint(address: str) -> Reading:
+    """What a Prometheus endpoint says now."""
+    from urllib.request import urlopen
+
+    with urlopen(address, timeout=ASK_SECONDS) as answer:
+        text = answer.read(MAX_METRICS_BYTES).decode()
+    return {"agent": address, "address": address, "metrics": samples(text)}
+
+
+def read_store(directory: Path) -> Reading:
+    """What the processes that have a store open last told about their tiers."""
+    from kvstow.offload.disk.inspect import survey
+
+    found = survey(directory)
+    return {
+        "agent": str(directory),
+        "address": f"{found['rows']:,} rows",
+        "model": found["model"],
+        "metrics": [
+            {
+                "name": f"kvstow_tier_{name}",
+                "labels": {"tier": f"{tier['tier']}, process {owner['pid']}"},
+                "value": value,
+            }
+            for owner in found["owners"]
+            if owner["alive"]
+            for tier in owner["tiers"]
+            for name, value in tier.items()
+            if isinstance(value, int | float)
+        ],
+        "events": [
+            {"at": event["time"], "part": "store", "what": event["what"], "rows": event["rows"]}
+            for event in reversed(found["events"])
+        ],
+    }
+
+
+class Watch:
+    """Asks every source once a second, in a thread of its own.
+
+    A source is an agent's address (`tcp://…`), a Prometheus endpoint (`http://…`) or the
+    directory of a store.
+    """
+
+    def __init__(self, sources: Iterable[str], *, seconds: float = 1.0) -> None:
+        self._sources = tuple(sources)
+        self._seconds = seconds
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._latest: dict[str, Reading] = {}
+        self._history: dict[str, deque[Reading]] = {
+            source: deque(maxlen=REMEMBERED) for source in self._sources
+        }
+        self._thread = threading.Thread(target=self._run, name="kvstow-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * ASK_SECONDS * max(1, len(self._sources)))
+
+    def state(self, *, history: bool) -> Reading:
+        """The latest reading of every source; with `history`, the totals so far."""
+        with self._lock:
+            return {
+                "now": time.time(),
+                "sources": [
+                    {
+                        "source": source,
+                        **self._latest.get(source, {"error": "not asked yet"}),
+                        "history": list(self._history[source]) if history else [],
+                    }
+                    for source in self._sources
+                ],
+            }
+
+    def _run(self) -> None:
+        from kvstow.transfer.channel.status import Asker
+
+        asker = Asker()
+        try:
+            while not self._stop.is_set():
+                for source in self._sources:
+                    self._remember(source, _reading(asker.ask, source))
+                self._stop.wait(self._seconds)
+        finally:
+            asker.close()
+
+    def _remember(self, source: str, reading: Reading) -> None:
+        with self._lock:
+            self._latest[source] = reading
+            if "metrics" in reading:
+                reading["totals"] = totals(reading)
+                self._history[source].append(reading["totals"])
+
+
+def _reading(ask: Any, source: str) -> Reading:
+    """What a source says, or why it says nothing."""
+    try:
+        if source.startswith(("http://", "https://")):
+            return {"at": time.time(), **read_endpoint(source)}
+        if Path(source).is_dir():
+            return {"at": time.time(), **read_store(Path(source))}
+        document = ask(source, seconds=ASK_SECONDS)
+        return {
+            "at": time.time(),
+            **document,
+            "metrics": samples(document["metrics"]),
+            "events": [
+                {name: _plain(fact) for name, fact in event.items()} for event in document["events"]
+            ],
+        }
+    except (KvstowError, OSError, ValueError) as error:
+        return {"at": time.time(), "error": str(error).partition("\n")[0]}
+
+
+def _plain(fact: Any) -> Any:
+    """Numbers that a browser would round are told as text."""
+    return str(fact) if isinstance(fact, int) and abs(fact) > 1 << 53 else fact
+
+
+def totals(reading: Reading) -> Reading:
+    """The few sums that are drawn over time."""
+
+    def sum_of(name: str, *, without: str = "") -> float:
+        return sum(
+            sample["value"]
+            for sample in reading["metrics"]
+            if sample["name"] == name and (not without or without not in sample["labels"].values())
+        )
+
+    return {
+        "at": reading["at"],
+        "bytes": sum_of("kvstow_transfer_bytes_total"),
+        "transfers": sum_of("kvstow_transfers_total"),
+        "failures": sum_of("kvstow_transfers_total", without="accepted"),
+        "leases": sum_of("kvstow_transfer_leases"),
+        "quarantined": sum_of("kvstow_transfer_quarantined_rows"),
+    }

@@ -1,16 +1,26 @@
-"""The options that several commands share, and how their values are read."""
+"""What users write: options that several commands share, values, models and layouts.
+
+options     `Tp`, `Memory`, `Json` …: annotations of a command's arguments
+values      `size`, `order`, `alignment`: what their text means
+models      `on_rank`: the model that a command plans, with what was assumed said on stderr
+shorthand   `named`: a manifest, or `MODEL@tp=2,order=BHLNC`
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import lcm
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvstow.errors import PlanError
-from kvstow.plan.layout import Order
-from kvstow.plan.pack import Alignment, Demand, Packing
-from kvstow.plan.words import parse_size
+from kvstow.cli.output import MISUSED, note, refuse
+from kvstow.errors import ManifestError, ModelError, PlanError
+from kvstow.plan.deployment import Deployment, RankLayers, repacked
+from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
+from kvstow.plan.words import counted, parse_order, parse_size
 
 _USUAL = Alignment()
 
@@ -19,6 +29,14 @@ def size(text: str) -> int:
     """The bytes that `20GiB`, `512MB` or `1.5TiB` are, exactly."""
     try:
         return parse_size(text)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def order(text: str) -> Order:
+    """The order that `BLHNC`, `blhnc`, `HND` or `NHD` is."""
+    try:
+        return parse_order(text)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -70,7 +88,14 @@ KvDtype = Annotated[
     ),
 ]
 OrderName = Annotated[
-    Order, typer.Option("--order", help="Axes, outermost first: Layer Block Head tokeN Content.")
+    str,
+    typer.Option(
+        "--order",
+        parser=order,
+        metavar="ORDER",
+        help="Axes, outermost first, Layer Block Head tokeN Content: BLHNC, BLNHC, BHLNC, LBHNC, "
+        "LBNHC, LHBNC; HND and NHD are BLHNC and BLNHC.",
+    ),
 ]
 PackingName = Annotated[
     Packing,
@@ -123,3 +148,176 @@ HtmlFile = Annotated[
         show_default=False,
     ),
 ]
+
+
+# ── models ──────────────────────────────────────────────────────────────────────────
+
+
+def on_rank(deployment: Deployment, rank: int) -> RankLayers:
+    """What the rank holds. Ends with 2 on options that name no model, rank or layer."""
+    check_rank(deployment, rank, f"--rank {rank}")
+    try:
+        deployment.facts()
+    except ModelError as error:
+        refuse(str(error), code=MISUSED)
+    note_shadowed(deployment.model)
+    held = deployment.on_rank(rank)
+    for line in held.model.notes:
+        note(line)
+    _check_patterns(deployment.alignment, [layer.name for layer in held.model.layers])
+    if deployment.memory is None and deployment.num_slabs is None:
+        note("planned for 16 GiB; say --memory SIZE or --num-slabs N for another arena")
+    return held
+
+
+def check_rank(deployment: Deployment, rank: int, said: str) -> None:
+    """Ends with 2 for a rank that is none of the deployment's; `said` is what named it."""
+    if rank >= deployment.num_ranks:
+        refuse(
+            f"{said}: tp {deployment.tp} × pp {deployment.pp} is "
+            f"{counted(deployment.num_ranks, 'rank')}\n\n"
+            f"hint: ranks count from 0 to {deployment.num_ranks - 1}",
+            code=MISUSED,
+        )
+
+
+def note_shadowed(model: object) -> None:
+    """Say so where a local file or folder has the name of a known model, and is read."""
+    from kvstow.plan.models.catalogue import is_known
+
+    if isinstance(model, str) and is_known(model) and Path(model).exists():
+        note(f"{model}: read from {Path(model).absolute()}, not from the catalogue")
+
+
+def check_arena(memory: int | None, num_slabs: int | None) -> None:
+    """Ends with 2 where both say how large the arena is."""
+    if memory is not None and num_slabs is not None:
+        refuse(
+            f"--memory {memory} and --num-slabs {num_slabs} both say how "
+            "large the arena is\n\nhint: give one of them",
+            code=MISUSED,
+        )
+
+
+def _check_patterns(alignment: Alignment, names: list[str]) -> None:
+    """A demand on layers that do not exist is a slip of the pen."""
+    for demand in alignment.demands:
+        if not any(fnmatchcase(name, demand.layers) for name in names):
+            refuse(
+                f"--align {demand.layers}={demand.offset_multiple} matches none of the "
+                f"{len(names)} layers\n\nhint: page, row, base, or a pattern of names like "
+                f"{names[0]!r}",
+                code=MISUSED,
+            )
+
+
+# ── shorthand ───────────────────────────────────────────────────────────────────────
+
+
+NUM_SLABS = 16
+"""Slabs of each arena, unless the text says otherwise: a route's price does not depend on it."""
+
+_NUMBERS = ("tp", "pp", "rank", "block_tokens", "num_slabs")
+_SETTINGS = (*_NUMBERS, "order", "packing", "kv_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What was named: every rank of a deployment, one rank of it, or the one in a manifest."""
+
+    text: str
+    layouts: tuple[Layout, ...]
+    ranks: tuple[int, ...]
+    packing: Packing
+
+    def reordered(self, order: Order) -> tuple[Layout, ...]:
+        """The same ranks in another order."""
+        return tuple(
+            layout if layout.order == order else repacked(layout, order, self.packing)
+            for layout in self.layouts
+        )
+
+
+def named(text: str, *, one_rank: bool) -> Named:
+    """The layouts that `text` names. Without a `rank`, all of them, or rank 0 of them
+    where one is wanted. Ends with 2 on a text that names none."""
+    document = _manifest(text)
+    if document is not None:
+        rank = document.pp[0] * document.tp[1] + document.tp[0]
+        return Named(text=text, layouts=(document,), ranks=(rank,), packing="slab")
+    deployment, rank = _deployment(text)
+    if rank is None and one_rank:
+        rank = 0
+        if deployment.num_ranks > 1:
+            note(f"{text}: rank 0 of {deployment.num_ranks}; say rank=R for another")
+    ranks = tuple(range(deployment.num_ranks)) if rank is None else (rank,)
+    layouts = tuple(deployment.layout(rank) for rank in ranks)
+    return Named(text=text, layouts=layouts, ranks=ranks, packing=deployment.packing)
+
+
+def _manifest(text: str) -> Layout | None:
+    """The layout in a file, if the text is the path of a manifest."""
+    from kvstow.plan.manifest import MAX_BYTES, decode
+
+    path = Path(text)
+    if "@" in text or not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if b'"kvstow"' not in data:
+        return None
+    try:
+        return decode(data)
+    except ManifestError as error:
+        refuse(f"{text}: {error}", code=MISUSED)
+
+
+def _deployment(text: str) -> tuple[Deployment, int | None]:
+    from kvstow.plan.models import load_model
+
+    model, _, rest = text.partition("@")
+    settings: dict[str, Any] = {}
+    for setting in filter(None, rest.split(",")):
+        key, _, value = setting.partition("=")
+        if key in settings:
+            refuse(
+                f"{text}: {key} is given twice, as {settings[key]} and as {value}\n\n"
+                "hint: give it once",
+                code=MISUSED,
+            )
+        settings[key] = _value(text, key, value)
+    try:
+        config = load_model(model)
+    except ModelError as error:
+        refuse(str(error), code=MISUSED)
+    rank = settings.pop("rank", None)
+    settings.setdefault("num_slabs", NUM_SLABS)
+    deployment = Deployment(model=config, **settings)
+    if rank is not None:
+        check_rank(deployment, rank, f"{text}: rank={rank}")
+    return deployment, rank
+
+
+def _value(text: str, key: str, value: str) -> int | str:
+    """The value of one setting; ends with 2 if it has no such value."""
+    if key in _NUMBERS:
+        wanted = "a whole number"
+        if value.isdecimal() and int(value) >= (key != "rank"):
+            return int(value)
+    elif key == "order":
+        wanted = f"one of {', '.join(ORDERS)}, HND and NHD"
+        if value.upper() in (*ORDERS, "HND", "NHD"):
+            return parse_order(value)
+    elif key == "packing":
+        wanted = f"one of {', '.join(PACKINGS)}"
+        if value in PACKINGS:
+            return value
+    else:
+        wanted = "a setting"
+        if key == "kv_dtype" and value:
+            return value
+    return refuse(
+        f"{text}: {key}={value} is not {wanted}\n\nhint: settings are {', '.join(_SETTINGS)}, "
+        "as in llama-3.1-8b@tp=2,order=BHLNC",
+        code=MISUSED,
+    )

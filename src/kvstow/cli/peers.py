@@ -61,13 +61,18 @@ def _shown(document: dict[str, Any]) -> str:
         f"{document['transfers']} transfers, {document['quarantined_rows']} rows in quarantine"
     )
     rows = [
-        (peer["name"], _health(peer), peer["direction"] or "–", _rate(peer),
-         human(peer["moved_bytes"]))
+        (
+            peer["name"],
+            _health(peer),
+            peer["direction"] or "–",
+            _rate(peer),
+            human(peer["moved_bytes"]),
+        )
         for peer in document["peers"]
     ] + [
         (guest["name"], "reads" if guest["reading"] else "guest", "–", "–", "–")
         for guest in document["guests"]
-    ]  # fmt: skip
+    ]
     if not rows:
         return head
     return f"{head}\n\n{table(('peer', 'health', 'direction', 'GB/s', 'moved'), rows, num_left=3)}"

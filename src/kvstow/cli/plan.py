@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kvstow.cli import options
-from kvstow.cli.deployment import check_arena, on_rank
+from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import emit_json, emit_text, human, note, table
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.report import padding_fractions, plan_figures, tensor_bytes
@@ -48,7 +48,7 @@ def plan(
         manifest.write_bytes(encode(layout))
         note(f"manifest written to {manifest}")
     if html is not None:
-        from kvstow.cli.variants import plan_page
+        from kvstow.render.plan_page import plan_page
 
         html.write_text(plan_page(what, layout, packing), encoding="utf-8")
         note(f"page written to {html}")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstow.cli import options
+from kvstow.cli.options import Named, named
 from kvstow.cli.output import emit_json, emit_text, human, note, table, wrapped
-from kvstow.cli.shorthand import Named, named
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _source(here: Named, destination: Layout, source: RankRoute) -> dict[str, An
 
 def _page(document: dict[str, Any], here: Named, there: Named, found: Sequence[RankRoute]) -> str:
     from kvstow import __version__
-    from kvstow.render.bands import NamedRoute, group_records
+    from kvstow.render.data import NamedRoute, group_records
     from kvstow.render.page import page
     from kvstow.render.svg import layout_svg
 

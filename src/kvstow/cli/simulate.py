@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.deployment import check_arena, on_rank
+from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import emit_json, emit_text, human, note, table
 from kvstow.plan.deployment import Deployment
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
-    from kvstow.render.film import Film
+    from kvstow.render.slab_history import SlabHistory
     from kvstow.simulate import Pace, ReplayReport, TraceRequest
 
 Policy = Literal["slab", "union"]
-
-MAX_SECONDS = 1e12
 
 TraceName = Annotated[
     str,
@@ -30,9 +28,7 @@ PolicyName = Annotated[
     Policy,
     typer.Option("--policy", help="Ours alone, or what engines do today (union) beside it."),
 ]
-NumRequests = Annotated[
-    int, typer.Option("--requests", min=1, help="Requests of a made-up trace.")
-]  # fmt: skip
+NumRequests = Annotated[int, typer.Option("--requests", min=1, help="Requests of a made-up trace.")]
 Rate = Annotated[
     float | None,
     typer.Option(
@@ -48,7 +44,6 @@ MaxSeconds = Annotated[
     typer.Option(
         "--seconds",
         min=0.1,
-        max=MAX_SECONDS,
         help="Simulated seconds after which to stop.",
         show_default="the end of the trace",
     ),
@@ -80,7 +75,7 @@ def simulate(
 ) -> None:
     """Requests on the block ledger: concurrency, waste, hits over time."""
     from kvstow.plan.pack import Site
-    from kvstow.render.film import Film
+    from kvstow.render.slab_history import SlabHistory
     from kvstow.simulate import Pace
     from kvstow.simulate.replay import layout_of
 
@@ -100,18 +95,20 @@ def simulate(
     lines = _trace(trace, requests, rate, seed)
     pace = Pace(chunk_tokens=chunk_tokens)
     reports: dict[str, ReplayReport] = {}
-    films: dict[str, Film] = {}
+    histories: dict[str, SlabHistory] = {}
     names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
     for name in names:
         layout = layout_of(
             name, what.groups, budget=deployment.budget, num_slabs=num_slabs, site=site
         )
-        films[name] = Film()
-        reports[name] = _replayed(name, layout, lines, pace, seconds, films[name])
+        histories[name] = SlabHistory()
+        reports[name] = _replayed(name, layout, lines, pace, seconds, histories[name])
     if html is not None:
-        from kvstow.render.simulation import simulation_page
+        from kvstow.render.data import simulation_page
 
-        html.write_text(simulation_page(what.model.name, trace, reports, films), encoding="utf-8")
+        html.write_text(
+            simulation_page(what.model.name, trace, reports, histories), encoding="utf-8"
+        )
         note(f"page written to {html}")
     if json:
         emit_json(_document(what.model.name, trace, len(lines), reports))
@@ -133,16 +130,21 @@ def _replayed(
     trace: "list[TraceRequest]",
     pace: "Pace",
     seconds: float | None,
-    film: "Film",
+    history: "SlabHistory",
 ) -> "ReplayReport":
-    """Replay with a bar on stderr, and film it."""
+    """Replay with a bar on stderr, and remember its slabs."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvstow.simulate import Replay, ReplayReport
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("requests"), TimeElapsedColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+    )
     replay = Replay(layout, trace, pace)
     steps = None if seconds is None else max(1, round(seconds / pace.step_seconds))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -150,7 +152,7 @@ def _replayed(
 
         def watch(done: int, total: int) -> None:
             bar.update(task, completed=done)
-            film.see(
+            history.see(
                 replay.ledger.pool,
                 replay.seconds,
                 prompt_tokens=replay.record.prompt_tokens,
@@ -188,5 +190,5 @@ def _table(reports: "Mapping[str, ReplayReport]") -> str:
         "prompt tokens found cached": lambda r: percent(r.hit_rate),
         "rows per run": lambda r: f"{r.mean_run_rows:.1f}",
         "runs per request": lambda r: f"{r.runs_per_request:.1f}",
-    }  # fmt: skip
+    }
     return table(("", *reports), [(name, *map(of, reports.values())) for name, of in rows.items()])

@@ -73,8 +73,10 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
     for name, (beat, tier) in sorted(now.tiers.items()):
         then, old = before.tiers.get(name, (beat, tier))
         seconds = beat - then
-        rates = {f"{key}_per_s": (tier[key] - old[key]) / seconds if seconds > 0 else 0.0
-                 for key in RATES}  # fmt: skip
+        rates = {
+            f"{key}_per_s": (tier[key] - old[key]) / seconds if seconds > 0 else 0.0
+            for key in RATES
+        }
         asked = tier["hits"] + tier["misses"]
         hit_rate = tier["hits"] / asked if asked else None
         lines.append({"store": name[0], "pid": name[1], **tier, "hit_rate": hit_rate, **rates})
@@ -85,13 +87,33 @@ def _shown(lines: list[dict[str, Any]]) -> str:
     if not lines:
         return "no living process has told anything yet"
     return table(
-        ["store", "pid", "tier", "rows", "bytes", "of", "hit", "in/s", "out/s", "evicted/s",
-         "failures"],
-        [[
-            Path(line["store"]).name, str(line["pid"]), line["tier"], f"{line['rows']:,}",
-            human(line["nbytes"]), human(line["capacity"]),
-            "–" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
-            human(round(line["stored_bytes_per_s"])), human(round(line["loaded_bytes_per_s"])),
-            f"{line['evicted_rows_per_s']:,.0f}", f"{line['failures']:,}",
-        ] for line in lines],
-    )  # fmt: skip
+        [
+            "store",
+            "pid",
+            "tier",
+            "rows",
+            "bytes",
+            "of",
+            "hit",
+            "in/s",
+            "out/s",
+            "evicted/s",
+            "failures",
+        ],
+        [
+            [
+                Path(line["store"]).name,
+                str(line["pid"]),
+                line["tier"],
+                f"{line['rows']:,}",
+                human(line["nbytes"]),
+                human(line["capacity"]),
+                "–" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
+                human(round(line["stored_bytes_per_s"])),
+                human(round(line["loaded_bytes_per_s"])),
+                f"{line['evicted_rows_per_s']:,.0f}",
+                f"{line['failures']:,}",
+            ]
+            for line in lines
+        ],
+    )

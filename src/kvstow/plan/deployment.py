@@ -34,9 +34,11 @@ class Deployment:
 
     Rank `r` is tensor-parallel rank `r % tp` of stage `r // tp`. `memory` is bytes per
     rank; `num_slabs` may be given in its place, and 16 GiB is planned for without either.
+    `name` is what the model is called in place of its own name.
     """
 
     model: Source
+    name: str | None = None
     tp: int = 1
     pp: int = 1
     block_tokens: int | None = None
@@ -50,7 +52,6 @@ class Deployment:
     def __post_init__(self) -> None:
         whole_number("tp", self.tp, least=1, most=MAX_RANKS)
         whole_number("pp", self.pp, least=1, most=MAX_RANKS)
-        whole_number("tp × pp", self.num_ranks, least=1, most=MAX_RANKS)
         if self.block_tokens is not None:
             whole_number("block_tokens", self.block_tokens, least=1, most=MAX_BLOCK_TOKENS)
         if self.packing not in PACKINGS:
@@ -84,13 +85,14 @@ class Deployment:
         """The model's facts. Raises ModelError also for a cache dtype that does not exist."""
         if self.kv_dtype is not None and str(self.kv_dtype).lower() != "auto":
             precision(str(self.kv_dtype))
-        return load_model(self.model)
+        config = load_model(self.model)
+        return config if self.name is None else replace(config, name=self.name)
 
     def on_rank(self, rank: int) -> "RankLayers":
         """What one rank holds, before it is placed."""
         self.check_rank(rank)
         model = model_layers(
-            self.model,
+            self.facts(),
             tp=self.tp,
             tp_rank=rank % self.tp,
             pp=self.pp,

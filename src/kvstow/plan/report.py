@@ -11,10 +11,11 @@ from kvstow.plan.capacity import (
     max_tokens,
     request_bytes,
 )
-from kvstow.plan.deployment import USUAL_TOKENS, RankLayers
+from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Order, PlacedGroup
 from kvstow.plan.manifest import fingerprint
+from kvstow.plan.models.catalogue import entries
 from kvstow.plan.pack import Packing
 from kvstow.plan.retention import short_name
 
@@ -71,6 +72,25 @@ def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[s
         "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
         "bytes_per_token": _plain(bytes_per_token(layout)),
         "requests": {str(USUAL_TOKENS): max_requests(layout, USUAL_TOKENS)},
+    }
+
+
+def catalogue_figures(name: str) -> dict[str, Any]:
+    """One line of `kvstow models --json`: a model that is known by name, in its own dtype."""
+    held = Deployment(model=name).on_rank(0)
+    known, growing = entries()[name], [g for g in held.groups if g.rows_bound(in_flight=1) is None]
+    growth = sum((Fraction(g.page_bytes, g.block_tokens) for g in growing), Fraction(0))
+    return {
+        "name": name,
+        "aliases": known["aliases"],
+        "family": known["config"]["model_type"],
+        "layers": held.model.total_layers,
+        "kv_bytes_per_token": _plain(growth),
+        "fixed_bytes": sum((g.rows_bound(in_flight=1) or 0) * g.page_bytes for g in held.groups),
+        "kv_dtype": held.kv_dtype,
+        "context": known["published"].get("context"),
+        "parameters": known["published"].get("parameters"),
+        "source": known["source"],
     }
 
 

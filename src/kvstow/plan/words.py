@@ -1,4 +1,4 @@
-"""Sizes and orders as people write them.
+"""Sizes and orders as people write them, and numbers as they read them.
 
     size     20GiB  1.5TiB     powers of 1024
              20G  512M  64k    the same: 20G is 20GiB, as in `docker -m 20g` or `java -Xmx20G`
@@ -61,3 +61,10 @@ def parse_order(value: str) -> Order:
             "\n\nhint: the letters are Layer Block Head tokeN Content, outermost first"
         )
     return _PAGE_ORDERS[text]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `2 requests`, `12,000 copies`."""
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun}"

@@ -1,1 +1,10 @@
-"""Layouts made visible. `text` draws rows and slabs to scale in a terminal."""
+"""Layouts, routes and simulations made visible: in a terminal, as SVG, as pages.
+
+text           rows and slabs to scale, as lines of text
+svg            a layout as one picture
+page           self-contained HTML: markup, style, script and numbers in one file
+data           what pages draw from: layouts, routes, simulations
+plan_page      the page of `kvstow plan`: one model, planned many times over
+slab_history   who owned which slab, moment by moment
+assets/        scripts and styles of the pages
+"""

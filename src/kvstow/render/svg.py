@@ -1,6 +1,6 @@
 """A layout as one picture that needs nothing else: SVG, to scale, in light and in dark.
 
-slab        one lane per group, cut into its rows     (the arena, where there are no slabs)
+slab        one line per group, cut into its rows     (the arena, where there are no slabs)
 row         one block of the first group, cut into its pages: one copy
 per layer   the same block where every layer is a tensor of its own: many copies
 """
@@ -12,23 +12,30 @@ from html import escape
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.retention import in_words
 from kvstow.plan.view import Run
+from kvstow.plan.words import counted
 from kvstow.render.text import are_rows, short_name
 
 WIDTH = 960
 MARGIN = 8
-BAR = 30
-LANE = 54
+BAR_HEIGHT = 30
+LINE_HEIGHT = 54
 COLOURS = (
-    ("#9cc7ee", "#23598c"), ("#f6c98a", "#8a5a12"), ("#a9d8b0", "#2c6b3f"), ("#e5b3d6", "#7d3a6b"),
-    ("#cfc6f0", "#55489b"), ("#f2b5a7", "#8f4030"), ("#a6dcdc", "#1f6a6c"), ("#dcd98e", "#6a651c"),
-)  # fmt: skip
+    ("#9cc7ee", "#23598c"),
+    ("#f6c98a", "#8a5a12"),
+    ("#a9d8b0", "#2c6b3f"),
+    ("#e5b3d6", "#7d3a6b"),
+    ("#cfc6f0", "#55489b"),
+    ("#f2b5a7", "#8f4030"),
+    ("#a6dcdc", "#1f6a6c"),
+    ("#dcd98e", "#6a651c"),
+)
 """One pair per group: on light, on dark. The pages have the same."""
 
 LETTER = 7.2
 """Pixels of one letter of a name, roughly."""
 
 GAPS = 0.35
-"""The part of a lane that is left empty between pieces that are not together."""
+"""The part of a line that is left empty between bars that are not together."""
 
 _DOCUMENT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" \
@@ -53,8 +60,8 @@ patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6"/></pattern></def
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Some bytes of a lane: where they lie, how they look, and what they are."""
+class Bar:
+    """Some bytes of a line: where they lie, how they look, and what they are."""
 
     run: Run
     style: str
@@ -63,27 +70,27 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """Pieces of `[0, nbytes)`, and words above them at the left and at the right."""
+class BarLine:
+    """Bars of `[0, nbytes)`, and words above them at the left and at the right."""
 
     name: str
     detail: str
     nbytes: int
-    pieces: Sequence[Piece]
+    bars: Sequence[Bar]
 
 
 def layout_svg(layout: Layout, *, width: int = WIDTH) -> str:
     """The picture as a document of its own; it follows the reader's colour scheme."""
     heading = _heading(layout)
-    lanes = [_group_lane(layout, g) for g in range(len(layout.groups))]
+    lines = [_group_line(layout, g) for g in range(len(layout.groups))]
     if are_rows(layout):
-        lanes += [_row_lane(layout), _per_layer_lane(layout)]
+        lines += [_row_line(layout), _per_layer_line(layout)]
     body = [_text(MARGIN, 20, heading, "head")]
-    for i, lane in enumerate(lanes):
-        body += _drawn(lane, 32 + i * LANE, width)
+    for i, line in enumerate(lines):
+        body += _drawn(line, 32 + i * LINE_HEIGHT, width)
     return _DOCUMENT.format(
         width=width,
-        height=32 + len(lanes) * LANE + 4,
+        height=32 + len(lines) * LINE_HEIGHT + 4,
         title=escape(heading),
         light=_fills(0),
         dark=_fills(1),
@@ -107,30 +114,30 @@ def _heading(layout: Layout) -> str:
     return f"{layout.model}: the arena of {layout.nbytes:,} bytes, where {where}"
 
 
-# ── lanes ─────────────────────────────────────────────────────────────────────────────
+# ── lines ─────────────────────────────────────────────────────────────────────────────
 
 
-def _group_lane(layout: Layout, g: int) -> Lane:
+def _group_line(layout: Layout, g: int) -> BarLine:
     """The rows of one slab, or the group's parts of the arena."""
     group = layout.groups[g].group
     has_slabs = _has_slabs(layout)
     number = layout.groups[g].rows_per_slab if has_slabs else layout.num_blocks(g)
-    return Lane(
+    return BarLine(
         name=f"{group.name}: keeps {in_words(group.retention)}",
-        detail=f"{_counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
+        detail=f"{counted(number, 'row' if has_slabs else 'block')} of {group.block_tokens:,} "
         "tokens",
         nbytes=layout.slab_bytes if has_slabs else layout.nbytes,
-        pieces=_rows(layout, g) if has_slabs else _parts(layout, g),
+        bars=_rows(layout, g) if has_slabs else _parts(layout, g),
     )
 
 
-def _rows(layout: Layout, g: int) -> list[Piece]:
+def _rows(layout: Layout, g: int) -> list[Bar]:
     name, nbytes, stride = layout.groups[g].group.name, layout.row_bytes(g), layout.row_stride(g)
-    pieces: list[Piece] = []
+    bars: list[Bar] = []
     for row in range(layout.groups[g].rows_per_slab):
         start = row * stride
-        pieces.append(
-            Piece(
+        bars.append(
+            Bar(
                 run=Run(start, nbytes),
                 style=_style(g, row),
                 names=(f"row {row}", str(row)),
@@ -138,14 +145,14 @@ def _rows(layout: Layout, g: int) -> list[Piece]:
             )
         )
         if stride > nbytes:
-            pieces.append(_padding(Run(start + nbytes, stride - nbytes)))
-    return pieces
+            bars.append(_padding(Run(start + nbytes, stride - nbytes)))
+    return bars
 
 
-def _parts(layout: Layout, g: int) -> list[Piece]:
+def _parts(layout: Layout, g: int) -> list[Bar]:
     strips = sorted(layout.footprints[g].strips, key=lambda strip: strip.offset)
     return [
-        Piece(
+        Bar(
             run=Run(strip.offset, strip.stride * strip.count),
             style=_style(g, i),
             names=(),
@@ -156,46 +163,47 @@ def _parts(layout: Layout, g: int) -> list[Piece]:
     ]
 
 
-def _row_lane(layout: Layout) -> Lane:
+def _row_line(layout: Layout) -> BarLine:
     """One block of the first group: its pages in one piece."""
     stride = layout.row_stride(0)
-    pieces, end = list[Piece](), 0
+    bars, end = list[Bar](), 0
     for page in _pages(layout):
         if page.run.offset > end:
-            pieces.append(_padding(Run(end, page.run.offset - end)))
-        pieces.append(page)
+            bars.append(_padding(Run(end, page.run.offset - end)))
+        bars.append(page)
         end = page.run.end
     if stride > end:
-        pieces.append(_padding(Run(end, stride - end)))
-    return Lane(
+        bars.append(_padding(Run(end, stride - end)))
+    return BarLine(
         name=f"one block of {layout.groups[0].group.name}, widened: the pages of "
-        f"{_counted(len(layout.groups[0].group.layers), 'layer')}",
+        f"{counted(len(layout.groups[0].group.layers), 'layer')}",
         detail=f"one copy of {layout.row_bytes(0):,} bytes",
         nbytes=stride,
-        pieces=pieces,
+        bars=bars,
     )
 
 
-def _per_layer_lane(layout: Layout) -> Lane:
+def _per_layer_line(layout: Layout) -> BarLine:
     """The same pages, apart."""
     group = layout.groups[0].group
     pages = _pages(layout)
     room = sum(page.run.nbytes for page in pages)
     gap = int(room * GAPS) // max(1, len(pages) - 1)
-    pieces, end = list[Piece](), 0
+    bars, end = list[Bar](), 0
     for page in pages:
-        pieces.append(Piece(run=Run(end, page.run.nbytes), style=page.style, names=(),
-                            title=page.title))  # fmt: skip
+        bars.append(
+            Bar(run=Run(end, page.run.nbytes), style=page.style, names=(), title=page.title)
+        )
         end += page.run.nbytes + gap
-    return Lane(
+    return BarLine(
         name="the same block with one tensor per layer",
-        detail=f"{_counted(group.num_tensors, 'copy')} from as many places",
+        detail=f"{counted(group.num_tensors, 'copy')} from as many places",
         nbytes=max(1, end - gap),
-        pieces=pieces,
+        bars=bars,
     )
 
 
-def _pages(layout: Layout) -> list[Piece]:
+def _pages(layout: Layout) -> list[Bar]:
     """The pages of the first group's row, from its start, ascending."""
     rows, base = layout.groups[0], layout.footprints[0].strips[0].offset
     found = [
@@ -205,7 +213,7 @@ def _pages(layout: Layout) -> list[Piece]:
     ]
     found.sort(key=lambda pair: pair[0])
     return [
-        Piece(
+        Bar(
             run=Run(run.offset - base, run.nbytes),
             style=_style(0, i),
             names=(short_name(layer),),
@@ -215,51 +223,45 @@ def _pages(layout: Layout) -> list[Piece]:
     ]
 
 
-def _padding(run: Run) -> Piece:
-    return Piece(run=run, style="pad", names=(), title=f"padding: {run.nbytes:,} bytes")
+def _padding(run: Run) -> Bar:
+    return Bar(run=run, style="pad", names=(), title=f"padding: {run.nbytes:,} bytes")
 
 
 def _style(g: int, position: int) -> str:
     return f"g{g % len(COLOURS)}" + (" odd" if position % 2 else "")
 
 
-def _counted(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
-
-
 # ── marks ─────────────────────────────────────────────────────────────────────────────
 
 
-def _drawn(lane: Lane, top: int, width: int) -> list[str]:
-    """The lane's words and pieces; names only where most of them have room."""
-    scale = (width - 2 * MARGIN) / lane.nbytes
+def _drawn(line: BarLine, top: int, width: int) -> list[str]:
+    """The line's words and bars; names only where most of them have room."""
+    scale = (width - 2 * MARGIN) / line.nbytes
     marks = [
-        _text(MARGIN, top + 13, lane.name, ""),
-        _text(width - MARGIN, top + 13, lane.detail, "soft end"),
+        _text(MARGIN, top + 13, line.name, ""),
+        _text(width - MARGIN, top + 13, line.detail, "soft end"),
     ]
-    fits = [_fitting(piece, scale) for piece in lane.pieces if piece.names]
+    fits = [_fitting(bar, scale) for bar in line.bars if bar.names]
     is_named = 2 * sum(name is not None for name in fits) >= len(fits)
-    for piece in lane.pieces:
-        x, wide = MARGIN + piece.run.offset * scale, piece.run.nbytes * scale
+    for bar in line.bars:
+        x, wide = MARGIN + bar.run.offset * scale, bar.run.nbytes * scale
         marks.append(
-            f'<rect class="{piece.style}" x="{x:.2f}" y="{top + 18}" width="{max(wide, 0.3):.2f}" '
-            f'height="{BAR}"{_thin(wide)}><title>{escape(piece.title)}</title></rect>'
+            f'<rect class="{bar.style}" x="{x:.2f}" y="{top + 18}" width="{max(wide, 0.3):.2f}" '
+            f'height="{BAR_HEIGHT}"{_thin(wide)}><title>{escape(bar.title)}</title></rect>'
         )
-        name = _fitting(piece, scale)
+        name = _fitting(bar, scale)
         if name and is_named:
-            marks.append(_text(x + wide / 2, top + 18 + BAR / 2 + 4, name, "mid"))
+            marks.append(_text(x + wide / 2, top + 18 + BAR_HEIGHT / 2 + 4, name, "mid"))
     return marks
 
 
-def _fitting(piece: Piece, scale: float) -> str | None:
-    room = piece.run.nbytes * scale
-    return next((name for name in piece.names if len(name) * LETTER + 4 < room), None)
+def _fitting(bar: Bar, scale: float) -> str | None:
+    room = bar.run.nbytes * scale
+    return next((name for name in bar.names if len(name) * LETTER + 4 < room), None)
 
 
 def _thin(wide: float) -> str:
-    """A piece of a few pixels is all fill: an edge would hide it."""
+    """A bar of a few pixels is all fill: an edge would hide it."""
     return "" if wide >= 4 else ' stroke="none" style="stroke:none"'
 
 

@@ -1,4 +1,4 @@
-"""PlacedGroup, slabs and arenas as lines of text, to scale.
+"""Rows, slabs and arenas as lines of text, to scale.
 
     one slab, 393,216 bytes: the groups take turns owning slabs
      full       2 rows  │ row 0: L0 L3 L6             │ row 1                      │
@@ -8,12 +8,18 @@ A group with one row per slab shows its pages. Where there is no room for every 
 second, fifth or tenth is drawn, each where it belongs. Dots are padding.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+
 from kvstow.plan.layout import Layout, PlacedGroup
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Run
-from kvstow.render.ruler import Mark, Ruler
+from kvstow.plan.words import counted
 
 WIDTH = 80
+EDGE = "│"
+PADDING = "·"
 
 
 def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
@@ -23,9 +29,9 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
     """
     if not _has_slabs(layout):
         return _arena_picture(layout, width)
-    heads = _line_heads([
-        (rows.group.name, _counted(rows.rows_per_slab, "row")) for rows in layout.groups
-    ])  # fmt: skip
+    heads = _line_heads(
+        [(rows.group.name, counted(rows.rows_per_slab, "row")) for rows in layout.groups]
+    )
     ruler = Ruler(nbytes=layout.slab_bytes, width=width - len(heads[0]) - 1)
     lines = [
         head + (_pages_line if rows.rows_per_slab == 1 else _rows_line)(layout, g, ruler)
@@ -38,9 +44,9 @@ def slab_picture(layout: Layout, *, width: int = WIDTH) -> str:
 def rows_picture(layout: Layout, *, width: int = WIDTH) -> str:
     """One row of every group, its pages marked, all to one scale."""
     longest = max(layout.row_stride(g) for g in range(len(layout.groups)))
-    heads = _line_heads([
-        (rows.group.name, _counted(len(rows.group.layers), "page")) for rows in layout.groups
-    ])  # fmt: skip
+    heads = _line_heads(
+        [(rows.group.name, counted(len(rows.group.layers), "page")) for rows in layout.groups]
+    )
     ruler = Ruler(nbytes=longest, width=width - len(heads[0]) - 1)
     lines = [head + _pages_line(layout, g, ruler) for g, head in enumerate(heads)]
     return "\n".join([f"one row of each group, the longest {longest:,} bytes", *lines])
@@ -72,11 +78,7 @@ def _line_heads(cells: list[tuple[str, str]]) -> list[str]:
     return [f" {name:<{left}}  {number:>{right}}  " for name, number in cells]
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("s" if number > 1 else "")
-
-
-def _rows_line(layout: Layout, group: int, ruler: Ruler) -> str:
+def _rows_line(layout: Layout, group: int, ruler: "Ruler") -> str:
     """The rows of one slab."""
     rows = layout.groups[group]
     stride, nbytes = layout.row_stride(group), layout.row_bytes(group)
@@ -90,7 +92,7 @@ def _rows_line(layout: Layout, group: int, ruler: Ruler) -> str:
     return ruler.drawn(marks, end=stride * rows.rows_per_slab, padding=padding)
 
 
-def _pages_line(layout: Layout, group: int, ruler: Ruler) -> str:
+def _pages_line(layout: Layout, group: int, ruler: "Ruler") -> str:
     """The pages of one row; where heads are outermost in it, the heads."""
     rows = layout.groups[group]
     base = layout.footprints[group].strips[0].offset
@@ -100,14 +102,14 @@ def _pages_line(layout: Layout, group: int, ruler: Ruler) -> str:
     return ruler.drawn(marks, end=stride, padding=[Run(nbytes, stride - nbytes)])
 
 
-def _page_marks(rows: PlacedGroup, base: int) -> list[Mark]:
+def _page_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
     return [
         Mark(place.offset - base, short_name(layer), short_name(layer))
         for layer, place in zip(rows.group.layers, rows.placements, strict=True)
     ]
 
 
-def _head_marks(rows: PlacedGroup, base: int) -> list[Mark]:
+def _head_marks(rows: PlacedGroup, base: int) -> "list[Mark]":
     """Where each head begins: layers of equally many heads lie together."""
     first: dict[int, tuple[LayerSpec, int, int]] = {}
     for layer, place in zip(rows.group.layers, rows.placements, strict=True):
@@ -123,20 +125,19 @@ def _head_marks(rows: PlacedGroup, base: int) -> list[Mark]:
 def _arena_picture(layout: Layout, width: int) -> str:
     """Each group's parts of the arena: one where blocks are rows, one per layer or head
     where they are not."""
-    heads = _line_heads([
-        (rows.group.name, _counted(layout.num_blocks(g), "block"))
-        for g, rows in enumerate(layout.groups)
-    ])  # fmt: skip
+    heads = _line_heads(
+        [
+            (rows.group.name, counted(layout.num_blocks(g), "block"))
+            for g, rows in enumerate(layout.groups)
+        ]
+    )
     ruler = Ruler(nbytes=layout.nbytes, width=width - len(heads[0]) - 1)
-    lines = [
-        head + _strips_line(layout, g, ruler)
-        for g, head in enumerate(heads)
-    ]  # fmt: skip
+    lines = [head + _strips_line(layout, g, ruler) for g, head in enumerate(heads)]
     what = "every group has its own part" if are_rows(layout) else "a block is in several places"
     return "\n".join([f"the arena, {layout.nbytes:,} bytes: {what}", *lines])
 
 
-def _strips_line(layout: Layout, group: int, ruler: Ruler) -> str:
+def _strips_line(layout: Layout, group: int, ruler: "Ruler") -> str:
     strips = sorted(layout.footprints[group].strips, key=lambda strip: strip.offset)
     rows = layout.groups[group]
     if len(strips) == 1:
@@ -148,3 +149,75 @@ def _strips_line(layout: Layout, group: int, ruler: Ruler) -> str:
     return ruler.drawn(
         sorted(marks, key=lambda mark: mark.offset), end=last.offset + last.stride * last.count
     )
+
+
+# ── marks on a line, each where its byte is ───────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something starts at `offset`. Where all marks have room for it, its full name is
+    written, then what it consists of as far as that fits; its brief name otherwise."""
+
+    offset: int
+    brief: str
+    full: str
+    parts: tuple[str, ...] = ()
+
+    def label(self, room: int) -> str:
+        """The full name and as many parts as fit."""
+        for num_parts in range(len(self.parts), 0, -1):
+            more = " …" if num_parts < len(self.parts) else ""
+            text = f" {self.full}: {' '.join(self.parts[:num_parts])}{more}"
+            if len(text) <= room:
+                return text
+        return f" {self.full}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruler:
+    """`[0, nbytes)` drawn `width` columns wide; the edge at its end takes one more."""
+
+    nbytes: int
+    width: int
+
+    def column(self, offset: int) -> int:
+        """The column nearest to a byte."""
+        return (2 * offset * self.width + self.nbytes) // (2 * self.nbytes)
+
+    def drawn(self, marks: Sequence[Mark], *, end: int, padding: Sequence[Run] = ()) -> str:
+        """The marks up to `end`: all of them, or every second, every fifth … for lack of room.
+
+        Marks ascend. Padding is drawn where it is half a column long at least.
+        """
+        line = [" "] * (self.width + 1)
+        for run in padding:
+            hi = self.column(run.end)
+            lo = hi - self.column(run.nbytes)
+            line[lo:hi] = PADDING * (hi - lo)
+        chosen = self._chosen(marks, end)
+        is_wide = all(room > len(mark.full) for mark, room in chosen)
+        for mark, room in chosen:
+            at = self.column(mark.offset)
+            name = mark.label(room) if is_wide else mark.brief
+            text = EDGE + (name if len(name) <= room else "")
+            line[at : at + len(text)] = text
+        line[self.column(end)] = EDGE
+        return "".join(line).rstrip()
+
+    def _chosen(self, marks: Sequence[Mark], end: int) -> list[tuple[Mark, int]]:
+        """Every k-th mark and its columns of room, for the smallest k with room for the
+        brief names of all but the last."""
+        for step in _steps():
+            some = marks[::step]
+            columns = [*(self.column(mark.offset) for mark in some), self.column(end)]
+            rooms = [b - a - 1 for a, b in pairwise(columns)]
+            chosen = list(zip(some, rooms, strict=True))
+            if all(len(mark.brief) <= room for mark, room in chosen[:-1]):
+                return chosen
+        raise AssertionError("steps never end")
+
+
+def _steps() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, …"""
+    return (digit * 10**power for power in count() for digit in (1, 2, 5))

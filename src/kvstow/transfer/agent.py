@@ -278,12 +278,17 @@ class Agent:
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
 
-        def keep() -> None:
+        def kept(peer: Outgoing) -> Story[None]:
+            while ticket.lease in peer.kept:  # the peer renews it; one that was lost is met again
+                yield from peer.met()
+                yield self.options.heartbeat_seconds
+
+        def start() -> None:
             peer = self.peers.at(ticket.address, ticket.key)
             peer.kept.add(ticket.lease)
-            peer.greet()
+            self.loop.start("keep", kept(peer))
 
-        self.loop.submit(keep)
+        self.loop.submit(start)
 
     def drop(self, ticket: Ticket) -> None:
         """Tell the producer that nobody here will pull this ticket: it ends the lease."""

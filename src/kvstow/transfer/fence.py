@@ -18,7 +18,7 @@ from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.route.copies import Copies, joined
+from kvstow.route.copies import Copies
 from kvstow.transfer.loop import AT_ONCE, Story
 from kvstow.transfer.transport.base import Kinds
 
@@ -48,32 +48,37 @@ class Ranges:
 
 def counter_ranges(tables: Sequence[int], blocks: Mapping[int, Blocks]) -> Ranges:
     """The ranges of counters that cover these blocks; `tables` are the counters' addresses."""
-    parts: list[Copies] = []
+    rows: list[tuple[int, int, int]] = []
     where: dict[int, Ints] = {}
     used = 0
     for g, listed in blocks.items():
         if not len(listed):
             continue
         first, count = _covering(listed.ids)
-        place = used + count.cumsum() - count
-        number = np.searchsorted(first, listed.ids, side="right") - 1
-        where[g] = listed.ids - first[number] + place[number]
-        nbytes = count * ENTRY_BYTES
-        parts.append(Copies(tables[g] + first * ENTRY_BYTES, place * ENTRY_BYTES, nbytes))
-        used += int(count.sum())
-    return Ranges(joined(parts), where)
+        places: list[int] = []
+        for start, length in zip(first, count, strict=True):
+            places.append(used)
+            rows.append((tables[g] + start * ENTRY_BYTES, used * ENTRY_BYTES, length * ENTRY_BYTES))
+            used += length
+        if len(first) == 1:
+            where[g] = listed.ids + (places[0] - first[0])
+        else:
+            number = np.searchsorted(first, listed.ids, side="right") - 1
+            where[g] = listed.ids + (np.array(places) - np.array(first))[number]
+    copies = Copies(*np.array(rows, np.int64).T) if rows else Copies.none()
+    return Ranges(copies, where)
 
 
-def _covering(ids: Ints) -> tuple[Ints, Ints]:
+def _covering(ids: Ints) -> tuple[list[int], list[int]]:
     """First id and length of the ranges that cover these ids, long gaps left out."""
     low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
     if high - low < LONG_GAP:
-        return np.array([low]), np.array([high - low + 1])
+        return [low], [high - low + 1]
     ordered = np.sort(ids)
     cuts = np.flatnonzero(np.diff(ordered) > LONG_GAP)
     first = ordered[np.concatenate(([0], cuts + 1))]
     last = ordered[np.concatenate((cuts, [len(ordered) - 1]))]
-    return first, last - first + 1
+    return first.tolist(), (last - first + 1).tolist()
 
 
 def changed(
@@ -87,47 +92,71 @@ def changed(
     }
 
 
-def read_generations(
-    endpoint: "Endpoint", card: "Card", blocks: Mapping[int, Blocks]
-) -> Story[dict[int, Ints]]:
-    """Read a peer's counters of these blocks, one-sidedly. Raises TransferError.
+class CounterRead:
+    """One read of a peer's counters, made ready now and started later. Raises TransferError.
 
     The blocks must be ones of the peer's layout.
     """
-    ranges = counter_ranges(card.tables, blocks)
-    if not ranges.num_counters:
-        return {}
-    memory = endpoint.take_counters(ranges.num_counters)
 
-    def give_back() -> None:
-        endpoint.give_counters(memory)
+    def __init__(self, endpoint: "Endpoint", card: "Card", blocks: Mapping[int, Blocks]) -> None:
+        self._ranges = ranges = counter_ranges(card.tables, blocks)
+        self._memory = memory = endpoint.take_counters(ranges.num_counters)
 
-    copies = ranges.copies.moved(0, memory.ctypes.data)
-    try:
-        flight = endpoint.post("read", card.engine, Kinds(), copies, give_back)
-    except TransferError:
-        give_back()
-        raise
-    flight.start()
-    while not flight.poll():
-        yield AT_ONCE
-    return {g: memory.take(places) for g, places in ranges.where.items()}
+        def give_back() -> None:
+            endpoint.give_counters(memory)
+
+        copies = ranges.copies.moved(0, memory.ctypes.data)
+        try:
+            self._flight = endpoint.post("read", card.engine, Kinds(), copies, give_back)
+        except TransferError:
+            give_back()
+            raise
+
+    def found(self) -> Story[dict[int, Ints]]:
+        """Read; the counters of the blocks, per group. Raises TransferError."""
+        if not self._ranges.num_counters:
+            self.drop()
+            return {}
+        self._flight.start()
+        while not self._flight.poll():
+            yield AT_ONCE
+        # the memory is another's from the next turn on
+        return {g: self._memory.take(places) for g, places in self._ranges.where.items()}
+
+    def drop(self) -> None:
+        """Give the memory back, if nothing was started."""
+        self._flight.drop()
 
 
-def fence(endpoint: "Endpoint", card: "Card", layout: Layout, ticket: "Ticket") -> Story[None]:
-    """TransferError unless every block of a ticket still has its generation.
+class Fence:
+    """Whether every block of a ticket still has its generation. It is made ready before the rows
+    move: afterwards caches are full of them, and the same work takes several times as long."""
 
-    To be called when the last byte has arrived.
-    """
-    found = yield from read_generations(endpoint, card, ticket.blocks)
-    moved = changed(found, ticket.blocks, ticket.generations)
-    if moved:
-        where = "; ".join(
-            f"group {layout.groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
-        )
-        raise TransferError(
-            f"peer {card.agent!r}: {sum(map(len, moved.values()))} source blocks were given to "
-            f"others before the last byte had arrived: {where}",
-            kind="fence",
-            peer=card.agent,
-        )
+    def __init__(
+        self, endpoint: "Endpoint", card: "Card", layout: Layout, ticket: "Ticket"
+    ) -> None:
+        self._card = card
+        self._layout = layout
+        self._ticket = ticket
+        self._read = CounterRead(endpoint, card, ticket.blocks)
+
+    def passed(self) -> Story[None]:
+        """Return if every block has; TransferError otherwise. To be called when the last byte
+        has arrived."""
+        found = yield from self._read.found()
+        moved = changed(found, self._ticket.blocks, self._ticket.generations)
+        if moved:
+            groups, agent = self._layout.groups, self._card.agent
+            where = "; ".join(
+                f"group {groups[g].group.name!r}: {list(ids[:8])}" for g, ids in moved.items()
+            )
+            raise TransferError(
+                f"peer {agent!r}: {sum(map(len, moved.values()))} source blocks were given to "
+                f"others before the last byte had arrived: {where}",
+                kind="fence",
+                peer=agent,
+            )
+
+    def drop(self) -> None:
+        """Forget a fence that nobody asked."""
+        self._read.drop()

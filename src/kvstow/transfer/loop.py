@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvstow.errors import TransferError
@@ -257,7 +258,7 @@ class Loop:
         for line, message in self._channel.heard(int(timeout * 1000)):
             self._busy_until = self.clock() + NOW_AND_THEN
             self._obey()
-            self._guarded(lambda: self._hear(line, message), type(message).__name__)  # noqa: B023
+            self._guarded(partial(self._hear, line, message), type(message).__name__)
         self._obey()
         self._let_engine_work()
         now = self.clock()
@@ -272,14 +273,17 @@ class Loop:
     def _forget(self, over: Task[Any]) -> None:
         """A task has ended: somebody may have waited for it."""
         self.tasks.remove(over)
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Resume every story: something has happened that some of them may wait for."""
         for task in self.tasks:
             task.wake()
 
     def _obey(self) -> None:
         while self._commands:
             self._guarded(self._commands.popleft(), "a command")
-            for task in self.tasks:
-                task.wake()
+            self.wake_all()
 
     def _let_engine_work(self) -> None:
         started = self.clock()
@@ -332,5 +336,6 @@ class Loop:
             task.close()
         self.tasks.clear()
         with self._waking:
-            os.close(self._wake_fd)
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
             self._wake_fd = -1

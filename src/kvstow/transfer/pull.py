@@ -7,14 +7,14 @@ The rows then stay in quarantine until nothing can write to them any more.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.route.copies import merged
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
 from kvstow.transfer.digests import (
     digests,
@@ -23,7 +23,7 @@ from kvstow.transfer.digests import (
     sample_bytes,
     samples,
 )
-from kvstow.transfer.fence import changed, fence, read_generations
+from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
@@ -81,15 +81,15 @@ def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Pla
     """Bring what the order wants; what that took, or a TransferError that names the rows."""
     started = endpoint.clock()
     try:
-        yield from together(*(meet(source) for source in sources))
-        while endpoint.is_draining:
-            yield NOW_AND_THEN
+        yield from meet_all(endpoint, sources)
         wanted = chosen_samples(endpoint, order, sources)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, wanted)
         here = DigestsHere(endpoint, order, wanted)
-        yield from together(*(move(endpoint, order, each) for each in sources), here.get_ready())
-        yield from together(*(pass_fence(endpoint, source) for source in sources))
+        with ready_fences(endpoint, sources) as fences:
+            moves = (move(endpoint, order, source) for source in sources)
+            yield from together(*moves, here.get_ready())
+            yield from together(*(fence.passed() for fence in fences))
         yield from compare_digests(here, sources, wanted)
         check_still_ours(endpoint, order)
     except Exception as error:
@@ -111,6 +111,15 @@ def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Pla
 
 
 # ── meeting ───────────────────────────────────────────────────────────────────────────
+
+
+def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Story[None]:
+    """Wait until all sources are ready at once, and our engine is not about to be replaced."""
+    while True:
+        yield from together(*(meet(source) for source in sources))
+        if not endpoint.is_draining and all(source.peer.state == "ready" for source in sources):
+            return
+        yield NOW_AND_THEN
 
 
 def meet(source: Source) -> Story[None]:
@@ -203,7 +212,7 @@ def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
     copies = source.route.copies(
         source.ticket.blocks, order.into, order.num_tokens, start_token=order.start_token
     )
-    copies = merged(copies.moved(card.base, endpoint.card.base))
+    copies = copies.moved(card.base, endpoint.card.base)
     chunk = chunk_bytes(source.peer.path.rate, kinds)
     yield from moved(
         endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
@@ -217,7 +226,7 @@ def written(endpoint: Endpoint, source: Source) -> Story[None]:
     look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
     while not source.mailbox.has(Written):
         if endpoint.clock() >= look_at:
-            yield from read_generations(endpoint, source.card, source.ticket.blocks)
+            yield from CounterRead(endpoint, source.card, source.ticket.blocks).found()
             look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
         else:
             yield NOW_AND_THEN
@@ -240,9 +249,17 @@ def fetched(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
         yield from source.mailbox.wait(Written)
 
 
-def pass_fence(endpoint: Endpoint, source: Source) -> Story[None]:
-    """Raise a TransferError unless the source's blocks still are those of the ticket."""
-    yield from fence(endpoint, source.card, source.layout, source.ticket)
+@contextmanager
+def ready_fences(endpoint: Endpoint, sources: Sequence[Source]) -> Generator[list[Fence]]:
+    """One fence for each source. Raises TransferError."""
+    fences: list[Fence] = []
+    try:
+        for source in sources:
+            fences.append(Fence(endpoint, source.card, source.layout, source.ticket))
+        yield fences
+    finally:
+        for fence in fences:
+            fence.drop()
 
 
 # ── accepting ─────────────────────────────────────────────────────────────────────────
@@ -317,12 +334,15 @@ def naming_rows(
     rows = named(endpoint.layout, ids_of(order.into))
     listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
     peers = [source.peer.name for source in sources]
-    is_ours = isinstance(error, TransferError)
+    kind, peer = (
+        ("ticket", "") if not isinstance(error, TransferError) else (error.kind, error.peer)
+    )
+    text = str(error) if peer else f"peers {peers}: {error}"
+    agents = {source.engine: source.peer.name for source in sources}
     return TransferError(
-        f"{error if is_ours and error.peer else f'peers {peers}: {error}'}\n\n"
-        f"hint: nothing in these blocks may be used: {listing}",
-        kind=error.kind if is_ours else "ticket",
-        peer=(error.peer if is_ours else "") or peers[0],
+        f"{text}\n\nhint: nothing in these blocks may be used: {listing}",
+        kind=kind,
+        peer=agents.get(peer, peer) or peers[0],
         blocks=rows,
     )
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import Stop
-from kvstow.transfer.fence import read_generations
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, together
+from kvstow.transfer.fence import CounterRead
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, Task, together
 from kvstow.transfer.peers.endpoint import Endpoint, Flight
 from kvstow.transfer.source import Source
 from kvstow.transfer.transport.base import lost
@@ -107,19 +107,22 @@ class Quarantine:
     def _silent(self, case: Case, source: Source) -> Story[None]:
         """Wait until the producer has said that it writes no more, or is dead."""
         endpoint, options = self._endpoint, self._endpoint.options
+        witness: Task[None] | None = None
         ask_at = look_at = endpoint.clock()
         while not source.writer_is_quiet:
             if self._is_dead(source):
                 yield from self._engine_replaced(case)
-                return
+                break
             if endpoint.clock() >= ask_at:
                 ask_at = endpoint.clock() + options.heartbeat_seconds
                 source.peer.greet()
                 source.send(Stop(source.id))
-            if endpoint.clock() >= look_at:
+            if endpoint.clock() >= look_at and (witness is None or witness.is_over):
                 look_at = endpoint.clock() + options.contact_seconds
-                self._loop.start("witness", self._looked(source))
+                witness = self._loop.start("witness", self._looked(source))
             yield NOW_AND_THEN
+        if witness is not None:
+            witness.interrupt(lost(source.peer.name, "nobody waits for it any more"))
 
     def _is_dead(self, source: Source) -> bool:
         """Whether the process that wrote is gone: another answers at its address, or its
@@ -134,7 +137,7 @@ class Quarantine:
         endpoint, card = self._endpoint, source.card
         endpoint.attach(card, source)
         try:
-            yield from read_generations(endpoint, card, source.ticket.blocks)
+            yield from CounterRead(endpoint, card, source.ticket.blocks).found()
         finally:
             endpoint.detach(card.engine, source)
 

@@ -12,7 +12,6 @@ from kvstow.errors import FaultKind, KvstowError, ManifestError, RouteError, Tra
 from kvstow.plan.manifest import decode
 from kvstow.route.blocks import Blocks
 from kvstow.route.compare import differences
-from kvstow.route.copies import merged
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -79,6 +78,12 @@ class Serving:
         self.task: Task[None] | None = None
         self.mailbox = Mailbox(self._wake)
         self.flights: list[Flight] = []
+        self.is_stopping = False
+
+    def interrupt(self, error: TransferError) -> None:
+        """End what is being brought; not a second time, while its end is being waited for."""
+        if self.task is not None and not self.is_stopping:
+            self.task.interrupt(error)
 
     def _wake(self) -> None:
         if self.task is not None:
@@ -154,7 +159,7 @@ def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) 
     copies = route.copies(
         ticket.blocks, _into(serving, order), order.num_tokens, start_token=order.start_token
     )
-    copies = merged(copies.moved(endpoint.card.base, card.base))
+    copies = copies.moved(endpoint.card.base, card.base)
     peer.attach()
     kinds = endpoint.kinds(card)
 
@@ -205,7 +210,11 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
 
 
 def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]:
-    """Tell the consumer why, and, when that is certain, that nothing of ours writes any more."""
+    """Tell the consumer why, and, when that is certain, that nothing of ours writes any more.
+
+    Until then the transfer stays known: whoever asks about it must not hear that it is over.
+    """
+    serving.is_stopping = True
     if not isinstance(error, Ended):
         kind, reasons = _fault(error)
         serving.send(Failed(serving.transfer, kind, reasons[0]))
@@ -213,10 +222,10 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]
         serving.peer.detach()
     while not serving.is_quiet and not serving.mailbox.has(Stop):
         if server.has_forgotten(serving.peer):
-            return
+            break
         yield NOW_AND_THEN
     with server.quarantine.case(serving.flights):  # it asks: if need be, we close the engine
-        while not serving.is_quiet and not server.has_forgotten(serving.peer):
+        while not serving.is_quiet:
             yield NOW_AND_THEN
     serving.send(Stopped(serving.transfer))
 
@@ -258,6 +267,7 @@ class Server:
         self._status = CachedStatus(status, endpoint.clock)
         self._lines: dict[int, Line] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._probed: list[Incoming] = []
         self._awake_until = 0.0
 
     def has_forgotten(self, peer: Incoming) -> bool:
@@ -288,9 +298,9 @@ class Server:
         if reason == "read":
             return
         for serving in tuple(self.servings.values()):
-            if serving.begin.lease == ticket.lease and serving.task is not None:
+            if serving.begin.lease == ticket.lease:
                 serving.send(Alive((ticket.lease,)))
-                serving.task.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+                serving.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
 
     # ── messages ──────────────────────────────────────────────────────────────────
 
@@ -319,7 +329,7 @@ class Server:
             case Renew(leases):
                 self._renew(peer, leases)
             case AskProbe(nbytes):
-                self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+                self._probe(peer, nbytes)
             case _:
                 pass
 
@@ -368,7 +378,15 @@ class Server:
             return
         serving.peer = peer
         serving.mailbox.put(stop)
-        serving.task.interrupt(Ended("stopped by its consumer", kind="aborted"))
+        serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
+
+    def _probe(self, peer: Incoming, nbytes: int) -> None:
+        if any(probed is peer for probed in self._probed):
+            return
+        self._probed.append(peer)
+        task = self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+        task.deadline = self.endpoint.clock() + self.endpoint.options.contact_seconds
+        task.on_end = lambda: self._probed.remove(peer)
 
     def _renew(self, peer: Incoming, leases: tuple[int, ...]) -> None:
         for lease in leases:
@@ -396,8 +414,8 @@ class Server:
     def _forget(self, session: int) -> None:
         peer = self.incoming.pop(session)
         for serving in tuple(self.servings.values()):
-            if serving.peer is peer and serving.task is not None:
-                serving.task.interrupt(Ended("its consumer is gone", kind="peer"))
+            if serving.peer is peer:
+                serving.interrupt(Ended("its consumer is gone", kind="peer"))
         peer.detach()
         self._channel.hang_up(self._lines.pop(session))
 

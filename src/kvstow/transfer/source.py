@@ -77,6 +77,12 @@ class Source:
         return self._card
 
     @property
+    def engine(self) -> str:
+        """The name of the agent's engine, once that is known."""
+        card = self._card or self.peer.card
+        return card.engine if card else ""
+
+    @property
     def layout(self) -> Layout:
         assert self.peer.layout is not None
         return self.peer.layout

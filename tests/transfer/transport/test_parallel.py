@@ -132,12 +132,24 @@ def test_both_engines_copy_and_every_byte_arrives(pair):
     assert pair.engine.copied > 1
 
 
-def test_a_peer_that_does_not_copy_inside_the_call_is_read_by_one_engine(pair):
+def slow_read(pair: Pair) -> None:
+    """A read that is not over when the call that starts it returns."""
     pair.engine.step_bytes = 0
     post = pair.read((0, BYTES))
     post.start()
     pair.engine.step_bytes = BYTES
     until(post.poll)
+
+
+def test_a_first_read_that_only_connects_does_not_rule_helpers_out(pair):
+    slow_read(pair)
+    pair.warm()
+
+
+def test_a_peer_that_does_not_copy_inside_the_call_is_read_by_one_engine(pair):
+    for _ in range(module.TELLING_READS):
+        slow_read(pair)
+    done(pair.read((0, BYTES)))
     assert pair.engine.helper is None
     assert pair.transport.num_engines(pair.peer.name) == 1
 

@@ -1,12 +1,15 @@
 """Rows in data files with an index, shared by processes, safe against crashes.
 
-tier       DiskTier: store, load, evict
-files      the file layer, where faults can be injected
-segments   data files: headers, slots, records, checksums
-index      SQLite: which row is where
-allocator  where new rows go, and which rows go first
-recovery   opening a store, and repairing what a crash left
-owners     which processes have the store open
-inspect    look at a store, verify every row
-convert    rewrite a store for another layout
+tier        DiskTier: store, load, evict
+opening     the directory: lock, layout, index and data files, found or made
+recovery    what is put right when a store is opened
+attachment  a store in use, and an index that breaks meanwhile
+index       SQLite: which row is where
+segments    data files, read and written by several threads
+format      the bytes of headers and records
+files       the file layer, where faults can be injected
+allocator   where new rows go, and which rows go first
+owners      which processes have the store open
+inspect     look at a store, verify every row
+convert     rewrite a store for another layout
 """

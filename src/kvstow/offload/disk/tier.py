@@ -18,16 +18,15 @@ from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
 
 import numpy as np
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import owners
 from kvstow.offload.disk.allocator import Recency, SlotAllocator
+from kvstow.offload.disk.attachment import Attachment
 from kvstow.offload.disk.files import LOST, Files
 from kvstow.offload.disk.format import ChainLink, SlotRecord
-from kvstow.offload.disk.gate import Gate
 from kvstow.offload.disk.index import (
     FREE,
     RETIRED,
@@ -57,8 +56,6 @@ from kvstow.offload.tier import (
 )
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-
-_T = TypeVar("_T")
 
 log = logging.getLogger("kvstow.offload")
 
@@ -123,10 +120,9 @@ class DiskTier:
         """Slots that are to be given back as soon as the index can be written."""
         self._numbers = count()
         self._lock = Lock()
-        self._gate = Gate()
+        self._attachment = Attachment(self._open, clock, self._index_replaced)
         self._counter = Counter()
-        self._beaten = self._tried = float("-inf")
-        self._attached = True
+        self._beaten = float("-inf")
         self._beside: tuple[Tier, ...] = ()
         self._make_allocator()
         if identity is not None and layout is None:
@@ -139,6 +135,12 @@ class DiskTier:
             self._open.index, self._policy, self.segments.slots, self._open.max_segments
         )
         self._allocator = SlotAllocator(self._open, self._recency)
+
+    def _index_replaced(self) -> None:
+        """Leases and ages of the old index mean nothing any more."""
+        self._unreleased.clear()
+        self._note_dropped()
+        self._make_allocator()
 
     def _note_dropped(self) -> None:
         self.dropped = (*self.dropped, *self._open.dropped)
@@ -154,70 +156,16 @@ class DiskTier:
 
     def close(self) -> None:
         """Write down what was used, and give up everything that is held; once is enough."""
-        if not self._gate.close():
+        if not self._attachment.close():
             return
         try:
-            if self._attached:
+            if self._attachment.is_attached:
                 with self.index.write() as write:
                     self._recency.flush(write)
                     write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._open.owner)
                     write.tell("DELETE FROM owners WHERE id = ?", self._open.owner)
         finally:
             self._open.close()
-
-    # ── an index that breaks ──────────────────────────────────────────────────────
-
-    @contextmanager
-    def _using(self) -> Generator[None]:
-        """The store is open and its index usable meanwhile; StoreError where it is not."""
-        if not self._attached or self._is_marked():
-            self._reattach(found_broken=False)
-        try:
-            with self._gate.entered(f"store {self.path} is closed"):
-                if not self._attached:
-                    raise IndexBroken(f"store {self.path}: the index is being made again")
-                yield
-        except IndexBroken:
-            if self._attached:
-                self._reattach(found_broken=True)
-            raise
-
-    def _retried(self, work: Callable[[], _T]) -> _T:
-        """Do something with the index; once more if it broke and was made again."""
-        try:
-            with self._using():
-                return work()
-        except IndexBroken:
-            if not self._attached:
-                raise
-        with self._using():
-            return work()
-
-    def _is_marked(self) -> bool:
-        """Whether another process has found the index broken; looked at now and then."""
-        return self._beat_is_due() and self._open.is_marked
-
-    def _reattach(self, *, found_broken: bool) -> None:
-        """Let go of a broken index and, if nobody else uses it, make it again."""
-        with self._gate.alone() as open_still:
-            if not open_still:
-                return
-            if self._attached:
-                log.warning("store %s: the index is broken and is made again", self.path)
-                self._open.detach(mark=found_broken)
-                self._attached = False
-            elif self._clock() - self._tried < BEAT_SECONDS:
-                return
-            self._tried = self._clock()
-            try:
-                self._open.attach(seconds=0)
-            except StoreError as error:
-                log.warning("store %s: %s", self.path, error)
-                return
-            self._unreleased.clear()
-            self._note_dropped()
-            self._make_allocator()
-            self._attached = True
 
     # ── questions ─────────────────────────────────────────────────────────────────
 
@@ -237,7 +185,9 @@ class DiskTier:
     @property
     def usage(self) -> Usage:
         try:
-            rows, files = self._retried(lambda: (self.index.num_rows(), self.index.segments()))
+            rows, files = self._attachment.retried(
+                lambda: (self.index.num_rows(), self.index.segments())
+            )
         except IndexBroken:
             rows, files = 0, []
         nbytes = len(files) * self.segments.segment_bytes
@@ -246,13 +196,9 @@ class DiskTier:
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         checked_keys(self.layout, group, keys)
         try:
-            return self._retried(lambda: self.index.contains(group, keys))
+            return self._attachment.retried(lambda: self.index.contains(group, keys))
         except IndexBroken:
             return np.zeros(len(keys), bool)
-
-    def keys(self, group: int) -> list[bytes]:
-        """The keys of all rows of a group, by place."""
-        return self._retried(lambda: self.index.keys(group))
 
     # ── store ─────────────────────────────────────────────────────────────────────
 
@@ -269,7 +215,7 @@ class DiskTier:
         index fails; rows that were entered before stay.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        return self._retried(lambda: self._stored(group, keys, rows, links))
+        return self._attachment.retried(lambda: self._stored(group, keys, rows, links))
 
     def _stored(
         self,
@@ -393,7 +339,7 @@ class DiskTier:
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         try:
-            return self._retried(lambda: self._loaded(group, keys, rows))
+            return self._attachment.retried(lambda: self._loaded(group, keys, rows))
         except IndexBroken:
             self._count_load(group, len(keys), 0)
             return np.zeros(len(keys), bool)
@@ -508,7 +454,7 @@ class DiskTier:
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         checked_keys(self.layout, group, keys)
-        count = self._retried(lambda: self._evicted(group, keys))
+        count = self._attachment.retried(lambda: self._evicted(group, keys))
         self._counter.add(Counts(evicted_rows=count))
         return count
 
@@ -521,7 +467,7 @@ class DiskTier:
 
     def prune(self, nbytes: int) -> int:
         """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
-        count = self._retried(lambda: self._allocator.shrink(nbytes))
+        count = self._attachment.retried(lambda: self._allocator.shrink(nbytes))
         self._counter.add(Counts(evicted_rows=count))
         return count
 
@@ -533,7 +479,7 @@ class DiskTier:
 
     def beat(self) -> None:
         """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
-        with self._using(), self.index.write() as write:
+        with self._attachment.using(), self.index.write() as write:
             self._recency.flush(write)
             self._beaten = float("-inf")
             self._beat(write)

@@ -29,6 +29,10 @@ class Model:
     name: str
     layers: tuple[LayerSpec, ...]
     notes: tuple[str, ...]
+    stage_layers: int
+    """Decoder layers of the rank's stage, whether or not they keep anything."""
+    total_layers: int
+    """Decoder layers of the model."""
 
 
 def model_layers(
@@ -59,4 +63,10 @@ def model_layers(
     layers = tuple(layer for i in mine for layer in whole.layers[i])
     if not layers:
         raise config.error(f"stage {pp_rank} of {pp} holds no layer that keeps anything")
-    return Model(name=config.name, layers=layers, notes=(*whole.notes, *serving.notes(config)))
+    return Model(
+        name=config.name,
+        layers=layers,
+        notes=(*whole.notes, *serving.notes(config)),
+        stage_layers=len(mine),
+        total_layers=len(whole.layers),
+    )

@@ -1,22 +1,35 @@
 """Real models by name: the facts that decide what they keep, and where each set came from.
 
 The data is `catalogue.json`: an object of names, each with `source` (where the facts
-were read, and after "unchecked" what nothing read confirms), `aliases`, and
-`config` (the keys of the model's `config.json` that matter here).
+were read, and after "unchecked" what nothing read confirms), `aliases`, `config` (the keys
+of the model's `config.json` that matter here), and `published`: `parameters`, to three digits,
+`weights_bytes` where they are not released in the model's own dtype, and `context`, the tokens
+that a request may have. What is published serves sizing alone, and no layout depends on it.
 """
 
 import json
-from difflib import get_close_matches
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from typing import TypedDict, cast
 
 from kvstow.errors import ModelError
 
+NEAR = 0.6
+"""How alike a name has to be to one that was asked for, from 0 to 1, to be suggested."""
+
+
+class Published(TypedDict, total=False):
+    parameters: int
+    weights_bytes: int
+    context: int
+
 
 class CatalogueEntry(TypedDict):
     source: str
     aliases: list[str]
+    published: Published
     config: dict[str, object]
 
 
@@ -32,19 +45,77 @@ def catalogue() -> tuple[str, ...]:
     return tuple(entries())
 
 
+def is_known(name: str) -> bool:
+    """Whether a model has that name or alias."""
+    return _plain(name) in _aliases()
+
+
 def entry(name: str) -> tuple[str, dict[str, object]]:
     """Canonical name and facts of a model by name or alias.
 
     Case does not matter, nor does an organisation in front (`org/name`).
     """
-    wanted = name.rsplit("/", 1)[-1].lower()
-    known = entries()
-    names = {alias: key for key in known for alias in (key, *known[key]["aliases"])}
-    if wanted not in names:
-        close = get_close_matches(wanted, names, n=3, cutoff=0.5)
+    key = _aliases().get(_plain(name))
+    if key is None:
+        close = close_names(name)
         raise ModelError(
             f"no model is called {name!r}\n\nhint: "
             + (f"did you mean {', '.join(close)}?" if close else "give the path of a config.json")
+            + "\n      kvstow models lists the models that are known by name"
         )
-    key = names[wanted]
-    return key, known[key]["config"]
+    return key, entries()[key]["config"]
+
+
+def published(name: str) -> Published:
+    """What is published about a model by its canonical name; empty for any other."""
+    known = entries().get(name)
+    return Published() if known is None else known["published"]
+
+
+def matching(words: Iterable[str]) -> tuple[str, ...]:
+    """The models whose name, aliases and family have every one of the words in them."""
+    wanted = [word.lower() for word in words]
+
+    def text(key: str) -> str:
+        known = entries()[key]
+        return " ".join(
+            (key, *known["aliases"], str(known["config"].get("model_type", "")))
+        ).lower()
+
+    return tuple(key for key in entries() if all(word in text(key) for word in wanted))
+
+
+def close_names(name: str, *, most: int = 3) -> tuple[str, ...]:
+    """The known names nearest to one that is not known, nearest first.
+
+    A name is as near as its beginning, of equal length, is: `gpt4` is near `gpt-oss-20b`.
+    """
+    wanted = _letters(_plain(name))
+    if not wanted:
+        return ()
+
+    def nearness(alias: str) -> float:
+        whole = _letters(alias)
+        start = SequenceMatcher(None, wanted, whole[: len(wanted)]).ratio()
+        return max(start, SequenceMatcher(None, wanted, whole).ratio())
+
+    best: dict[str, float] = {}
+    for alias, key in _aliases().items():
+        best[key] = max(best.get(key, 0.0), nearness(alias))
+    near = sorted((key for key in best if best[key] >= NEAR), key=lambda key: -best[key])
+    return tuple(near[:most])
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    known = entries()
+    return {alias: key for key in known for alias in (key, *known[key]["aliases"])}
+
+
+def _plain(name: str) -> str:
+    return name.rsplit("/", 1)[-1].lower()
+
+
+def _letters(name: str) -> str:
+    """Letters and digits alone."""
+    return "".join(letter for letter in name if letter.isalnum())

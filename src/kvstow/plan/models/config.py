@@ -5,12 +5,12 @@ They come from a catalogue name, a `config.json`, a directory that holds one, or
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import checkpoint_name
 from kvstow.plan.models.catalogue import entry
 
 _MOST = 2**40
@@ -173,8 +173,7 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _from_file(path: Path) -> Config:
-    with suppress(RuntimeError):  # `~nobody`: a path like any other
-        path = path.expanduser()
+    path = path.expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
@@ -186,7 +185,7 @@ def _from_file(path: Path) -> Config:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    name = checkpoint_name(file.parent.resolve()) if file.name == "config.json" else file.stem
     return _from_facts(name, facts)
 
 
@@ -200,5 +199,4 @@ def _from_facts(name: str, facts: object) -> Config:
             merged |= {k: v for k, v in part.items() if v is not None}
     kind = merged.get("model_type")
     defaults = CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
-    shown = name.encode(errors="replace").decode()  # a manifest holds no text that is no Unicode
-    return Config(name=shown, facts=defaults | merged)
+    return Config(name=name, facts=defaults | merged)

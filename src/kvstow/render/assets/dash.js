@@ -22,22 +22,10 @@ const perSecond = (n) => `${human(Math.round(n))}/s`;
 
 const valuesOf = (reading, name) =>
   (reading.metrics ?? []).filter((sample) => sample.name === name);
-const sumOf = (reading, name) => valuesOf(reading, name).reduce((sum, { value }) => sum + value, 0);
 const byLabel = (reading, name, label) =>
   Object.fromEntries(
     valuesOf(reading, name).map(({ labels, value }) => [labels[label] ?? "", value]),
   );
-
-/** The same sums that the server keeps. */
-function totals(reading) {
-  return {
-    at: reading.at,
-    bytes: sumOf(reading, "kvstow_transfer_bytes_total"),
-    transfers: sumOf(reading, "kvstow_transfers_total"),
-    leases: sumOf(reading, "kvstow_transfer_leases"),
-    quarantined: sumOf(reading, "kvstow_transfer_quarantined_rows"),
-  };
-}
 
 const rates = (history, key) =>
   history.map((now, i) =>
@@ -85,23 +73,19 @@ function agentPart(source) {
     ]
       .filter(Boolean)
       .join(" · ");
-    if (part.history.at(-1)?.at !== reading.at) part.history.push(totals(reading));
+    if (part.history.at(-1)?.at !== reading.at) part.history.push(reading.totals);
     part.history = part.history.slice(-WINDOW);
     const outcomes = byLabel(reading, "kvstow_transfers_total", "outcome");
     const failures = Object.entries(outcomes).filter(([kind]) => kind !== "accepted");
-    const failed = failures.reduce((sum, [, value]) => sum + value, 0);
+    const sums = reading.totals;
     const speed = rates(part.history, "bytes");
     tiles.replaceChildren(
       tile(perSecond(speed.at(-1) ?? 0), "moving now"),
-      tile(human(sumOf(reading, "kvstow_transfer_bytes_total")), "moved in all"),
+      tile(human(sums.bytes), "moved in all"),
       tile(count(outcomes.accepted ?? 0), "transfers accepted"),
-      tile(count(failed), "transfers failed", failed > 0),
-      tile(count(sumOf(reading, "kvstow_transfer_leases")), "leases running"),
-      tile(
-        count(sumOf(reading, "kvstow_transfer_quarantined_rows")),
-        "rows quarantined",
-        sumOf(reading, "kvstow_transfer_quarantined_rows") > 0,
-      ),
+      tile(count(sums.failures), "transfers failed", sums.failures > 0),
+      tile(count(sums.leases), "leases running"),
+      tile(count(sums.quarantined), "rows quarantined", sums.quarantined > 0),
       ...(reading.transfers === undefined
         ? []
         : [tile(count(reading.transfers), "transfers running")]),

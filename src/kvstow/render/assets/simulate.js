@@ -1,4 +1,4 @@
-// The page of `kvstow simulate`: curves over time, and a film of who owns which slab.
+// The page of `kvstow simulate`: curves over time, and the history of the slabs.
 
 const data = pageData();
 const policies = Object.entries(data.policies);
@@ -6,11 +6,11 @@ const LINES = ["--s0", "--s1", "--s2", "--s3"];
 const tile = (value, text) =>
   el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
 
-// ── the film ──────────────────────────────────────────────────────────────────────────
+// ── the history ───────────────────────────────────────────────────────────────────────
 
-const films = policies.filter(([, policy]) => policy.film.slabs[0]?.length);
+const histories = policies.filter(([, policy]) => policy.history.slabs[0]?.length);
 const clock = el("output", { for: "scrubber" });
-const most = Math.max(1, ...films.map(([, policy]) => policy.film.seconds.length));
+const most = Math.max(1, ...histories.map(([, policy]) => policy.history.seconds.length));
 const scrubber = el("input", {
   id: "scrubber",
   type: "range",
@@ -22,35 +22,35 @@ const scrubber = el("input", {
 const play = el("button", { type: "button", class: "no-print" }, "Play");
 let timer = null;
 
-/** Frames are spread over one time: that of the longest film. */
-function frameAt(film, seconds) {
+/** Moments are spread over one time: that of the longest history. */
+function momentAt(history, seconds) {
   let low = 0;
-  let high = film.seconds.length - 1;
+  let high = history.seconds.length - 1;
   while (low < high) {
     const middle = Math.ceil((low + high) / 2);
-    if (film.seconds[middle] <= seconds) low = middle;
+    if (history.seconds[middle] <= seconds) low = middle;
     else high = middle - 1;
   }
   return low;
 }
-const longest = films
-  .map(([, policy]) => policy.film)
+const longest = histories
+  .map(([, policy]) => policy.history)
   .sort((a, b) => b.seconds.at(-1) - a.seconds.at(-1))[0];
 const secondsNow = () =>
   longest?.seconds[
     Math.round((Number(scrubber.value) * (longest.seconds.length - 1)) / Math.max(1, most - 1))
   ] ?? 0;
 
-const maps = films.map(([name, policy]) => ({
-  film: policy.film,
-  map: slabMap(name, policy.film),
+const maps = histories.map(([name, policy]) => ({
+  history: policy.history,
+  map: slabMap(name, policy.history),
 }));
 
 function show() {
   const seconds = secondsNow();
   clock.textContent = `${seconds.toLocaleString("en-US")} s`;
   scrubber.setAttribute("aria-valuetext", `${seconds} simulated seconds`);
-  maps.forEach(({ film, map }) => map.show(film.slabs[frameAt(film, seconds)]));
+  maps.forEach(({ history, map }) => map.show(history.slabs[momentAt(history, seconds)]));
 }
 
 function playing() {
@@ -157,7 +157,7 @@ mount(
     ]),
     tile(percent(first[1].figures.hit_rate), "of prompt tokens found cached"),
   ),
-  films.length
+  histories.length
     ? [
         el("h2", {}, "Who owns which slab"),
         el(
@@ -197,7 +197,7 @@ mount(
     curve(
       "Prompt tokens found cached, so far",
       { ...asPercent, yLabel: "of prompt tokens" },
-      (policy) => ({ x: policy.film.seconds, values: policy.film.hit_rate }),
+      (policy) => ({ x: policy.history.seconds, values: policy.history.hit_rate }),
     ),
   ),
   el("h2", {}, "In numbers"),

@@ -29,7 +29,7 @@ HIGH_WATER = 10_000
 TURN_COST = 64
 """What one turn may cost in messages; a costly one counts for several."""
 
-COST = {Hello: 16, AskStatus: 4}
+COST: dict[type[AnyMessage], int] = {Hello: 16, AskStatus: 4}
 
 _READABLE = int(zmq.POLLIN)  # a flag of its own type is slower to compare
 _FAILED_HANDSHAKES = (
@@ -137,16 +137,15 @@ class SocketChannel:
             elif socket is self._monitor:
                 self._note_failed_handshakes()
             elif socket is self._gate:
-                self._keep_gate(self._gate)
+                self._keep_gate()
             elif socket == self._wake:
                 os.eventfd_read(self._wake)
-            elif isinstance(socket, zmq.Socket):
-                yield from self._from_server(socket)
+            elif socket in self._dialled:
+                yield from self._from_server(self._dialled[socket])
 
-    def _from_server(self, socket: Socket) -> Iterator[tuple[Session, AnyMessage]]:
-        for parts in _received(socket):
-            line = self._dialled.get(socket)
-            if line is None:  # hung up meanwhile
+    def _from_server(self, line: Session) -> Iterator[tuple[Session, AnyMessage]]:
+        for parts in _received(self._socket_of[line]):
+            if line not in self._socket_of:  # hung up meanwhile
                 return
             message = answered(line, parts[-1], self._on_drop)
             if message is not None:
@@ -169,9 +168,11 @@ class SocketChannel:
 
     # ── who may come in ───────────────────────────────────────────────────────────
 
-    def _keep_gate(self, gate: Socket) -> None:
+    def _keep_gate(self) -> None:
         """Answer ZeroMQ's question (RFC 27, ZAP) whether a client may come in."""
         assert self._keys is not None
+        assert self._gate is not None
+        gate = self._gate
         parts = gate.recv_multipart()
         version, request, _, source, _, mechanism, *credentials = parts
         known = False

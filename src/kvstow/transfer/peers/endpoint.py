@@ -61,7 +61,7 @@ class Flight:
     def start(self) -> None:
         """Begin to copy. Raises TransferError."""
         assert self._post is not None
-        self._endpoint.flights.add(self)
+        self._endpoint.flights[self] = None
         try:
             self._post.start()
         except TransferError as error:
@@ -112,7 +112,7 @@ class Flight:
         if post is None:
             return
         self.is_quiet = True
-        self._endpoint.flights.discard(self)
+        self._endpoint.flights.pop(self, None)
         try:
             post.release()
         except TransferError as error:
@@ -158,7 +158,7 @@ class Endpoint:
         self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
         self.stage = _stage(options.slot_bytes, on_device=self.kind == "VRAM")
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
-        self.flights: set[Flight] = set()
+        self.flights: dict[Flight, None] = {}  # in the order in which they started
         self.broken: set[str] = set()
         """Engines of peers to which a post has failed: they have to be connected again."""
         self.gone: set[str] = set()

@@ -168,6 +168,7 @@ class Outgoing:
         assert self._task is not None
         self._task.deadline = float("inf")
         self.state = "ready"
+        self._loop.wake_all()
         self._endpoint.metrics.peers.inc()
         self._endpoint.note(
             "connected",
@@ -220,6 +221,7 @@ class Outgoing:
             case Stranger():
                 self.lose(lost(self.name, "it was started again and does not know us"))
             case Alive(ended):
+                self.kept.difference_update(ended)
                 for reader in tuple(self.readers.values()):
                     if reader.lease in ended:
                         reader.hear(message)

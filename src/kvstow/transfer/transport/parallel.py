@@ -8,8 +8,9 @@ move as fast as one processor copies. A second engine takes half of a long read:
     helper          ▶▶▶▶
 
 Peers know the first engine only. A helper is connected to the same engine of the peer and
-needs nothing from it. It is used for reads between host memories, with peers of which a
-first read was over when the call that started it returned, once it has read something itself.
+needs nothing from it. It is used for reads between host memories, with peers of which one of
+the first reads was over when the call that started it returned, once it has read something
+itself.
 
 A read is done when every chunk was confirmed by the engine that copied it, and has ended when
 every chunk has that was taken.
@@ -36,6 +37,9 @@ LEAST_CHUNK = 16 << 20
 
 TELLING_BYTES = 1 << 20
 """A read of at least so many bytes tells whether the caller's processor copies."""
+
+TELLING_READS = 4
+"""So many are looked at: the first one also connects, and is never over at once."""
 
 PAUSE_SECONDS = 20e-6
 WAIT_SECONDS = 1e-3
@@ -66,7 +70,7 @@ class ParallelTransport:
         self.engines = engines
         self._regions: list[Region] = []
         self._peers: dict[str, bytes] = {}
-        self._copies_inside: dict[str, bool] = {}
+        self._looks_left: dict[str, int] = {}
         self._helpers: list[_Helper] = []
         self._posts: set[_ParallelPost] = set()
         self.is_closed = False
@@ -91,10 +95,11 @@ class ParallelTransport:
     def connect(self, peer: str, metadata: bytes) -> None:
         self._first.connect(peer, metadata)
         self._peers[peer] = metadata
+        self._looks_left[peer] = TELLING_READS
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._copies_inside.pop(peer, None)
+        self._looks_left.pop(peer, None)
         for post in tuple(self._posts):
             if post.peer == peer:
                 post.give_up(lost(peer, "disconnected here"))
@@ -109,7 +114,7 @@ class ParallelTransport:
     def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
         if direction == "write" or "VRAM" in kinds:
             return self._first.prepare(direction, peer, kinds, copies)
-        if peer not in self._copies_inside and copies.total >= TELLING_BYTES:
+        if self._looks_left.get(peer) and copies.total >= TELLING_BYTES:
             return _TellingPost(self, peer, kinds, copies)
         parts = chunks(copies, max(LEAST_CHUNK, -(-copies.total // self.engines)))
         helpers = [h for h in self._helpers if peer in h.ready][: self.engines - 1]
@@ -130,11 +135,12 @@ class ParallelTransport:
     def tell(self, peer: str, address: int, *, copies_inside: bool) -> None:
         """Whether a read from a peer, here from that address, was over at once. Where it was,
         helpers read a little from there, which connects them."""
-        if peer not in self._peers or peer in self._copies_inside:
+        if not self._looks_left.get(peer):
             return
-        self._copies_inside[peer] = copies_inside
+        self._looks_left[peer] -= 1
         if not copies_inside:
             return
+        self._looks_left[peer] = 0
         while len(self._helpers) < self.engines - 1:
             self._helpers.append(_Helper(self._first.fresh, self._regions))
         for helper in self._helpers:

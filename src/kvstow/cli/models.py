@@ -1,0 +1,57 @@
+"""`kvstow models`: the models that are known by name."""
+
+from typing import Annotated, Any
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import FAILED, emit_json, emit_text, refuse, table
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[WORDS…]",
+        help="Show the models with all of these in their name, alias or family.",
+        show_default=False,
+    ),
+]
+
+
+def models(words: Words = None, json: options.Json = False) -> None:
+    """The models that are known by name, and what a token costs in each."""
+    from kvstow.plan.models.catalogue import close_names, matching
+    from kvstow.plan.report import catalogue_figures
+
+    names = matching(words or ())
+    if not names:
+        close = close_names("-".join(words or ()))
+        refuse(
+            f"no model has {' and '.join(map(repr, words or ()))} in its name\n\nhint: "
+            + (f"did you mean {', '.join(close)}?" if close else "give plan a config.json"),
+            code=FAILED,
+        )
+    known = [catalogue_figures(name) for name in names]
+    if json:
+        emit_json({"models": known})
+    else:
+        emit_text(_table(known), LEGEND)
+
+
+LEGEND = (
+    "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
+    "or states are kept. context: the most tokens of a request, as published."
+)
+
+
+def _table(known: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            model["name"],
+            model["family"],
+            f"{model['layers']:,}",
+            f"{model['kv_bytes_per_token']:,}",
+            "–" if model["context"] is None else f"{model['context']:,}",
+        )
+        for model in known
+    ]
+    return table(("model", "family", "layers", "kv bytes", "context"), rows, num_left=2)

@@ -1,0 +1,306 @@
+"""Layouts, routes and simulations as the plain numbers that pages draw from.
+
+Layouts: many of one model go into one page, so names and kinds of pages are listed once, in an
+`Index`, and layouts refer to them by number. Everything else follows from the address law, which
+the page applies itself.
+
+Routes: bands, which are the copies of one period of blocks, from source to destination. Both
+sides are drawn as the blocks of one period, each block's bytes side by side however far apart
+they are in the arena. A period is the tokens after which block boundaries of both sides meet.
+
+    rank 0  ┃ block 0 ┃ block 1 ┃  rank 1  ┃ block 0 ┃ block 1 ┃       source
+             ┊┊┊        ┊┊┊               ┊┊┊       ┊┊┊
+            ┃ block 0                     ┃                             destination
+
+Simulations: curves over time, and the history of the slabs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstow import __version__
+from kvstow.plan.layout import Layout, PlacedGroup, page_runs
+from kvstow.plan.retention import in_words
+from kvstow.plan.spec import LayerSpec
+from kvstow.plan.view import Ints
+from kvstow.render.page import page
+from kvstow.route.route import GroupPair, Route
+
+if TYPE_CHECKING:
+    from kvstow.render.slab_history import SlabHistory
+    from kvstow.simulate.replay import ReplaySample
+    from kvstow.simulate.report import ReplayReport
+
+RESOLUTION = 2000
+"""Copies whose gaps on both sides are shorter than this part of the picture are one band."""
+
+MAX_BANDS = 1500
+"""Bands that are drawn of one pair of groups: more than that, and every second, third … is."""
+
+MAX_SAMPLES = 1200
+"""Points of a curve: of a longer simulation every second, third … is drawn."""
+
+
+# ── layouts ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Index:
+    """Layer names and kinds of pages, each numbered when it is first asked for."""
+
+    names: dict[str, int] = field(default_factory=dict[str, int])
+    kinds: dict[LayerSpec, int] = field(default_factory=dict[LayerSpec, int])
+
+    def name(self, layer: LayerSpec) -> int:
+        return self.names.setdefault(layer.name, len(self.names))
+
+    def kind(self, layer: LayerSpec) -> int:
+        """Layers that differ in nothing but their names have one kind."""
+        nameless = LayerSpec(
+            name="",
+            retention=layer.retention,
+            block_tokens=layer.block_tokens,
+            states=layer.states,
+            heads=layer.heads,
+            fields=layer.fields,
+            align=layer.align,
+        )
+        return self.kinds.setdefault(nameless, len(self.kinds))
+
+    def record(self) -> dict[str, Any]:
+        """Names and kinds, in the order of their numbers."""
+        return {"names": list(self.names), "kinds": [_kind(kind) for kind in self.kinds]}
+
+
+def layout_record(layout: Layout, index: Index) -> dict[str, Any]:
+    """Where everything is. `row` is null where a block is in several places."""
+    return {
+        "order": layout.order,
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "arena_bytes": layout.nbytes,
+        "shared": len(layout.sharing) == 1,
+        "groups": [_group(layout, g, rows, index) for g, rows in enumerate(layout.groups)],
+    }
+
+
+def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str, Any]:
+    strips = layout.footprints[g].strips
+    strides: dict[tuple[int, int, int], int] = {}
+    stride_of = [
+        strides.setdefault((p.block_stride, p.head_stride, p.token_stride), len(strides))
+        for p in rows.placements
+    ]
+    return {
+        "name": rows.group.name,
+        "keeps": in_words(rows.group.retention),
+        "block_tokens": rows.group.block_tokens,
+        "rows_per_slab": rows.rows_per_slab,
+        "row_bytes": layout.row_bytes(g),
+        "row_stride": layout.row_stride(g),
+        "row": [strips[0].offset, strips[0].nbytes, strips[0].stride] if len(strips) == 1 else None,
+        "layers": [index.name(layer) for layer in rows.group.layers],
+        "kinds": [index.kind(layer) for layer in rows.group.layers],
+        "offsets": [place.offset for place in rows.placements],
+        "strides": [list(each) for each in strides],
+        "stride_of": stride_of,
+    }
+
+
+def _kind(layer: LayerSpec) -> dict[str, Any]:
+    offsets = layer.field_offsets
+    return {
+        "keeps": in_words(layer.retention),
+        "block_tokens": layer.block_tokens,
+        "states": layer.states,
+        "heads": layer.heads.size,
+        "heads_in_all": layer.heads.total,
+        "head_pieces": [list(piece) for piece in layer.heads.pieces],
+        "cell_bytes": layer.cell_bytes,
+        "page_bytes": layer.page_bytes,
+        "fields": [
+            {
+                "name": each.name,
+                "dtype": each.dtype.value,
+                "axes": [[axis.name, axis.size] for axis in each.axes],
+                "offset": offsets[each.name],
+                "nbytes": each.nbytes,
+            }
+            for each in layer.fields
+        ],
+    }
+
+
+# ── routes ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRoute:
+    """The route from one source rank; `name` is what the rank is called."""
+
+    name: str
+    route: Route
+
+
+def group_records(routes: Sequence[NamedRoute], destination: Layout) -> list[dict[str, Any]]:
+    """One record per destination group that anything is brought to."""
+    found: list[dict[str, Any]] = []
+    for g, rows in enumerate(destination.groups):
+        pairs = [(way, pair) for way in routes for pair in way.route.pairs if pair.groups[1] == g]
+        if pairs:
+            found.append({"name": rows.group.name, **_record(pairs, destination, g)})
+    return found
+
+
+def _record(
+    pairs: Sequence[tuple[NamedRoute, GroupPair]], destination: Layout, g: int
+) -> dict[str, Any]:
+    tokens = max(sum(lanes.tokens for lanes in c.period) for _, c in pairs)
+    target = _Side(destination, g, -(-tokens // pairs[0][1].spans[1]))
+    sources, bands = list[dict[str, Any]](), list[list[int]]()
+    start = 0
+    for way, pair in pairs:
+        side = _Side(pair.layouts[0], pair.groups[0], -(-tokens // pair.spans[0]))
+        bands += _bands(pair, side, target, len(sources), start)
+        sources.append(
+            {
+                "name": way.name,
+                "group": pair.source.name,
+                "block_tokens": pair.source.block_tokens,
+                "at": start,
+                **side.record(),
+            }
+        )
+        start += side.nbytes
+    step = -(-len(bands) // MAX_BANDS)
+    return {
+        "tokens": tokens,
+        "block_tokens": destination.groups[g].group.block_tokens,
+        "source_bytes": start,
+        "sources": sources,
+        "destination": target.record(),
+        "copies": sum(band[5] for band in bands),
+        "bands": bands[:: max(1, step)],
+        "every": max(1, step),
+    }
+
+
+class _Side:
+    """The blocks of one period of one group, bytes of each side by side."""
+
+    def __init__(self, layout: Layout, group: int, num_blocks: int) -> None:
+        self.layout, self.group, self.num_blocks = layout, group, num_blocks
+        strips = sorted(layout.footprints[group].strips, key=lambda strip: strip.offset)
+        self.offsets = np.array([strip.offset for strip in strips], np.int64)
+        self.starts = np.cumsum([0, *(strip.nbytes for strip in strips)])[:-1].astype(np.int64)
+        self.block_bytes = sum(strip.nbytes for strip in strips)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def places(self, offsets: Ints, block: int) -> Ints:
+        """Where bytes of block 0 are drawn, were it the block of that number."""
+        strip = np.searchsorted(self.offsets, offsets, side="right") - 1
+        return self.starts[strip] + offsets - self.offsets[strip] + block * self.block_bytes
+
+    def record(self) -> dict[str, Any]:
+        """The pieces of one block, `[place, nbytes, layer]`, and how many blocks there are."""
+        rows = self.layout.groups[self.group]
+        pieces = [
+            (run, layer.name)
+            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+            for run in page_runs(layer, place)
+        ]
+        pieces.sort(key=lambda pair: pair[0])
+        places = self.places(np.array([run.offset for run, _ in pieces], np.int64), 0)
+        return {
+            "order": self.layout.order,
+            "num_blocks": self.num_blocks,
+            "block_bytes": self.block_bytes,
+            "pieces": [
+                [int(place), run.nbytes, name]
+                for place, (run, name) in zip(places, pieces, strict=True)
+            ],
+        }
+
+
+def _bands(
+    pair: GroupPair, source: _Side, destination: _Side, number: int, start: int
+) -> list[list[int]]:
+    """`[route, source place, its bytes, destination place, its bytes, copies, bytes copied]`."""
+    found: list[list[int]] = []
+    near, far = source.nbytes // RESOLUTION, destination.nbytes // RESOLUTION
+    token = 0
+    for lanes in pair.period:
+        s_block, d_block = token // pair.spans[0], token // pair.spans[1]
+        s = source.places(lanes.copies.source, s_block) + start
+        d = destination.places(lanes.copies.destination, d_block)
+        columns = s.tolist(), d.tolist(), lanes.copies.nbytes.tolist()
+        for here, there, nbytes in zip(*columns, strict=True):
+            _add(found, [number, here, nbytes, there, nbytes, 1, nbytes], near, far)
+        token += lanes.tokens
+    return found
+
+
+def _add(bands: list[list[int]], band: list[int], near: int, far: int) -> None:
+    """Lengthen the last band by this one where no eye could tell them apart."""
+    if bands and bands[-1][0] == band[0]:
+        last = bands[-1]
+        gap, other = band[1] - last[1] - last[2], band[3] - last[3] - last[4]
+        if 0 <= gap <= near and 0 <= other <= far:
+            last[2] += gap + band[2]
+            last[4] += other + band[4]
+            last[5] += 1
+            last[6] += band[6]
+            return
+    bands.append(band)
+
+
+# ── simulations ─────────────────────────────────────────────────────────────────────
+
+
+def simulation_page(
+    model: str,
+    trace: str,
+    reports: "Mapping[str, ReplayReport]",
+    histories: "Mapping[str, SlabHistory]",
+) -> str:
+    """The page: one curve and one history of the slabs per policy."""
+    data = {
+        "kvstow": __version__,
+        "model": model,
+        "trace": trace,
+        "policies": {
+            name: {
+                "figures": report.figures(),
+                "curves": _curves(report.samples),
+                "history": histories[name].record(),
+            }
+            for name, report in reports.items()
+        },
+    }
+    return page(f"{model}: {trace} simulated", data, ("slabmap.js", "simulate.js"))
+
+
+def _curves(samples: "Sequence[ReplaySample]") -> dict[str, Any]:
+    """Columns of numbers, by name; parts are of the bytes in use."""
+    some = samples[:: max(1, -(-len(samples) // MAX_SAMPLES))]
+    return {
+        "seconds": [round(sample.seconds, 3) for sample in some],
+        "requests": [sample.requests for sample in some],
+        "waiting": [sample.waiting for sample in some],
+        "in_use": [round(sample.waste.in_use) for sample in some],
+        "cached": [sample.cached_bytes for sample in some],
+        **{
+            part: [_share(getattr(sample.waste, part), sample.waste.in_use) for sample in some]
+            for part in ("padding", "fragmentation", "rounding")
+        },
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 5) if whole else 0.0

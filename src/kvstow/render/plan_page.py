@@ -1,0 +1,177 @@
+"""What the page of `kvstow plan` can be asked: the same model, planned many times over."""
+
+from dataclasses import replace
+from typing import Any
+
+from kvstow import __version__
+from kvstow.errors import KvstowError
+from kvstow.plan.capacity import (
+    bytes_per_token,
+    fixed_bytes,
+    max_requests,
+    max_tokens,
+    request_bytes,
+)
+from kvstow.plan.deployment import RankLayers
+from kvstow.plan.group import Group
+from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.report import descriptors, padding_fractions, per_layer_figures
+from kvstow.render.data import Index, layout_record
+from kvstow.render.page import page
+from kvstow.render.svg import layout_svg
+
+PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
+TP = (1, 2, 4, 8)
+FACTORS = (0.5, 1, 2, 4)
+"""Tokens per block, times what was asked for."""
+
+LENGTHS = tuple(1 << power for power in range(8, 21))
+"""Tokens per request, from 256 to about a million, at which curves have a point."""
+
+MOST_TOKENS = 4096
+COMPARED: tuple[Order, ...] = ("BLHNC", "LBHNC")
+"""The orders, one of either kind, in which every packing is planned."""
+
+
+def plan_page(held: RankLayers, layout: Layout, packing: Packing) -> str:
+    """The page: this layout and its neighbours, drawn; a still picture without scripts."""
+    data = plan_data(held, layout.order, packing)
+    return page(f"{layout.model}: KV cache layout", data, PLAN_SCRIPTS, still=layout_svg(layout))
+
+
+def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
+    """Everything the page draws: what was asked for, and its neighbours.
+
+    Neighbours that cannot be carry the reason instead. Ranks other than the first are
+    planned as they were asked for, with no other `tp`.
+    """
+    index = Index()
+    asked = held.deployment
+    choices = _choices(order, packing)
+    tried = [_variant(held, tp, tokens) for tp in _tps(held) for tokens in _tokens(held)]
+    alike: dict[tuple[Group, ...], dict[str, Any]] = {}
+    variants: list[dict[str, Any]] = []
+    for each in tried:
+        if each is None:
+            continue
+        if each.groups not in alike:
+            alike[each.groups] = {"planned": len(alike), **_planned_all(each, choices, index)}
+        variants.append(
+            {
+                "tp": each.deployment.tp,
+                "block_tokens": each.block_tokens,
+                "planned": alike[each.groups]["planned"],
+            }
+        )
+    return {
+        "kvstow": __version__,
+        "model": held.model.name,
+        "source": asked.model,
+        "rank": held.rank,
+        "pp": asked.pp,
+        "kv_dtype": held.kv_dtype,
+        "asked_dtype": asked.kv_dtype,
+        "budget": asked.budget,
+        "slabs_asked": asked.num_slabs,
+        "notes": list(held.model.notes),
+        "orders": sorted(ORDERS, key=lambda each: each[0]),
+        "packings": list(PACKINGS),
+        "lengths": list(LENGTHS),
+        "start": {
+            "tp": asked.tp,
+            "block_tokens": held.block_tokens,
+            "order": order,
+            "packing": packing,
+        },
+        "variants": variants,
+        "planned": list(alike.values()),
+        **index.record(),
+    }
+
+
+def _tps(held: RankLayers) -> list[int]:
+    asked = held.deployment
+    return [asked.tp] if held.rank else sorted({*TP, asked.tp})
+
+
+def _tokens(held: RankLayers) -> list[int]:
+    """Tokens per block to try, whole and within reason; what was asked for is among them."""
+    asked = held.block_tokens
+    tried = {int(asked * factor) for factor in FACTORS if asked * factor >= 1}
+    return sorted(n for n in tried if n == asked or n <= MOST_TOKENS)
+
+
+def _variant(held: RankLayers, tp: int, block_tokens: int) -> RankLayers | None:
+    """The same model with another `tp` and block size; None where it cannot be split so."""
+    asked = held.deployment
+    if (tp, block_tokens) == (asked.tp, held.block_tokens):
+        return held
+    try:
+        other = replace(asked, tp=tp, block_tokens=block_tokens).on_rank(held.rank)
+    except KvstowError:
+        return None
+    return other if other.block_tokens == block_tokens else None
+
+
+def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:
+    """Slabs in every order; other packings in one order of either kind, and as asked for."""
+    return [
+        (each, other)
+        for each in ORDERS
+        for other in PACKINGS
+        if other == "slab" or each in COMPARED or (each, other) == (order, packing)
+    ]
+
+
+def _planned_all(
+    held: RankLayers, choices: list[tuple[Order, Packing]], index: Index
+) -> dict[str, Any]:
+    known: dict[object, dict[str, Any]] = {}
+    return {
+        "per_layer": per_layer_figures(held.groups),
+        "layouts": {
+            f"{order} {packing}": _planned(held, order, packing, index, known)
+            for order, packing in choices
+        },
+    }
+
+
+def _planned(
+    held: RankLayers,
+    order: Order,
+    packing: Packing,
+    index: Index,
+    known: dict[object, dict[str, Any]],
+) -> dict[str, Any]:
+    try:
+        layout = held.layout(order, packing)
+    except KvstowError as error:
+        return {"error": str(error)}
+    return {
+        **layout_record(layout, index),
+        "copies": list(descriptors(layout)),
+        "padding": [round(part, 6) for part in padding_fractions(layout)],
+        **_holding(layout, known),
+    }
+
+
+def _holding(layout: Layout, known: dict[object, dict[str, Any]]) -> dict[str, Any]:
+    """What fits; computed once for layouts that differ only inside their rows."""
+    key = (
+        layout.num_slabs,
+        tuple(layout.sharing),
+        tuple(
+            (rows.group, rows.rows_per_slab, layout.row_stride(g))
+            for g, rows in enumerate(layout.groups)
+        ),
+    )
+    if key not in known:
+        known[key] = {
+            "fixed_bytes": fixed_bytes(layout),
+            "bytes_per_token": float(bytes_per_token(layout)),
+            "max_tokens": max_tokens(layout),
+            "request_bytes": [request_bytes(layout, n) for n in LENGTHS],
+            "requests": [max_requests(layout, n) for n in LENGTHS],
+        }
+    return known[key]

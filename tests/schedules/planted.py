@@ -1,0 +1,190 @@
+"""Bugs that are planted on purpose: each must be found, or the schedules prove nothing.
+
+A bug is a few lines that change the library for as long as a `with` block lasts.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from kvstow.blocks.pool import Pool
+from kvstow.route import route as routes
+from kvstow.route import sources as route_sources
+from kvstow.transfer import agent, fence, pull, serve, source
+from kvstow.transfer.channel import framing
+from kvstow.transfer.lease import Leases
+from kvstow.transfer.peers import outgoing
+from kvstow.transfer.transport import local
+from schedules import schedule
+
+Bug = Callable[[], Iterator[None]]
+BUGS: dict[str, Any] = {}
+
+
+def bug(made: Callable[[], Generator[None]]) -> Any:
+    BUGS[made.__name__] = contextmanager(made)
+    return BUGS[made.__name__]
+
+
+@contextmanager
+def changed(where: Any, name: str, value: Any) -> Generator[None]:
+    before = vars(where)[name]
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def nothing(*args: Any, **kwargs: Any) -> Any:
+    return
+    yield
+
+
+@bug
+def the_fence_is_skipped() -> Generator[None]:
+    with changed(fence.Fence, "passed", nothing):
+        yield
+
+
+@bug
+def the_fence_comes_before_the_last_byte() -> Generator[None]:
+    move, passed = pull.move, fence.Fence.passed
+
+    def early(endpoint: Any, order: Any, one: Any) -> Any:
+        yield from passed(fence.Fence(endpoint, one.card, one.layout, one.ticket))
+        yield from move(endpoint, order, one)
+
+    with changed(pull, "move", early), changed(fence.Fence, "passed", nothing):
+        yield
+
+
+@bug
+def rows_are_free_before_they_are_quiet() -> Generator[None]:
+    with (
+        changed(Pool, "quarantine", lambda self, group, ids: None),
+        changed(Pool, "unquarantine", lambda self, group, ids: None),
+    ):
+        yield
+
+
+@bug
+def quiet_at_disconnect() -> Generator[None]:
+    """A failed or disconnected post counts as ended."""
+    ended = property(lambda self: self.is_over or self._error is not None)
+    with changed(local._LocalPost, "ended", ended):
+        yield
+
+
+@bug
+def a_writer_says_stopped_at_once() -> Generator[None]:
+    with changed(serve.Serving, "is_quiet", property(lambda self: True)):
+        yield
+
+
+@bug
+def a_producer_s_failure_counts_as_quiet() -> Generator[None]:
+    quiet = source.Source.writer_is_quiet.fget
+    assert quiet is not None
+    failed = framing.Refused.__mro__ and serve.Failed
+    value = property(lambda self: quiet(self) or self.mailbox.has(failed))
+    with changed(source.Source, "writer_is_quiet", value):
+        yield
+
+
+@bug
+def generations_stay_when_rows_are_reused() -> Generator[None]:
+    """The pool hands rows out again under the same generation."""
+    hold = Pool.hold
+
+    def same(self: Pool, group: int, count: int) -> Any:
+        before = self.generations[group].copy()
+        ids = hold(self, group, count)
+        self.generations[group][:] = before
+        return ids
+
+    def released(self: Pool, group: int, ids: Any) -> None:
+        before = self.generations[group].copy()
+        release(self, group, ids)
+        self.generations[group][:] = before
+
+    release = Pool.release
+    with changed(Pool, "hold", same), changed(Pool, "release", released):
+        yield
+
+
+@bug
+def a_lease_does_not_keep_its_rows() -> Generator[None]:
+    """Blocks are offered without being shared, and the fence is trusted alone: it holds, so
+    rows must be found released twice."""
+    with changed(agent.Agent, "_share", lambda self, blocks: None):
+        yield
+
+
+@bug
+def the_ticket_s_start_is_not_compared() -> Generator[None]:
+    """A ticket of an earlier start is read from the process that came after it."""
+
+    def any_start(one: Any) -> Any:
+        yield from one.peer.met()
+
+    def any_ticket(self: Any, serving: Any) -> Any:
+        return next(iter(self._tickets.values()))
+
+    with changed(pull, "meet", any_start), changed(serve.Server, "opened", any_ticket):
+        yield
+
+
+@bug
+def identity_is_not_compared() -> Generator[None]:
+    """Nor anywhere on the way: routes look at it once more."""
+    with ExitStack() as stack:
+        for module in (outgoing, serve, routes, route_sources):
+            stack.enter_context(changed(module, "differences", lambda ours, theirs: ()))
+        yield
+
+
+@bug
+def leases_never_run_out() -> Generator[None]:
+    with changed(Leases, "expire", lambda self, *, now: ()):
+        yield
+
+
+@bug
+def a_deadline_is_never_looked_at() -> Generator[None]:
+    begin = agent.Agent._begin
+
+    def endless(self: Any, transfer: Any, tickets: Any, until: float) -> None:
+        begin(self, transfer, tickets, until + 1e6)
+
+    with changed(agent.Agent, "_begin", endless):
+        yield
+
+
+@bug
+def written_is_believed_before_it_is_true() -> Generator[None]:
+    """The producer says that all is written when it has only begun."""
+    written = serve.written
+
+    def early(endpoint: Any, serving: Any, ticket: Any, order: Any) -> Any:
+        story = written(endpoint, serving, ticket, order)
+
+        def told() -> Any:
+            serving.send(serve.Written(serving.transfer, 0, 0))
+            yield from story
+
+        return told()
+
+    with changed(serve, "written", early):
+        yield
+
+
+def found(name: str, seeds: range) -> int | None:
+    """The first seed that finds a bug."""
+    with BUGS[name]():
+        for seed in seeds:
+            try:
+                schedule.run(seed)
+            except Exception:
+                return seed
+    return None

@@ -1,0 +1,235 @@
+"""The loop: stories wait, wake, end and fail one by one."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstow.errors import TransferError
+from kvstow.plan.manifest import encode
+from kvstow.transfer.channel.messages import Begun, Stopped
+from kvstow.transfer.loop import IDLE, Loop, Mailbox, together
+from kvstow.transfer.transport.local import Fabric
+from transfer_node import Node, hybrid_layout, rows_for
+
+
+class Silence:
+    """A channel on which nobody speaks."""
+
+    def heard(self, timeout_ms: int) -> Iterator[Any]:
+        return iter(())
+
+    def watch(self, fd: int) -> None:
+        pass
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loop(clock: Clock) -> Iterator[Loop]:
+    made = Loop("test", Silence(), clock, hear=lambda line, message: None, progress=lambda: None)
+    yield made
+    made.close()
+
+
+def counting(seen: list[Any], *waits: float, result: Any = None):
+    """A story that notes every resumption."""
+    for wait in waits:
+        seen.append(wait)
+        yield wait
+    return result
+
+
+def failing(error: Exception):
+    yield 0.0
+    raise error
+
+
+def test_a_story_is_resumed_when_its_time_has_come_and_not_before(loop, clock):
+    seen: list[float] = []
+    task = loop.start("story", counting(seen, 1.0, 2.0, result="end"))
+    loop.step()
+    loop.step()
+    assert seen == [1.0]
+    clock.now = 1.0
+    loop.step()
+    assert seen == [1.0, 2.0]
+    task.wake()
+    loop.step()
+    assert (task.is_over, task.result) == (True, "end")
+    assert loop.tasks == []
+
+
+def test_the_next_turn_may_wait_for_the_soonest_story(loop):
+    assert loop.step() == IDLE
+    loop.start("one", counting([], 0.5))
+    loop.start("other", counting([], 0.01))
+    assert loop.step() == 0.01
+
+
+def test_an_error_ends_its_own_story_and_no_other(loop, clock, caplog):
+    seen: list[float] = []
+    fault = loop.start("fault", failing(TransferError("no", kind="peer")))
+    mistake = loop.start("mistake", failing(KeyError("a bug")))
+    healthy = loop.start("healthy", counting(seen, 0.0, 0.0, 0.0, result=7))
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5):
+            loop.step()
+    assert (healthy.result, healthy.error) == (7, None)
+    assert fault.error.kind == "peer"
+    assert "a bug" in str(mistake.error)
+    assert "ended by a bug" in caplog.text
+
+
+def test_an_error_of_a_message_or_a_command_is_logged_and_nobody_elses(clock, caplog):
+    class Speaking(Silence):
+        def heard(self, timeout_ms: int) -> Iterator[Any]:
+            return iter([("line", Begun(1)), ("line", Begun(2))])
+
+    heard: list[int] = []
+
+    def hear(line: str, message: Begun) -> None:
+        heard.append(message.transfer)
+        raise ValueError("cannot be read")
+
+    def breaking() -> None:
+        raise RuntimeError("an engine that breaks")
+
+    loop = Loop("test", Speaking(), clock, hear=hear, progress=breaking)
+    task = loop.start("healthy", counting([], 0.0, result=1))
+    loop.submit(breaking)
+    loop.step()
+    loop.step()
+    assert heard == [1, 2, 1, 2]
+    assert task.result == 1
+    loop.close()
+
+
+def test_only_the_first_interrupt_reaches_a_story_and_it_may_clean_up(loop):
+    caught: list[str] = []
+
+    def story():
+        try:
+            yield 100.0
+        except TransferError as error:
+            caught.append(str(error))
+        yield 100.0
+        return "cleaned up"
+
+    task = loop.start("story", story())
+    loop.step()
+    task.interrupt(TransferError("first", kind="aborted"))
+    task.interrupt(TransferError("second", kind="aborted"))
+    loop.step()
+    task.interrupt(TransferError("third", kind="aborted"))
+    task.wake()
+    loop.step()
+    assert caught == ["first"]
+    assert task.result == "cleaned up"
+
+
+def test_a_deadline_interrupts_a_story_that_waits_for_longer(loop, clock):
+    task = loop.start("slow", counting([], 100.0, 100.0))
+    task.deadline = 5.0
+    task.late = lambda: TransferError("too late", kind="timeout")
+    loop.step()
+    clock.now = 5.1
+    loop.step()
+    assert task.error.kind == "timeout"
+
+
+def test_stories_together_end_with_all_results_and_the_first_error_closes_the_others(loop):
+    both = loop.start(
+        "both", together(counting([], 0.0, result=1), counting([], 0.0, 0.0, result=2))
+    )
+    closed: list[bool] = []
+
+    def closing():
+        try:
+            yield 0.0
+            yield 0.0
+            yield 0.0
+        finally:
+            closed.append(True)
+
+    torn = loop.start("torn", together(closing(), failing(TransferError("no", kind="peer"))))
+    for _ in range(5):
+        loop.step()
+    assert both.result == [1, 2]
+    assert torn.error.kind == "peer"
+    assert closed == [True]
+
+
+def test_so_many_stories_run_at_once_as_were_asked_for(loop):
+    running: list[int] = []
+    most: list[int] = []
+
+    def story(number: int):
+        running.append(number)
+        most.append(len(running))
+        yield 0.0
+        running.remove(number)
+        return number
+
+    task = loop.start("all", together(*(story(i) for i in range(7)), at_once=3))
+    for _ in range(20):
+        loop.step()
+    assert task.result == list(range(7))
+    assert max(most) == 3
+
+
+def test_a_mailbox_keeps_messages_by_kind_and_wakes_its_story():
+    woken: list[bool] = []
+    mailbox = Mailbox(lambda: woken.append(True))
+    waiting = mailbox.wait(Begun)
+    next(waiting)
+    mailbox.put(Stopped(1))
+    next(waiting)
+    mailbox.put(Begun(2))
+    mailbox.put(Begun(3))
+    with pytest.raises(StopIteration) as end:
+        next(waiting)
+    assert end.value.value == Begun(2)
+    assert mailbox.take(Begun) == Begun(3)
+    assert mailbox.has(Stopped)
+    assert not mailbox.has(Begun)
+    assert len(woken) == 3
+
+
+def test_a_closed_loop_takes_nothing(loop):
+    loop.close()
+    with pytest.raises(TransferError, match="closed"):
+        loop.submit(lambda: None)
+    loop.wake()
+
+
+def test_two_agents_move_a_request_in_one_thread():
+    """No thread is started: every turn of either side is the caller's."""
+    layout, fabric = hybrid_layout(), Fabric()
+    source, target = (rows_for(layout, 18, seed) for seed in (1, 2))
+    producer = Node(encode(layout), fabric, name="p", is_started=False)
+    consumer = Node(encode(layout), fabric, name="c", is_started=False)
+    producer.fill(source)
+    number = consumer.begin_pull([producer.offer(source, 18)], target, digest="off")
+    transfer = consumer.transfers[number]
+    for _ in range(5000):
+        producer.agent.loop.step(0.001)
+        consumer.agent.loop.step(0.001)
+        if transfer.done:
+            break
+    assert transfer.wait(0).fence == "passed"
+    assert consumer.check(target, 0, 18) == ""
+    consumer.close()
+    producer.close()
