@@ -3,21 +3,23 @@
 A bug is a few lines that change the library for as long as a `with` block lasts.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvstow.blocks.pool import Pool
+from kvstow.errors import KvstowError
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.transfer import agent, fence, pull, serve, source
-from kvstow.transfer.channel import framing
+from kvstow.transfer import agent, pull, serve, source
+from kvstow.transfer.channel.messages import Begun, Failed
+from kvstow.transfer.fence import Fence
 from kvstow.transfer.lease import Leases
+from kvstow.transfer.loop import IDLE
 from kvstow.transfer.peers import outgoing
 from kvstow.transfer.transport import local
 from schedules import schedule
 
-Bug = Callable[[], Iterator[None]]
 BUGS: dict[str, Any] = {}
 
 
@@ -43,19 +45,32 @@ def nothing(*args: Any, **kwargs: Any) -> Any:
 
 @bug
 def the_fence_is_skipped() -> Generator[None]:
-    with changed(fence.Fence, "passed", nothing):
+    with changed(Fence, "passed", nothing):
         yield
 
 
 @bug
 def the_fence_comes_before_the_last_byte() -> Generator[None]:
-    move, passed = pull.move, fence.Fence.passed
+    """Counters are read and compared once the producer keeps the rows, before they are read."""
+    move, passed = pull.move, Fence.passed
 
     def early(endpoint: Any, order: Any, one: Any) -> Any:
-        yield from passed(fence.Fence(endpoint, one.card, one.layout, one.ticket))
+        while not one.mailbox.has(Begun):
+            yield IDLE
+        fence = Fence(endpoint, one.card, one.layout, one.ticket)
+        try:
+            yield from passed(fence)
+        finally:
+            fence.drop()
         yield from move(endpoint, order, one)
 
-    with changed(pull, "move", early), changed(fence.Fence, "passed", nothing):
+    with changed(pull, "move", early), changed(Fence, "passed", nothing):
+        yield
+
+
+@bug
+def digests_are_accepted_on_equal_lengths() -> Generator[None]:
+    with changed(pull, "mismatches", lambda wanted, here, there: []):
         yield
 
 
@@ -86,8 +101,7 @@ def a_writer_says_stopped_at_once() -> Generator[None]:
 def a_producer_s_failure_counts_as_quiet() -> Generator[None]:
     quiet = source.Source.writer_is_quiet.fget
     assert quiet is not None
-    failed = framing.Refused.__mro__ and serve.Failed
-    value = property(lambda self: quiet(self) or self.mailbox.has(failed))
+    value = property(lambda self: quiet(self) or self.mailbox.has(Failed))
     with changed(source.Source, "writer_is_quiet", value):
         yield
 
@@ -115,8 +129,7 @@ def generations_stay_when_rows_are_reused() -> Generator[None]:
 
 @bug
 def a_lease_does_not_keep_its_rows() -> Generator[None]:
-    """Blocks are offered without being shared, and the fence is trusted alone: it holds, so
-    rows must be found released twice."""
+    """Blocks are offered without being shared."""
     with changed(agent.Agent, "_share", lambda self, blocks: None):
         yield
 
@@ -179,12 +192,12 @@ def written_is_believed_before_it_is_true() -> Generator[None]:
         yield
 
 
-def found(name: str, seeds: range) -> int | None:
-    """The first seed that finds a bug."""
+def found(name: str, seeds: range) -> str:
+    """What the first seed says that finds a bug; nothing if none does."""
     with BUGS[name]():
         for seed in seeds:
             try:
                 schedule.run(seed)
-            except Exception:
-                return seed
-    return None
+            except (schedule.Broken, KvstowError) as error:
+                return f"seed {seed}: {error}"
+    return ""

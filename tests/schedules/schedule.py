@@ -18,11 +18,15 @@ import numpy as np
 
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import Begun
-from kvstow.transfer.options import Options
+from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.ticket import Ticket
 from schedules.world import BLOCK_TOKENS, Held, Node, Packet, Pull, World, truth
 
-DRAIN_ROUNDS = 600
+DRAIN_SECONDS = 20.0
+SILENT_BEATS = 32
+"""A consumer that is gone is forgotten after a little less, and what was written for it with it."""
+
+DIGESTS: tuple[DigestPolicy, ...] = ("off", "off", "off", "sample", "always")
 TICK = 0.1
 
 
@@ -64,6 +68,7 @@ class Faults:
     cut: float
     copy: float
     late: float
+    flip: float
 
 
 class Schedule:
@@ -77,6 +82,7 @@ class Schedule:
         """Leases are short, nobody renews them, and rows are soon somebody else's."""
         self.faults = self._drawn_faults()
         self.world.copy_faults, self.world.late_share = self.faults.copy, self.faults.late
+        self.world.flips = self.faults.flip
         self.world.slowness = 0.8 if self.churns else self.random.choice((0.0, 0.0, 0.5))
         self.offers: list[Offer] = []
         self.step = 0
@@ -101,6 +107,7 @@ class Schedule:
             cut=some(0.3, 0.03),
             copy=some(0.3, 0.05),
             late=self.random.choice((1.0, 0.3, 0.05)),
+            flip=some(0.15, 0.3),
         )
 
     def _drawn_options(self) -> Options:
@@ -112,7 +119,7 @@ class Schedule:
             drain_seconds=self.random.choice((0.1, 0.3)),
             quarantine_seconds=0.5,
             direction=self.random.choice(("read", "read", "write", "write", None)),
-            digest=self.random.choice(("off", "off", "off", "sample", "always")),
+            digest="always" if self.faults.flip else self.random.choice(DIGESTS),
             engines=1,
         )
 
@@ -384,19 +391,21 @@ class Schedule:
     def _come_to_rest(self) -> None:
         """No more faults, everybody gets turns, until nothing is under way."""
         world = self.world
-        self.faults = Faults(0, 0, 0, 0, 0, 0, 0, 0, 1.0)
+        self.faults = Faults(0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0)
+        world.flips = 0.0
         world.copy_faults, world.late_share, world.slowness = 0.0, 1.0, 0.0
         world.cut.clear()
         world.network.deaf.clear()
         for node in world.nodes.values():
             node.stopped = False
-        for _ in range(DRAIN_ROUNDS):
+        seconds = DRAIN_SECONDS + SILENT_BEATS * self._options.heartbeat_seconds
+        for _ in range(int(seconds / TICK)):
             self.step += 1
             self._round()
             if self._is_at_rest():
                 return
         late = [(n.name, p.request, p.transfer.done) for n in world.nodes.values() for p in n.pulls]
-        raise Broken(f"not at rest {DRAIN_ROUNDS * TICK:.0f} s later: pulls {late}, leases "
+        raise Broken(f"not at rest {seconds:.0f} s later: pulls {late}, leases "
                      f"{[len(n.agent.server.leases) for n in world.nodes.values()]}")  # fmt: skip
 
     def _round(self) -> None:

@@ -5,6 +5,7 @@ packet arrives, is lost, doubled or spoilt, which agent gets a turn, when time p
 agent is stopped, killed or started again, when bytes of a copy land.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from kvstow.transfer.peers import endpoint, probe
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 for module in (endpoint, probe):
-    module.PROBE_BYTES = 64  # paths are measured here too, but not for their rates
+    module.PROBE_BYTES = 8  # paths are measured here too, but not for their rates
 
 BLOCK_TOKENS = 2
 NUM_SLABS = 12
@@ -286,6 +287,7 @@ class World:
         self.graveyard: list[Node] = []
         self.copy_faults = 0.0
         self.slowness = 0.0
+        self.flips = 0.0
         self.spoils = 0.0
         self.injected: dict[str, int] = {}
 
@@ -309,6 +311,7 @@ class World:
             step_bytes=self.random.choice((1, 1, 48, 1 << 20)),
             piece_bytes=self.random.choice((0, 8, 24)),
             before_copy=self._before_copy,
+            after_copy=self._after_copy,
         )
         agent = Agent(
             arena, pool, transport=transport, name=name, options=options, channel=channel,
@@ -330,6 +333,19 @@ class World:
         if self.copy_faults and self.random.random() < self.copy_faults:
             self.count("failed copies")
             raise TransferError("a copy failed", kind="transport")
+
+    def _after_copy(self, address: int, nbytes: int) -> None:
+        """A bit of a row is turned over on the way; counters lie elsewhere."""
+        if not self.flips or self.random.random() >= self.flips:
+            return
+        if any(self._is_row(node, address) for node in self.nodes.values()):
+            at = address + self.random.randrange(nbytes)
+            ctypes.c_uint8.from_address(at).value ^= 1 << self.random.randrange(8)
+            self.count("flipped bits")
+
+    def _is_row(self, node: Node, address: int) -> bool:
+        start = node.arena.address
+        return start <= address < start + node.arena.nbytes
 
     def kill(self, name: str) -> None:
         """The process is gone, with all it had under way; its memory is nobody's."""

@@ -68,7 +68,8 @@ class LocalTransport:
     `before_copy` is called before every single copy with its index in the post: what a
     test does there happens in the middle of a transfer. A TransferError that it raises is the
     engine's: the post has failed, the rest of its copies go on. `piece_bytes` cuts copies, so
-    that half of one may be there.
+    that half of one may be there. `after_copy` is told where so many bytes have arrived, and
+    may spoil them.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class LocalTransport:
         step_bytes: int = STEP_BYTES,
         piece_bytes: int = 0,
         before_copy: Callable[[int], None] | None = None,
+        after_copy: Callable[[int, int], None] | None = None,
     ) -> None:
         self.fabric = fabric
         self.step_bytes = step_bytes
         self.piece_bytes = piece_bytes
         self.before_copy = before_copy
+        self.after_copy = after_copy
         self.is_closed = False
         self._name = fabric.join(self)
         self._regions: list[Region] = []
@@ -168,6 +171,7 @@ class LocalTransport:
             step_bytes=self.step_bytes,
             piece_bytes=self.piece_bytes,
             before_copy=self.before_copy,
+            after_copy=self.after_copy,
         )
 
     def close(self) -> None:
@@ -261,6 +265,8 @@ class _LocalPost:
             )
             return 0
         ctypes.memmove(destination, source, nbytes)
+        if self._owner.after_copy is not None:
+            self._owner.after_copy(destination, nbytes)
         self.done += 1
         return nbytes
 
