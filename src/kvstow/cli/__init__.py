@@ -23,6 +23,7 @@ from kvstow.cli.plan import plan
 from kvstow.cli.route import route
 from kvstow.cli.route_requests import route_requests
 from kvstow.cli.simulate import simulate
+from kvstow.cli.size import size
 from kvstow.cli.store import store
 from kvstow.cli.top import top
 
@@ -55,6 +56,7 @@ def kvstow(
 
 app.command("models")(models)
 app.command("plan")(plan)
+app.command("size")(size)
 app.command("compare")(compare)
 app.command("check")(check)
 app.command("dash")(dash)

@@ -76,11 +76,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: in
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, *, indent: str = "  ") -> str:
     """The text in lines of at most 80 columns, all but the first indented."""
     from textwrap import fill
 
-    return fill(text, WIDTH, subsequent_indent="  ")
+    return fill(text, WIDTH, subsequent_indent=indent)
 
 
 def human(nbytes: int) -> str:

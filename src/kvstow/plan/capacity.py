@@ -45,20 +45,28 @@ def bytes_per_token(layout: Layout) -> Fraction:
     )
 
 
-def fits(
+def slabs_needed(
     layout: Layout, num_requests: int, num_tokens: int, *, in_flight: int = PREFILL_TOKENS
-) -> bool:
-    """Whether so many requests fit at once, one of them in the middle of its prefill."""
+) -> int:
+    """Slabs that so many requests take at once, one of them in the middle of its prefill."""
     steady = request_rows(layout, num_tokens)
     busiest = request_rows(layout, num_tokens, in_flight=in_flight)
+    most = 0
     for sharing in layout.sharing:
         slabs = 0
         for g in sharing:
             rows = (num_requests - 1) * steady[g] + busiest[g]
             slabs += -(-rows // layout.groups[g].rows_per_slab)
-        if slabs > layout.num_slabs - NULL_SLABS:
-            return False
-    return True
+        most = max(most, slabs)
+    return most
+
+
+def fits(
+    layout: Layout, num_requests: int, num_tokens: int, *, in_flight: int = PREFILL_TOKENS
+) -> bool:
+    """Whether so many requests fit at once, one of them in the middle of its prefill."""
+    slabs = slabs_needed(layout, num_requests, num_tokens, in_flight=in_flight)
+    return slabs <= layout.num_slabs - NULL_SLABS
 
 
 def max_requests(layout: Layout, num_tokens: int, *, in_flight: int = PREFILL_TOKENS) -> int:

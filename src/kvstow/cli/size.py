@@ -1,0 +1,432 @@
+"""`kvstow size`: how many requests fit on GPUs, or what a load needs."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstow.cli import options
+from kvstow.cli.output import (
+    FAILED,
+    MISUSED,
+    emit_json,
+    emit_text,
+    human,
+    note,
+    refuse,
+    table,
+    wrapped,
+)
+from kvstow.errors import ModelError, PlanError
+from kvstow.plan.deployment import USUAL_TOKENS, Deployment
+from kvstow.plan.words import counted
+
+if TYPE_CHECKING:
+    from kvstow.plan.models.weights import Weights
+    from kvstow.plan.sizing import Sizing, StageNeed
+
+SHOWN = 8
+"""Clusters that are listed as text; `--json` has all."""
+
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a request.")]
+Requests = Annotated[
+    int | None,
+    typer.Option(
+        "--requests",
+        min=1,
+        help="The load: requests at once. Asks what is needed for it.",
+        show_default="as many as fit",
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME|SIZE",
+        help="h100, h200, b200, a100-80, a100-40, l40s, mi300x …, or the memory of one.",
+        show_default=False,
+    ),
+]
+WeightsBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--weights-bytes",
+        parser=options.size,
+        metavar="SIZE",
+        help="All weights together.",
+        show_default="an estimate",
+    ),
+]
+Utilisation = Annotated[
+    float,
+    typer.Option(
+        "--utilisation", min=0.01, max=1.0, help="The part of a GPU for weights and cache."
+    ),
+]
+MaybeTp = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, help="Tensor-parallel ranks.", show_default="1, or searched"),
+]
+MaybePp = Annotated[
+    int | None,
+    typer.Option("--pp", min=1, help="Pipeline stages.", show_default="1, or searched"),
+]
+MaybeDp = Annotated[
+    int | None,
+    typer.Option("--dp", min=1, help="Replicas.", show_default="1, or as many as needed"),
+]
+KvDtypes = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="DTYPE[,DTYPE…]",
+        help="Element type of the cache; several are searched.",
+        show_default="the model's own",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked: a model, its weights, requests of so many tokens, and GPUs."""
+
+    deployment: Deployment
+    weights: "Weights"
+    tokens: int
+    requests: int | None
+    gpu: str | None
+    gpu_bytes: int
+    utilisation: float
+    kv_dtypes: tuple[str | None, ...]
+
+    def document(self, question: str, answer: str) -> dict[str, Any]:
+        """What all three questions have in common."""
+        return {
+            "model": self.deployment.facts().name,
+            "question": question,
+            "answer": answer,
+            "tokens": self.tokens,
+            "requests": self.requests,
+            "gpu": None if self.gpu is None else {"name": self.gpu, "bytes": self.gpu_bytes},
+            "utilisation": self.utilisation,
+            "weights": {"bytes": self.weights.nbytes, "how": self.weights.how},
+        }
+
+
+def size(
+    model: options.ModelName,
+    tokens: Tokens = USUAL_TOKENS,
+    requests: Requests = None,
+    gpu: Gpu = None,
+    tp: MaybeTp = None,
+    pp: MaybePp = None,
+    dp: MaybeDp = None,
+    kv_dtype: KvDtypes = None,
+    block_tokens: options.BlockTokens = None,
+    weights_bytes: WeightsBytes = None,
+    utilisation: Utilisation = 0.9,
+    json: options.Json = False,
+) -> None:
+    """How many requests fit on GPUs, or what a load needs: weights and cache.
+
+    With --gpu alone, how many requests fit. With --requests alone, how much memory they
+    need. With both, the smallest cluster, searched over tp, pp and replicas. Exit code 1
+    where not one request fits.
+    """
+    options.note_shadowed(model)
+    kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)
+    asked = Load(
+        deployment=Deployment(
+            model=model, tp=tp or 1, pp=pp or 1, block_tokens=block_tokens, kv_dtype=kv_dtypes[0]
+        ),
+        weights=_weights(model, weights_bytes, kv_dtypes),
+        tokens=tokens,
+        requests=requests,
+        gpu=gpu,
+        gpu_bytes=_gpu_bytes(gpu),
+        utilisation=utilisation,
+        kv_dtypes=kv_dtypes,
+    )
+    if gpu is None:
+        document, parts = _memory(asked, dp or 1)
+    elif requests is None:
+        document, parts = _fit(asked, dp or 1)
+    else:
+        document, parts = _cluster(asked, tp, pp, dp)
+    if json:
+        emit_json(document)
+    else:
+        emit_text(wrapped(document["answer"], indent=""), *parts, _basis(asked))
+    if not document["fits"]:
+        raise typer.Exit(FAILED)
+
+
+def _gpu_bytes(gpu: str | None) -> int:
+    from kvstow.plan.sizing import gpu_bytes
+
+    try:
+        return 0 if gpu is None else gpu_bytes(gpu)
+    except PlanError as error:
+        refuse(str(error), code=MISUSED)
+
+
+def _weights(model: str, given: int | None, kv_dtypes: tuple[str | None, ...]) -> "Weights":
+    """The weights as given, or an estimate. Ends with 2 on a model or dtype that is none."""
+    from kvstow.plan.models.weights import Weights, model_weights
+
+    try:
+        for kv_dtype in kv_dtypes:
+            Deployment(model=model, kv_dtype=kv_dtype).facts()
+        if given is not None:
+            return Weights(nbytes=given, how="as given")
+        return model_weights(model)
+    except ModelError as error:
+        refuse(str(error), code=MISUSED)
+
+
+# ── how many fit ──────────────────────────────────────────────────────────────────────
+
+
+def _fit(asked: Load, dp: int) -> tuple[dict[str, Any], list[str]]:
+    from kvstow.plan.sizing import sized
+
+    found = sized(
+        asked.deployment,
+        gpu=asked.gpu_bytes,
+        weights=asked.weights.nbytes,
+        tokens=asked.tokens,
+        dp=dp,
+        utilisation=asked.utilisation,
+    )
+    for line in found.notes:
+        note(line)
+    answer = _fit_answer(asked, found)
+    document = asked.document("fit", answer) | _sizing(found) | {"fits": found.max_requests > 0}
+    return document, [_stage_table(found), *_repeated(found)]
+
+
+def _fit_answer(asked: Load, found: "Sizing") -> str:
+    if found.max_requests:
+        limit = f"; rank {found.limiting.rank} is the limit" if found.deployment.pp > 1 else ""
+        verb = "fits" if found.max_requests == 1 else "fit"
+        return f"{_load(asked, found.max_requests)} {verb} at once on {_gpus(asked, found)}{limit}."
+    usable = human(int(asked.gpu_bytes * asked.utilisation))
+    why = f"{human(found.limiting.weights_bytes)} of weights, and {usable} to use"
+    if found.limiting.cache_bytes > 0:
+        why = f"{human(found.limiting.cache_bytes)} for the cache"
+    others = _clusters(replace(asked, requests=1), None, None, None)
+    hint = f" {_gpus(asked, others[0])} would do." if others else ""
+    return (
+        f"not one request of {asked.tokens:,} tokens fits on {_gpus(asked, found)}: rank "
+        f"{found.limiting.rank} has {why}.{hint}"
+    )
+
+
+def _load(asked: Load, requests: int) -> str:
+    return f"{counted(requests, 'request')} of {asked.tokens:,} tokens"
+
+
+def _gpus(asked: Load, found: "Sizing") -> str:
+    """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
+    split = found.deployment
+    sizes = [("tp", split.tp), ("pp", split.pp), ("dp", found.dp)]
+    said = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
+    return f"{found.num_gpus} × {asked.gpu} ({', '.join((*said, f'{found.kv_dtype} cache'))})"
+
+
+def _sizing(found: "Sizing") -> dict[str, Any]:
+    split = found.deployment
+    return {
+        "tp": split.tp,
+        "pp": split.pp,
+        "dp": found.dp,
+        "gpus": found.num_gpus,
+        "kv_dtype": found.kv_dtype,
+        "max_requests": found.max_requests,
+        "limiting_rank": found.limiting.rank,
+        "head_copies": found.head_copies,
+        "ranks": [
+            {
+                "rank": stage.rank + i,
+                "layers": stage.layers,
+                "weights_bytes": stage.weights_bytes,
+                "cache_bytes": stage.cache_bytes,
+                "request_bytes": stage.request_bytes,
+                "requests": stage.requests,
+            }
+            for stage in found.stages
+            for i in range(split.tp)
+        ],
+    }
+
+
+def _stage_table(found: "Sizing") -> str:
+    rows = [
+        (
+            _ranks(stage.rank, found.deployment.tp),
+            f"{stage.layers:,}",
+            human(stage.weights_bytes),
+            human(stage.cache_bytes) if stage.cache_bytes > 0 else "–",
+            human(stage.request_bytes),
+            f"{stage.requests:,}" + (" ←" if _is_limit(found, stage.requests) else ""),
+        )
+        for stage in found.stages
+    ]
+    columns = ("ranks", "layers", "weights", "cache", "one request", "requests")
+    return table(columns, rows)
+
+
+def _is_limit(found: "Sizing", requests: int) -> bool:
+    return len(found.stages) > 1 and requests == found.limiting.requests
+
+
+def _ranks(first: int, tp: int) -> str:
+    return str(first) if tp == 1 else f"{first}–{first + tp - 1}"
+
+
+def _repeated(found: "Sizing") -> list[str]:
+    if found.head_copies == 1:
+        return []
+    return [
+        wrapped(
+            f"Every kv head is on {found.head_copies} of the {found.deployment.tp} "
+            "tensor-parallel ranks: there are fewer heads than ranks. More tp than heads makes "
+            "room for the cache only by holding less of the weights.",
+            indent="",
+        )
+    ]
+
+
+# ── what a load needs ─────────────────────────────────────────────────────────────────
+
+
+def _memory(asked: Load, dp: int) -> tuple[dict[str, Any], list[str]]:
+    from kvstow.plan.sizing import needed
+
+    requests = asked.requests or 1
+    each = -(-requests // dp)
+    stages = needed(
+        asked.deployment, weights=asked.weights.nbytes, tokens=asked.tokens, requests=each
+    )
+    most = max(stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
+    nbytes = most.weights_bytes + most.cache_bytes
+    split = asked.deployment
+    gpus = split.num_ranks * dp
+    answer = (
+        f"{_load(asked, requests)} at once {'needs' if requests == 1 else 'need'} {human(nbytes)} "
+        f"{f'on each of {gpus} GPUs' if gpus > 1 else 'on one GPU'}: {human(most.cache_bytes)} of "
+        f"cache and {human(most.weights_bytes)} of weights. With {asked.utilisation:.0%} of a GPU "
+        f"in use, it has to have {human(round(nbytes / asked.utilisation))}."
+    )
+    document = asked.document("memory", answer) | {
+        "fits": True,
+        "requests": requests,
+        "tp": split.tp,
+        "pp": split.pp,
+        "dp": dp,
+        "bytes_per_gpu": nbytes,
+        "limiting_rank": most.rank,
+        "ranks": [_need(stage, i) for stage in stages for i in range(split.tp)],
+    }
+    rows = [
+        (
+            _ranks(stage.rank, split.tp),
+            f"{stage.layers:,}",
+            human(stage.weights_bytes),
+            human(stage.cache_bytes),
+            human(stage.request_bytes),
+        )
+        for stage in stages
+    ]
+    return document, [table(("ranks", "layers", "weights", "cache", "one request"), rows)]
+
+
+def _need(stage: "StageNeed", i: int) -> dict[str, int]:
+    return {
+        "rank": stage.rank + i,
+        "layers": stage.layers,
+        "weights_bytes": stage.weights_bytes,
+        "cache_bytes": stage.cache_bytes,
+        "request_bytes": stage.request_bytes,
+    }
+
+
+# ── the smallest cluster ──────────────────────────────────────────────────────────────
+
+
+def _cluster(
+    asked: Load, tp: int | None, pp: int | None, dp: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    found = _clusters(asked, tp, pp, dp)
+    load = _load(asked, asked.requests or 1)
+    if not found:
+        answer = f"no split that was tried has room on {asked.gpu} for {load}."
+        return asked.document("cluster", answer) | {"fits": False, "clusters": []}, []
+    best = found[0]
+    answer = (
+        f"{_gpus(asked, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} at "
+        f"once; {best.max_requests:,} would fit."
+    )
+    document = asked.document("cluster", answer) | _sizing(best)
+    document |= {"fits": True, "clusters": [_line(each) for each in found]}
+    return document, [_cluster_table(found), *_repeated(best)]
+
+
+def _clusters(asked: Load, tp: int | None, pp: int | None, dp: int | None) -> "tuple[Sizing, ...]":
+    from kvstow.plan.sizing import PP, TP, clusters
+
+    found = clusters(
+        asked.deployment,
+        gpu=asked.gpu_bytes,
+        weights=asked.weights.nbytes,
+        tokens=asked.tokens,
+        requests=asked.requests or 1,
+        kv_dtypes=asked.kv_dtypes,
+        tps=TP if tp is None else (tp,),
+        pps=PP if pp is None else (pp,),
+        utilisation=asked.utilisation,
+    )
+    return tuple(each for each in found if dp is None or each.dp <= dp)
+
+
+def _line(each: "Sizing") -> dict[str, Any]:
+    return {
+        "gpus": each.num_gpus,
+        "tp": each.deployment.tp,
+        "pp": each.deployment.pp,
+        "dp": each.dp,
+        "kv_dtype": each.kv_dtype,
+        "max_requests": each.max_requests,
+        "limiting_rank": each.limiting.rank,
+    }
+
+
+def _cluster_table(found: "tuple[Sizing, ...]") -> str:
+    rows = [
+        (
+            each.kv_dtype,
+            f"{each.num_gpus:,}",
+            str(each.deployment.tp),
+            str(each.deployment.pp),
+            str(each.dp),
+            human(each.limiting.weights_bytes),
+            human(each.limiting.cache_bytes),
+            f"{each.max_requests:,}",
+        )
+        for each in found[:SHOWN]
+    ]
+    return table(("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests"), rows)
+
+
+def _basis(asked: Load) -> str:
+    """What the answer rests on."""
+    text = (
+        f"weights: {human(asked.weights.nbytes)}, {asked.weights.how}, in equal parts for layers "
+        "and ranks: an estimate."
+    )
+    if asked.gpu is not None:
+        text += (
+            f" A GPU has {human(asked.gpu_bytes)}, of which {asked.utilisation:.0%} is for "
+            "weights and cache; the rest is left to activations, graphs and the driver."
+        )
+    return wrapped(text, indent="")

@@ -1,0 +1,166 @@
+"""How many bytes a model's weights take: an estimate, for sizing alone.
+
+The first of these that is known:
+
+    files       the sizes of the weight files in the model's directory
+    formula     parameters counted from the configuration, times the bytes of one
+    published   parameters as published, times the bytes of one
+
+The formula is for decoders of attention and feed-forward layers:
+
+    embeddings  vocabulary × width, twice where the output head is not tied
+    attention   width × (query + key + value heads) × head size + query heads × head size × width
+                with a latent: down and up projections of queries, and of keys and values
+    dense       3 × width × intermediate size (2 × where it is not gated)
+    experts     (routed + shared) × 3 × width × expert size + width × routed, for the router
+
+Norms, biases and scales are left out: less than 1 % together. Layers count in the dtype of the
+configuration's `quantization_config` where there is one, embeddings in the model's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import WEIGHTS
+from kvstow.plan.models.catalogue import published
+from kvstow.plan.models.config import Config, Source, load_model
+from kvstow.plan.models.serving import own_dtype
+
+_NOT_GATED = frozenset(
+    ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "opt", "phi")
+)
+_NOT_COUNTED = (
+    "compress_ratios",
+    "conv_L_cache",
+    "hybrid_override_pattern",
+    "is_encoder_decoder",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "mamba_d_state",
+    "state_size",
+)
+"""Keys of models that have other layers than the formula counts."""
+
+_QUANTISED = {
+    "fp8": Fraction(1),
+    "fbgemm_fp8": Fraction(1),
+    "mxfp4": Fraction(17, 32),  # 4 bits, and 8 for the scale of 32
+    "awq": Fraction(17, 32),
+    "gptq": Fraction(17, 32),
+}
+"""Bytes per parameter of the layers, by `quant_method`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Bytes of all weights, and in a few words where the number is from."""
+
+    nbytes: int
+    how: str
+
+
+def model_weights(model: Source) -> Weights:
+    """The bytes of a model's weights.
+
+    Raises ModelError where neither files, configuration nor catalogue tell them.
+    """
+    nbytes = _file_bytes(model)
+    if nbytes:
+        return Weights(nbytes=nbytes, how="the size of the weight files")
+    config = load_model(model)
+    count = parameters(config)
+    if count is not None:
+        layers, embeddings = count
+        own = Fraction(own_dtype(config).bits, 8)
+        nbytes = round(layers * _layer_bytes(config, own) + embeddings * own)
+        return Weights(nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config")
+    known = published(config.name)
+    if "parameters" not in known:
+        raise config.error("how large the weights are is not known", "say --weights-bytes SIZE")
+    own = Fraction(own_dtype(config).bits, 8)
+    nbytes = known.get("weights_bytes") or round(known["parameters"] * own)
+    return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published")
+
+
+def parameters(config: Config) -> tuple[int, int] | None:
+    """Parameters of all layers, and of the embeddings; None where the formula does not apply."""
+    if "vocab_size" not in config or any(config.facts.get(key) for key in _NOT_COUNTED):
+        return None
+    try:
+        width = config.count("hidden_size", "n_embd")
+        num_layers = config.count("num_hidden_layers", "n_layer")
+        forward = sum(_forward(config, width, layer) for layer in range(num_layers))
+        attention = num_layers * _attention(config, width)
+        heads = 1 if config.flag("tie_word_embeddings", default=False) else 2
+        return forward + attention, heads * config.count("vocab_size") * width
+    except ModelError:
+        return None
+
+
+def _attention(config: Config, width: int) -> int:
+    heads = config.count("num_attention_heads", "n_head")
+    if "kv_lora_rank" in config:
+        latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+        nope, value = config.count("qk_nope_head_dim"), config.count("v_head_dim")
+        queries = heads * (nope + rope)
+        low = config.count("q_lora_rank") if "q_lora_rank" in config else None
+        asked = width * queries if low is None else low * (width + queries)
+        return asked + width * (latent + rope) + heads * (latent * (nope + value) + value * width)
+    size = config.count("head_dim", default=width // heads)
+    kv_heads = config.count("num_key_value_heads", default=heads)
+    return 2 * width * size * (heads + kv_heads)
+
+
+def _forward(config: Config, width: int, layer: int) -> int:
+    """The feed-forward parameters of one layer, of all its experts."""
+    routed = config.present("num_experts", "num_local_experts", "n_routed_experts")
+    if routed is None or not _has_experts(config, layer):
+        dense = config.count("intermediate_size_mlp", "intermediate_size", default=4 * width)
+        return (2 if config.model_type in _NOT_GATED else 3) * width * dense
+    experts = config.count(routed)
+    size = config.count("moe_intermediate_size", "intermediate_size")
+    shared = config.count("n_shared_experts", default=0) * size
+    if config.model_type.startswith("llama4"):
+        shared = size
+    if "shared_expert_intermediate_size" in config:
+        shared = config.count("shared_expert_intermediate_size")
+    return 3 * width * (experts * size + shared) + width * experts
+
+
+def _has_experts(config: Config, layer: int) -> bool:
+    dense = config.facts.get("first_k_dense_replace")
+    step = config.count("interleave_moe_layer_step", "decoder_sparse_step", default=1)
+    return layer >= (dense if isinstance(dense, int) else 0) and (layer + 1) % step == 0
+
+
+def _layer_bytes(config: Config, own: Fraction) -> Fraction:
+    quantised = config.facts.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        return own
+    method = cast("Mapping[str, object]", quantised).get("quant_method")
+    return _QUANTISED.get(str(method), own)
+
+
+def _file_bytes(model: Source) -> int:
+    """Bytes of the weight files beside a configuration; 0 where there are none."""
+    if not isinstance(model, str | Path):
+        return 0
+    folder = Path(model).expanduser()
+    folder = folder.parent if folder.name == "config.json" else folder
+    try:
+        found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+        files = next((files for files in found if files), [])
+        return sum(file.stat().st_size for file in files)
+    except (OSError, ValueError):
+        return 0
+
+
+def _spoken(count: int) -> str:
+    if count >= 10**9:
+        return f"{count / 10**9:.4g} billion parameters"
+    return f"{count / 10**6:.4g} million parameters"

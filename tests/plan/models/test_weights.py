@@ -1,0 +1,97 @@
+"""Bytes of weights, against the parameters that are published."""
+
+import pytest
+
+from kvstow.errors import ModelError
+from kvstow.plan.models import load_model
+from kvstow.plan.models.weights import model_weights, parameters
+
+DENSE = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+EXPERTS = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8"},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"), [(DENSE, 8.03e9), (EXPERTS, 46.7e9), (LATENT, 671e9)]
+)
+def test_the_formula_comes_within_half_a_percent_of_what_is_published(config, published):
+    counted = parameters(load_model(config))
+    assert counted is not None
+    assert sum(counted) == pytest.approx(published, rel=0.005)
+
+
+def test_a_tied_output_head_counts_once():
+    layers, embeddings = parameters(load_model(DENSE)) or (0, 0)
+    assert embeddings == 2 * 128256 * 4096
+    assert parameters(load_model(DENSE | {"tie_word_embeddings": True})) == (
+        layers,
+        embeddings // 2,
+    )
+
+
+def test_quantised_layers_count_narrow_and_embeddings_do_not():
+    layers, embeddings = parameters(load_model(LATENT)) or (0, 0)
+    assert model_weights(LATENT).nbytes == layers + 2 * embeddings
+    assert model_weights(DENSE).nbytes == 2 * sum(parameters(load_model(DENSE)) or ())
+
+
+def test_files_are_measured_where_they_are(tmp_path):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    (tmp_path / "a.safetensors").write_bytes(bytes(100))
+    (tmp_path / "b.safetensors").write_bytes(bytes(23))
+    (tmp_path / "tokenizer.bin").write_bytes(bytes(1000))
+    assert model_weights(str(tmp_path)).nbytes == 123
+    assert model_weights(str(tmp_path / "config.json")).nbytes == 123
+    assert "files" in model_weights(tmp_path).how
+
+
+def test_the_catalogue_tells_what_its_configurations_do_not():
+    assert model_weights("llama-3.1-8b").nbytes == 2 * 8_030_000_000
+    assert model_weights("gpt-oss-120b").nbytes == 65_300_000_000
+    with pytest.raises(ModelError, match="--weights-bytes"):
+        model_weights("glm-4.7-flash")
+
+
+def test_models_with_other_layers_are_not_counted():
+    assert parameters(load_model(DENSE | {"mamba_d_state": 16})) is None
+    with pytest.raises(ModelError, match="--weights-bytes"):
+        model_weights(DENSE | {"mamba_d_state": 16})
