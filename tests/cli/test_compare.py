@@ -1,5 +1,6 @@
 """`kvstow compare`: every order and packing of one model."""
 
+import csv
 import json
 from itertools import product
 
@@ -61,7 +62,8 @@ def test_a_layout_that_cannot_be_says_why_beside_those_that_can():
     assert all("10000000 bytes" in layout["error"] for layout in refused)
     text = invoke("compare", "deepseek-v4-flash", "--memory", "10MB")
     assert text.exit_code == 0
-    assert "BLHNC separate: a budget of 10000000 bytes holds 0 slabs" in text.stdout
+    assert "a budget of 10000000" in text.stdout
+    assert text.stdout.count("2 are the least") == 1  # one reason, for all that it bars
     assert max(map(len, text.stdout.splitlines())) <= 80
 
 
@@ -78,4 +80,94 @@ def test_the_table_of_every_catalogue_model_fits_80_columns(name):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum(line.split()[0] in ORDERS for line in lines if line.split()) == 18
+    rows = [line for line in lines if line.split() and line.split()[0] in ORDERS]
+    assert len(rows) == len({line.rstrip(" ←") for line in rows}) <= 18
+
+
+def test_rows_that_differ_only_in_their_order_are_one_and_the_best_is_marked():
+    lines = invoke("compare", "deepseek-v4-flash", "--memory", "60GiB").stdout.splitlines()
+    rows = [line for line in lines if line.startswith(ORDERS)]
+    assert len(rows) == 6
+    (best,) = [line for line in rows if "←" in line]
+    assert best.startswith("BLHNC BLNHC BHLNC   slab")
+    document = compare("deepseek-v4-flash", "--memory", "60GiB")
+    marked = {(each["order"], each["packing"]) for each in document["layouts"] if each["best"]}
+    assert marked == {(order, "slab") for order in ("BLHNC", "BLNHC", "BHLNC")}
+
+
+def test_several_values_are_all_compared():
+    document = compare(
+        "llama-3.1-8b",
+        "--tp",
+        "1,2",
+        "--block-tokens",
+        "16,64",
+        "--kv-dtype",
+        "fp8,bf16",
+        "--order",
+        "hnd,lbhnc",
+        "--packing",
+        "slab",
+        "--memory",
+        "20G",
+    )
+    asked = [
+        tuple(each[name] for name in ("tp", "block_tokens", "kv_dtype", "order"))
+        for each in document["layouts"]
+    ]
+    assert asked == list(product((1, 2), (16, 64), ("fp8", "bf16"), ("BLHNC", "LBHNC")))
+    by_asked = dict(zip(asked, document["layouts"], strict=True))
+    half, whole = by_asked[1, 16, "fp8", "BLHNC"], by_asked[1, 16, "bf16", "BLHNC"]
+    assert 2 * half["slab_bytes"] == whole["slab_bytes"] == 2 * 2**20
+
+
+def test_a_split_that_cannot_be_bars_its_own_lines_only():
+    document = compare("llama-3.1-8b", "--tp", "3,2", "--memory", "20G")
+    assert document["tp"] == 2
+    for layout in document["layouts"]:
+        assert (layout["error"] is not None) == (layout["tp"] == 3)
+    text = invoke("compare", "llama-3.1-8b", "--tp", "3,2", "--memory", "20G").stdout
+    assert text.count("cannot be split") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_requests_are_those_of_the_limiting_rank():
+    layouts = by_choice(compare("llama-3.1-8b", "--pp", "5", "--memory", "16GiB"))
+    planned = json.loads(
+        invoke("plan", "llama-3.1-8b", "--pp", "5", "--memory", "16GiB", "--json").stdout
+    )
+    assert layouts["BLHNC", "slab"]["requests"]["8192"] == planned["capacity"]["requests"]["8192"]
+
+
+def test_the_same_lines_are_written_as_csv_and_as_a_page(tmp_path):
+    sheet, page = tmp_path / "a.csv", tmp_path / "a.html"
+    document = compare("gpt-oss-20b", "--csv", str(sheet), "--html", str(page), "--memory", "1G")
+    lines = list(csv.DictReader(sheet.read_text().splitlines()))
+    assert len(lines) == len(document["layouts"]) == 18
+    for line, layout in zip(lines, document["layouts"], strict=True):
+        assert line["order"] == layout["order"]
+        assert int(line["requests"]) == layout["requests"]["8192"]
+        assert (line["best"] == "True") == layout["best"]
+    assert '"slab_bytes":' in page.read_text()
+    assert "layouts compared" in page.read_text()
+    out = invoke("compare", "gpt-oss-20b", "--csv", "-", "--memory", "1G")
+    assert out.stdout == sheet.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "0"], ["--tp", "1,2,4"]),
+        (["--tp", "1,x"], ["--tp"]),
+        (["--block-tokens", "1e3"], ["--block-tokens"]),
+        (["--order", "BLHN"], ["--order", "HND"]),
+        (["--packing", "loose"], ["--packing", "union"]),
+        (["--kv-dtype", "bf16,fp9"], ["fp9"]),
+        (["--block-tokens", ",".join(map(str, range(1, 99)))], ["1,764", "1,000"]),
+    ],
+)
+def test_values_that_are_none_are_refused(arguments, words):
+    result = invoke("compare", "llama-3.1-8b", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert all(word in result.stderr for word in words)

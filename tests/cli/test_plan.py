@@ -40,6 +40,15 @@ GROUP_KEYS = {
     "rows_per_slab",
     "placements",
 }
+TINY = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "torch_dtype": "bfloat16",
+}
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -204,18 +213,9 @@ def test_alignment_is_met():
 
 
 def test_a_directory_and_a_file_are_models_too(tmp_path):
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 64,
-        "num_key_value_heads": 2,
-        "hidden_size": 128,
-        "torch_dtype": "bfloat16",
-    }
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(TINY))
     by_folder, by_file = plan(str(folder)), plan(str(folder / "config.json"))
     assert by_folder == by_file
     assert by_folder["model"] == "tiny"
@@ -304,3 +304,81 @@ def test_the_cost_of_planning_does_not_grow_with_the_number_of_blocks(name):
     assert large["arena_bytes"] > 90_000 * small["arena_bytes"]
     assert large["num_slabs"] > 10_000 * small["num_slabs"]
     assert calls("100TiB") < 1.5 * calls("1GiB")
+
+
+def test_capacity_is_that_of_the_rank_on_which_least_fits():
+    document = plan("llama-3.1-8b", "--pp", "5", "--memory", "16GiB")
+    alone = [
+        plan("llama-3.1-8b", "--pp", "5", "--rank", str(rank), "--memory", "16GiB")["capacity"]
+        for rank in range(5)
+    ]
+    counts = [each["this_rank"]["requests"]["8192"] for each in alone]
+    assert counts == [85, 85, 73, 73, 85]
+    assert document["capacity"]["requests"]["8192"] == 73
+    assert document["capacity"]["limiting_rank"] == 2
+    assert {each["tokens"] for each in alone} == {min(e["this_rank"]["tokens"] for e in alone)}
+    text = invoke("plan", "llama-3.1-8b", "--pp", "5", "--memory", "16GiB").stdout
+    assert "rank 2 limits how many fit" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_manifest_may_go_to_stdout_alone(tmp_path):
+    file = tmp_path / "layout.json"
+    assert invoke("plan", "qwen3-8b", "--memory", "1G", "--manifest", str(file)).exit_code == 0
+    result = invoke("plan", "qwen3-8b", "--memory", "1G", "--manifest", "-")
+    assert result.exit_code == 0
+    assert result.stdout_bytes == file.read_bytes()
+    both = invoke("plan", "qwen3-8b", "--memory", "1G", "--manifest", "-", "--json")
+    assert both.exit_code == 2
+    assert both.stdout == ""
+
+
+def test_a_folder_with_the_name_of_a_known_model_is_read_and_noted(tmp_path, monkeypatch):
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+    result = invoke("plan", "llama-3.1-8b", "--memory", "1G", "--json")
+    assert f"note: llama-3.1-8b: read from {folder}, not from the catalogue" in result.stderr
+    assert json.loads(result.stdout)["groups"][0]["row_bytes"] == 2 * 16 * 2 * 2 * 64 * 2
+
+
+def test_a_hub_snapshot_is_called_by_its_organisation_and_name(tmp_path):
+    snapshot = tmp_path / "models--org--tiny-model" / "snapshots" / "0123abcd"
+    blob = tmp_path / "models--org--tiny-model" / "blobs" / "feed"
+    snapshot.mkdir(parents=True)
+    blob.parent.mkdir()
+    blob.write_text(json.dumps(TINY))
+    (snapshot / "config.json").symlink_to(blob)  # as the hub's cache has it
+    assert plan(str(snapshot))["model"] == "org/tiny-model"
+    assert plan(str(snapshot / "config.json"))["model"] == "org/tiny-model"
+    assert plan(str(snapshot), "--name", "mine")["model"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("blhnc", "BLHNC"), ("HND", "BLHNC"), ("nhd", "BLNHC")]
+)
+def test_orders_and_sizes_are_read_as_people_write_them(written, meant):
+    assert plan("qwen3-8b", "--order", written, "--memory", "20G") == plan(
+        "qwen3-8b", "--order", meant, "--memory", "20GiB"
+    )
+
+
+def test_int8_is_kept_with_its_scales():
+    plain, scaled = (
+        plan("qwen3-8b", "--kv-dtype", name)["groups"][0]["row_bytes"]
+        for name in ("int8", "int8_per_token_head")
+    )
+    assert plain == scaled
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("llama-3.1-8b", "one request: 131,072 bytes (128 KiB) per token\n"),
+        ("mistral-7b-v0.1", "one request: 538,968,064 bytes (514 MiB) at most, whatever its"),
+        ("gpt-oss-20b", "fixed at most,\n             and 24,576 bytes (24 KiB) per token\n"),
+    ],
+)
+def test_what_a_request_costs_is_said_in_words_that_fit_the_model(model, words):
+    assert words in invoke("plan", model, "--memory", "16GiB").stdout

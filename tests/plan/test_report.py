@@ -71,5 +71,5 @@ def test_comparing_and_planning_give_the_same_figures(order):
 def test_a_layout_that_cannot_be_is_a_reason_instead_of_figures():
     held = Deployment(model=TINY, memory=100).on_rank(0)
     figures = compared_figures(held, "BLHNC", "slab")
-    assert set(figures) == {"order", "packing", "error"}
+    assert set(figures) == {"tp", "block_tokens", "kv_dtype", "order", "packing", "error"}
     assert "a budget of 100 bytes" in figures["error"]

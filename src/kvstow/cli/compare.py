@@ -1,103 +1,328 @@
-"""`kvstow compare`: one model under every order and packing."""
+"""`kvstow compare`: one model under many orders, packings, splits, block sizes and dtypes."""
 
-from typing import Any
+import csv
+import io
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import FAILED, HINT, emit_json, emit_text, human, refuse, table, wrapped
+from kvstow.cli.output import (
+    FAILED,
+    HINT,
+    MISUSED,
+    emit_json,
+    emit_text,
+    human,
+    note,
+    refuse,
+    table,
+    wrapped,
+)
+from kvstow.errors import ModelError, PlanError
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
-from kvstow.plan.layout import ORDERS
-from kvstow.plan.pack import PACKINGS
-from kvstow.plan.report import compared_figures
+from kvstow.plan.layout import ORDERS, Order
+from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.report import alike, compared_figures, mark_best
+from kvstow.plan.words import parse_order
+
+MOST_LAYOUTS = 1000
+SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
+"""What may be given several values, and its column."""
+
+Tps = Annotated[
+    str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; several compared.")
+]
+BlockTokens = Annotated[
+    str | None,
+    typer.Option(
+        "--block-tokens",
+        metavar="N[,N…]",
+        help="Tokens per block; several are compared.",
+        show_default="16, or the model's own",
+    ),
+]
+KvDtypes = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="DTYPE[,DTYPE…]",
+        help="Element type of the cache; several are compared.",
+        show_default="the model's own",
+    ),
+]
+Orders = Annotated[
+    str, typer.Option("--order", metavar="ORDER[,ORDER…]", help="Orders of axes, or all.")
+]
+PackingNames = Annotated[
+    str, typer.Option("--packing", metavar="PACKING[,…]", help="slab, union, separate, or all.")
+]
+CsvFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        metavar="FILE",
+        help="Write one line per layout there; - is stdout, in place of the table.",
+        show_default=False,
+    ),
+]
 
 
 def compare(
     model: options.ModelName,
-    tp: options.Tp = 1,
+    tp: Tps = "1",
     pp: options.Pp = 1,
     rank: options.Rank = 0,
-    block_tokens: options.BlockTokens = None,
-    kv_dtype: options.KvDtype = None,
+    block_tokens: BlockTokens = None,
+    kv_dtype: KvDtypes = None,
+    order: Orders = "all",
+    packing: PackingNames = "all",
     memory: options.Memory = None,
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
+    csv: CsvFile = None,
+    html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
-    """Every order and packing of a model, side by side."""
+    """Orders, packings, splits, block sizes, dtypes of a model, side by side.
+
+    Exit code 1 where no layout can be.
+    """
     check_arena(memory, num_slabs)
-    deployment = Deployment(
-        model=model,
-        tp=tp,
-        pp=pp,
-        block_tokens=block_tokens,
-        kv_dtype=kv_dtype,
-        memory=memory,
-        num_slabs=num_slabs,
-        alignment=options.alignment(align or ()),
+    deployments = _deployments(
+        Deployment(
+            model=model,
+            pp=pp,
+            memory=memory,
+            num_slabs=num_slabs,
+            alignment=options.alignment(align or ()),
+        ),
+        tps=_numbers("--tp", tp),
+        block_tokens=_numbers("--block-tokens", block_tokens) if block_tokens else [None],
+        kv_dtypes=list(kv_dtype.split(",")) if kv_dtype else [None],
     )
-    what = on_rank(deployment, rank)
-    layouts = [
-        compared_figures(what, order, packing)
-        for order in sorted(ORDERS, key=lambda order: order[0])
-        for packing in PACKINGS
-    ]
+    choices = [(each, other) for each in _orders(order) for other in _packings(packing)]
+    if len(deployments) * len(choices) > MOST_LAYOUTS:
+        refuse(
+            f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
+            f"{HINT}name fewer values",
+            code=MISUSED,
+        )
+    first = _first(deployments, rank)
+    layouts = [line for each in deployments for line in _compared(each, rank, choices)]
+    mark_best(layouts)
+    document = _document(first, layouts)
+    _write(document, csv, html)
     if json:
-        emit_json(_document(what, layouts))
-    else:
-        emit_text(*_report(what, layouts))
+        emit_json(document)
+    elif csv != Path("-"):
+        emit_text(*_report(first, layouts))
     if all(layout["error"] is not None for layout in layouts):
         refuse("no order and packing can be" + HINT + "see each reason on stdout", code=FAILED)
 
 
-def _document(what: RankLayers, layouts: list[dict[str, Any]]) -> dict[str, Any]:
+# ── what is compared ──────────────────────────────────────────────────────────────────
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    values = text.split(",")
+    if not all(value.isdecimal() and 0 < int(value) < 1 << 20 for value in values):
+        raise typer.BadParameter(
+            f"{text!r} is no list of whole numbers, such as 1,2,4", param_hint=f"'{name}'"
+        )
+    return [int(value) for value in values]
+
+
+def _orders(text: str) -> list[Order]:
+    if text.lower() == "all":
+        return sorted(ORDERS, key=lambda order: order[0])
+    try:
+        return list(dict.fromkeys(parse_order(each) for each in text.split(",")))
+    except PlanError as error:
+        raise typer.BadParameter(str(error), param_hint="'--order'") from error
+
+
+def _packings(text: str) -> list[Packing]:
+    if text == "all":
+        return list(PACKINGS)
+    asked = text.split(",")
+    wrong = [each for each in asked if each not in PACKINGS]
+    if wrong:
+        raise typer.BadParameter(
+            f"{wrong[0]!r} is none of {', '.join(PACKINGS)}, all", param_hint="'--packing'"
+        )
+    return [packing for packing in PACKINGS if packing in asked]
+
+
+def _deployments(
+    deployment: Deployment,
+    *,
+    tps: Iterable[int],
+    block_tokens: Iterable[int | None],
+    kv_dtypes: Iterable[str | None],
+) -> list[Deployment]:
+    block_tokens, kv_dtypes = list(block_tokens), list(kv_dtypes)
+    return [
+        replace(deployment, tp=tp, block_tokens=tokens, kv_dtype=kv_dtype)
+        for tp in tps
+        for tokens in block_tokens
+        for kv_dtype in kv_dtypes
+    ]
+
+
+def _first(deployments: list[Deployment], rank: int) -> RankLayers:
+    """What the rank holds in the first deployment that can be; ends if none can."""
+    for each in deployments:
+        options.check_model(each)
+    for each in deployments:
+        with suppress(ModelError, PlanError):
+            each.on_rank(rank)
+            return on_rank(each, rank)
+    return on_rank(deployments[0], rank)
+
+
+def _compared(
+    deployment: Deployment, rank: int, choices: list[tuple[Order, Packing]]
+) -> list[dict[str, Any]]:
+    """The lines of one deployment; of one that cannot be, the reason on each."""
+    try:
+        held = deployment.on_rank(rank)
+    except (ModelError, PlanError) as error:
+        asked = {name: getattr(deployment, name) for name in SWEPT}
+        return [
+            {**asked, "order": order, "packing": packing, "error": str(error)}
+            for order, packing in choices
+        ]
+    return [compared_figures(held, order, packing) for order, packing in choices]
+
+
+def _document(first: RankLayers, layouts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "model": what.model.name,
-        "tp": what.deployment.tp,
-        "pp": what.deployment.pp,
-        "rank": what.rank,
-        "block_tokens": what.block_tokens,
-        "kv_dtype": what.kv_dtype,
+        "model": first.model.name,
+        "tp": first.deployment.tp,
+        "pp": first.deployment.pp,
+        "rank": first.rank,
+        "block_tokens": first.block_tokens,
+        "kv_dtype": first.kv_dtype,
         "layouts": layouts,
     }
 
 
-def _report(what: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
-    asked = what.deployment
-    heading = (
-        f"{what.model.name}\n"
-        f"rank {what.rank} of tp {asked.tp} × pp {asked.pp}, {what.kv_dtype}, {_arena(what)}"
+# ── text ──────────────────────────────────────────────────────────────────────────────
+
+
+def _report(first: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
+    swept = [name for name in SWEPT if len({layout[name] for layout in layouts} - {None}) > 1]
+    asked = first.deployment
+    split = (
+        f"pp {asked.pp}" if "tp" in swept else f"rank {first.rank} of tp {asked.tp} × pp {asked.pp}"
     )
-    columns = ("order", "packing", "slab bytes", "slabs", "padding", "copies", "requests")
+    said = [split, *([] if "kv_dtype" in swept else [first.kv_dtype]), _arena(first)]
+    columns = _columns(swept)
+    lines = alike(layouts)
+    fine = [(line, orders) for line, orders in lines if line["error"] is None]
+    rows = [[of(line, orders) for of in columns.values()] for line, orders in fine]
+    left = 2 + len(swept)
     legend = (
         "padding, and copies per block: of the worst group\n"
-        f"requests: of {USUAL_TOKENS:,} tokens, at once"
+        f"requests: of {USUAL_TOKENS:,} tokens, at once; ← most of them"
     )
-    refused = [
-        wrapped(f"{layout['order']} {layout['packing']}: {layout['error'].partition(HINT)[0]}")
-        for layout in layouts
-        if layout["error"] is not None
-    ]
-    reasons = ["\n".join(refused)] if refused else []
-    return [heading, table(columns, map(_row, layouts), num_left=2), legend, *reasons]
+    parts = [f"{first.model.name}\n{', '.join(said)}"]
+    if rows:
+        parts += [table(list(columns), rows, num_left=left), legend]
+    return [*parts, *_reasons(lines, swept)]
 
 
-def _arena(what: RankLayers) -> str:
-    budget = what.deployment.budget
+def _columns(swept: list[str]) -> dict[str, Callable[[dict[str, Any], list[Order]], str]]:
+    """What a line shows, by column; the slab only where there is room for it."""
+    columns: dict[str, Callable[[dict[str, Any], list[Order]], str]] = {
+        "order": lambda line, orders: " ".join(orders),
+        "packing": lambda line, orders: line["packing"],
+    }
+    for name in swept:
+        columns[SWEPT[name]] = lambda line, orders, name=name: str(line[name])
+    if not swept:
+        columns["slab"] = lambda line, orders: human(line["slab_bytes"])
+    return columns | {
+        "padding": lambda line, orders: f"{line['padding']:.2%}",
+        "copies": lambda line, orders: f"{max(line['descriptors_per_block'].values()):,}",
+        "requests": lambda line, orders: (
+            f"{line['requests'][str(USUAL_TOKENS)]:,} {'←' if line['best'] else ' '}"
+        ),
+    }
+
+
+def _reasons(lines: list[tuple[dict[str, Any], list[Order]]], swept: list[str]) -> list[str]:
+    """Every reason once, with the layouts that it bars."""
+    barred: dict[str, list[str]] = {}
+    for line, orders in lines:
+        if line["error"] is not None:
+            which = [f"{SWEPT[name]} {line[name]}" for name in swept if line[name] is not None]
+            name = " ".join((*which, line["packing"], f"({' '.join(orders)})"))
+            barred.setdefault(line["error"].partition(HINT)[0], []).append(name)
+    return [
+        "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in barred.items())
+    ] * bool(barred)
+
+
+def _arena(first: RankLayers) -> str:
+    budget = first.deployment.budget
     if budget is None:
-        return f"{what.deployment.num_slabs:,} slabs"
+        return f"{first.deployment.num_slabs:,} slabs"
     return human(budget)
 
 
-def _row(layout: dict[str, Any]) -> tuple[str, ...]:
-    """One line of the table; a layout that cannot be is one of dashes."""
-    if layout["error"] is not None:
-        return (layout["order"], layout["packing"], *"–" * 5)
-    return (
-        layout["order"],
-        layout["packing"],
-        f"{layout['slab_bytes']:,}",
-        f"{layout['num_slabs']:,}",
-        f"{layout['padding']:.2%}",
-        f"{max(layout['descriptors_per_block'].values()):,}",
-        f"{layout['requests'][str(USUAL_TOKENS)]:,}",
+# ── files ─────────────────────────────────────────────────────────────────────────────
+
+
+def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -> None:
+    if csv_file == Path("-"):
+        typer.echo(as_csv(document), nl=False)
+    elif csv_file is not None:
+        csv_file.write_text(as_csv(document), encoding="utf-8")
+        note(f"table written to {csv_file}")
+    if html is not None:
+        from kvstow import __version__
+        from kvstow.render.page import page
+
+        title = f"{document['model']}: layouts compared"
+        data = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, **document}
+        html.write_text(page(title, data, ("sweep.js",)), encoding="utf-8")
+        note(f"page written to {html}")
+
+
+def as_csv(document: dict[str, Any]) -> str:
+    """One line per layout, a header first."""
+    out = io.StringIO()
+    names = (
+        "model",
+        "tp",
+        "pp",
+        "block_tokens",
+        "kv_dtype",
+        "order",
+        "packing",
+        "best",
+        "slab_bytes",
+        "num_slabs",
+        "arena_bytes",
+        "padding",
+        "copies",
+        "bytes_per_token",
+        "requests",
+        "error",
     )
+    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for layout in document["layouts"]:
+        line = {"model": document["model"], "pp": document["pp"]} | layout
+        if layout["error"] is None:
+            line["copies"] = max(layout["descriptors_per_block"].values())
+            line["requests"] = layout["requests"][str(USUAL_TOKENS)]
+        writer.writerow(line)
+    return out.getvalue()

@@ -130,12 +130,18 @@ Align = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name", help="What to call the model in place of its own name.", show_default=False
+    ),
+]
 ManifestFile = Annotated[
     Path | None,
     typer.Option(
         "--manifest",
         metavar="FILE",
-        help="Write the layout's manifest there.",
+        help="Write the layout's manifest there; - is stdout, in place of the report.",
         show_default=False,
     ),
 ]
@@ -156,10 +162,7 @@ HtmlFile = Annotated[
 def on_rank(deployment: Deployment, rank: int) -> RankLayers:
     """What the rank holds. Ends with 2 on options that name no model, rank or layer."""
     check_rank(deployment, rank, f"--rank {rank}")
-    try:
-        deployment.facts()
-    except ModelError as error:
-        refuse(str(error), code=MISUSED)
+    check_model(deployment)
     note_shadowed(deployment.model)
     held = deployment.on_rank(rank)
     for line in held.model.notes:
@@ -168,6 +171,14 @@ def on_rank(deployment: Deployment, rank: int) -> RankLayers:
     if deployment.memory is None and deployment.num_slabs is None:
         note("planned for 16 GiB; say --memory SIZE or --num-slabs N for another arena")
     return held
+
+
+def check_model(deployment: Deployment) -> None:
+    """Ends with 2 on a model or a cache dtype that is not known."""
+    try:
+        deployment.facts()
+    except ModelError as error:
+        refuse(str(error), code=MISUSED)
 
 
 def check_rank(deployment: Deployment, rank: int, said: str) -> None:

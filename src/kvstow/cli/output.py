@@ -83,9 +83,16 @@ def wrapped(text: str, *, indent: str = "  ") -> str:
     return fill(text, WIDTH, subsequent_indent=indent)
 
 
-def human(nbytes: int) -> str:
+def human(nbytes: int | float) -> str:
     """`20 GiB`: four digits at most, so not exact."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:
             return f"{nbytes / 1024**power:.4g} {unit}"
-    return f"{nbytes} B"
+    return f"{nbytes:.4g} B"
+
+
+def exact(nbytes: int | float) -> str:
+    """`2,097,152 bytes (2 MiB)`."""
+    text = f"{nbytes:,}" if isinstance(nbytes, int) else f"{nbytes:,.2f}"
+    beside = f" ({human(nbytes)})" if nbytes >= 1024 else ""
+    return f"{text} {'byte' if nbytes == 1 else 'bytes'}{beside}"

@@ -1,15 +1,21 @@
 """`kvstow plan`: the layout of a model, and what it costs and holds."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import emit_json, emit_text, human, note, table
+from kvstow.cli.output import MISUSED, emit_json, emit_text, exact, human, note, refuse, table
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.report import padding_fractions, plan_figures, tensor_bytes
+from kvstow.plan.words import parse_order
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
+
+STDOUT = Path("-")
 
 
 def plan(
@@ -24,6 +30,7 @@ def plan(
     memory: options.Memory = None,
     num_slabs: options.NumSlabs = None,
     align: options.Align = None,
+    name: options.Name = None,
     manifest: options.ManifestFile = None,
     html: options.HtmlFile = None,
     json: options.Json = False,
@@ -32,53 +39,69 @@ def plan(
     check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
+        name=name,
         tp=tp,
         pp=pp,
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,
+        order=parse_order(order),
+        packing=packing,
         memory=memory,
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
     what = on_rank(deployment, rank)
-    layout = what.layout(order, packing)
+    layout = what.layout()
     if manifest is not None:
-        from kvstow.plan.manifest import encode
-
-        manifest.write_bytes(encode(layout))
-        note(f"manifest written to {manifest}")
+        _write_manifest(manifest, layout, json=json)
     if html is not None:
         from kvstow.render.plan_page import plan_page
 
         html.write_text(plan_page(what, layout, packing), encoding="utf-8")
         note(f"page written to {html}")
+    if manifest == STDOUT:
+        return
     figures = plan_figures(what, layout)
     if json:
         emit_json(figures)
     else:
-        emit_text(*_report(what, layout, figures, packing))
+        emit_text(*_report(what, layout, figures))
 
 
-def _report(
-    what: RankLayers, layout: "Layout", figures: dict[str, Any], packing: options.Packing
-) -> list[str]:
+def _write_manifest(file: Path, layout: "Layout", *, json: bool) -> None:
+    """The manifest in a file; on stdout, where it is all that is written there."""
+    from kvstow.plan.manifest import encode
+
+    if file != STDOUT:
+        file.write_bytes(encode(layout))
+        note(f"manifest written to {file}")
+        return
+    if json:
+        refuse(
+            "--manifest - and --json both write a document to stdout\n\nhint: give one of them",
+            code=MISUSED,
+        )
+    typer.get_binary_stream("stdout").write(encode(layout))
+
+
+def _report(what: RankLayers, layout: "Layout", figures: dict[str, Any]) -> list[str]:
     from kvstow.render.text import are_rows, rows_picture, slab_picture
 
-    parts = [_heading(what, figures, packing), _groups(layout, figures), slab_picture(layout)]
+    parts = [_heading(what, figures), _groups(layout, figures), slab_picture(layout)]
     if are_rows(layout) and any(rows.rows_per_slab > 1 for rows in layout.groups):
         parts.append(rows_picture(layout))
     parts += [_moving(layout, figures), _holding(figures)]
     return parts
 
 
-def _heading(what: RankLayers, figures: dict[str, Any], packing: options.Packing) -> str:
+def _heading(what: RankLayers, figures: dict[str, Any]) -> str:
     asked = what.deployment
     return (
         f"{figures['model']}\n"
         f"rank {what.rank} of tp {asked.tp} × pp {asked.pp}, {figures['kv_dtype']}, order "
-        f"{figures['order']}, packing {packing}\n"
+        f"{figures['order']}, packing {asked.packing}\n"
         f"arena {human(figures['arena_bytes'])} in one region: {figures['num_slabs']:,} slabs of "
-        f"{figures['slab_bytes']:,} bytes\n"
+        f"{exact(figures['slab_bytes'])}\n"
         f"fingerprint {figures['fingerprint']}"
     )
 
@@ -107,25 +130,48 @@ def _moving(layout: "Layout", figures: dict[str, Any]) -> str:
             rows.group.name,
             f"{transfer['descriptors_per_block'][rows.group.name]:,}",
             f"{transfer['bytes_per_block'][rows.group.name]:,}",
+            human(transfer["bytes_per_block"][rows.group.name]),
             f"{rows.group.num_tensors:,}",
-            f"{tensor_bytes(rows.group):,}",
+            human(tensor_bytes(rows.group)),
         )
         for rows in layout.groups
     ]
-    columns = ("moving one block of", "copies", "bytes in all", "per layer: copies", "bytes each ≤")
+    columns = ("moving one block of", "copies", "bytes", "", "per layer", "each ≤")
     return table(columns, rows)
 
 
 def _holding(figures: dict[str, Any]) -> str:
     request, capacity = figures["request"], figures["capacity"]
+    mine = capacity["this_rank"]
+    is_less = mine["requests"] != capacity["requests"]
     rows = [
-        (f"{int(n):,}", f"{nbytes:,}", human(nbytes), f"{capacity['requests'][n]:,}")
+        (
+            f"{int(n):,}",
+            f"{nbytes:,}",
+            human(nbytes),
+            f"{capacity['requests'][n]:,}",
+            *([f"{mine['requests'][n]:,}"] if is_less else []),
+        )
         for n, nbytes in request["at_tokens"].items()
     ]
     longest = "any length" if capacity["tokens"] is None else f"{capacity['tokens']:,} tokens"
-    growth = request["bytes_per_token"]
-    text = f"{growth:,}" if isinstance(growth, int) else f"{growth:,.2f}"
-    return (
-        f"one request: {request['fixed_bytes']:,} bytes fixed at most, {text} per token\n"
-        f"the longest that fits: {longest}\n\n"
-    ) + table(("tokens per request", "bytes", "", "requests at once"), rows, num_left=0)
+    columns = ("tokens per request", "bytes", "", "requests at once")
+    parts = [
+        f"one request: {_cost(request)}\nthe longest that fits: {longest}",
+        table((*columns, f"on rank {figures['rank']}") if is_less else columns, rows, num_left=0),
+    ]
+    if is_less:
+        parts.append(
+            f"A request is on all {figures['tp'] * figures['pp']} ranks at once: rank "
+            f"{capacity['limiting_rank']} limits how many fit."
+        )
+    return "\n\n".join(parts)
+
+
+def _cost(request: dict[str, Any]) -> str:
+    """The part that does not grow, and the part that does, as far as there are any."""
+    fixed, growth = request["fixed_bytes"], request["bytes_per_token"]
+    if not growth:
+        return f"{exact(fixed)} at most, whatever its length"
+    each = f"{exact(growth)} per token"
+    return f"{exact(fixed)} fixed at most,\n             and {each}" if fixed else each

@@ -1,9 +1,11 @@
 """The figures of a layout: what `kvstow plan`, `kvstow compare` and their pages show."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from kvstow.errors import PlanError
+from kvstow.errors import ModelError, PlanError
 from kvstow.plan.capacity import (
     bytes_per_token,
     fixed_bytes,
@@ -47,22 +49,27 @@ def plan_figures(held: RankLayers, layout: Layout) -> dict[str, Any]:
         },
         "separate": per_layer_figures(held.groups),
         "request": _request(layout),
-        "capacity": {
-            "tokens": max_tokens(layout),
-            "requests": {str(n): max_requests(layout, n) for n in LENGTHS},
-        },
+        "capacity": _capacity(held, layout),
         "fingerprint": fingerprint(layout),
     }
 
 
 def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
     """One line of `kvstow compare --json`: a layout's figures, or the reason why there is none."""
-    chosen: dict[str, Any] = {"order": order, "packing": packing}
+    asked = replace(held.deployment, packing=packing)
+    chosen: dict[str, Any] = {
+        "tp": asked.tp,
+        "block_tokens": held.block_tokens,
+        "kv_dtype": held.kv_dtype,
+        "order": order,
+        "packing": packing,
+    }
     try:
         layout = held.layout(order, packing)
     except PlanError as error:
         return chosen | {"error": str(error)}
     names = [rows.group.name for rows in layout.groups]
+    stages = stage_layouts(replace(held, deployment=asked), layout).values()
     return chosen | {
         "error": None,
         "slab_bytes": layout.slab_bytes,
@@ -71,8 +78,32 @@ def compared_figures(held: RankLayers, order: Order, packing: Packing) -> dict[s
         "padding": max(padding_fractions(layout)),
         "descriptors_per_block": dict(zip(names, descriptors(layout), strict=True)),
         "bytes_per_token": _plain(bytes_per_token(layout)),
-        "requests": {str(USUAL_TOKENS): max_requests(layout, USUAL_TOKENS)},
+        "requests": {str(USUAL_TOKENS): min(requests_at(each, USUAL_TOKENS) for each in stages)},
     }
+
+
+def mark_best(layouts: Sequence[dict[str, Any]]) -> None:
+    """Set `best` on every line of a comparison: those with which most requests fit, of them
+    those with the fewest copies per block, of them those with the least padding."""
+
+    def merit(layout: dict[str, Any]) -> tuple[float, ...]:
+        if layout["error"] is not None:
+            return (-1.0,)
+        copies = max(layout["descriptors_per_block"].values())
+        return (layout["requests"][str(USUAL_TOKENS)], -copies, -layout["padding"])
+
+    most = max(map(merit, layouts))
+    for layout in layouts:
+        layout["best"] = merit(layout) == most and most[0] > 0
+
+
+def alike(layouts: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Order]]]:
+    """Lines that differ in nothing but their order, as one line and its orders."""
+    found: dict[str, tuple[dict[str, Any], list[Order]]] = {}
+    for layout in layouts:
+        key = repr([value for name, value in layout.items() if name != "order"])
+        found.setdefault(key, (layout, []))[1].append(layout["order"])
+    return list(found.values())
 
 
 def catalogue_figures(name: str) -> dict[str, Any]:
@@ -178,6 +209,47 @@ def _request(layout: Layout) -> dict[str, Any]:
         "bytes_per_token": _plain(bytes_per_token(layout)),
         "at_tokens": {str(n): request_bytes(layout, n) for n in LENGTHS},
     }
+
+
+def _capacity(held: RankLayers, layout: Layout) -> dict[str, Any]:
+    """What fits on all ranks at once, and on this one by itself."""
+    stages = stage_layouts(held, layout)
+    longest = [max_tokens(each) if each else 0 for each in stages.values()]
+    usual = {rank: requests_at(each, USUAL_TOKENS) for rank, each in stages.items()}
+    return {
+        "tokens": min((n for n in longest if n is not None), default=None),
+        "requests": {
+            str(n): min(requests_at(each, n) for each in stages.values()) for n in LENGTHS
+        },
+        "limiting_rank": min(usual, key=lambda rank: usual[rank]),
+        "this_rank": {
+            "tokens": max_tokens(layout),
+            "requests": {str(n): max_requests(layout, n) for n in LENGTHS},
+        },
+    }
+
+
+def stage_layouts(held: RankLayers, layout: Layout) -> dict[int, Layout | None]:
+    """A layout for every stage, by its first rank: `layout` for the stage of `held` itself.
+
+    None where a stage does not fit into the memory; stages that keep nothing are left out.
+    """
+    asked = held.deployment
+    found: dict[int, Layout | None] = {}
+    for rank in range(0, asked.num_ranks, asked.tp):
+        try:
+            same = rank == held.rank - held.rank % asked.tp
+            found[rank] = layout if same else asked.on_rank(rank).layout(layout.order)
+        except ModelError:
+            continue
+        except PlanError:
+            found[rank] = None
+    return found
+
+
+def requests_at(layout: Layout | None, tokens: int) -> int:
+    """Requests of so many tokens that fit at once; 0 where there is no layout."""
+    return 0 if layout is None else max_requests(layout, tokens)
 
 
 def _plain(number: Fraction) -> int | float:

@@ -48,6 +48,7 @@ _FLOATS = (
 
 _SCALED: dict[str, Precision] = {
     "fp8_per_token_head": PerTokenHead(DType.FLOAT8_E4M3),
+    "int8": PerTokenHead(DType.INT8),
     "int8_per_token_head": PerTokenHead(DType.INT8),
     "int4_per_token_head": PerTokenHead(DType.INT4),
     "nvfp4": NvFp4(),

@@ -1,0 +1,82 @@
+// The page of `kvstow compare`: one line per layout, sorted by whatever column is chosen.
+
+const data = pageData();
+const fine = data.layouts.filter((layout) => layout.error === null);
+const barred = data.layouts.filter((layout) => layout.error !== null);
+const requestsOf = (layout) => layout.requests[String(data.usual_tokens)];
+const copiesOf = (layout) => Math.max(...Object.values(layout.descriptors_per_block));
+const most = Math.max(1, ...fine.map(requestsOf));
+
+const COLUMNS = [
+  ["order", (layout) => layout.order, String],
+  ["packing", (layout) => layout.packing, String],
+  ["kv dtype", (layout) => layout.kv_dtype, String],
+  ["tp", (layout) => layout.tp, count],
+  ["tokens per block", (layout) => layout.block_tokens, count],
+  ["slab", (layout) => layout.slab_bytes, human],
+  ["padding", (layout) => layout.padding, percent],
+  ["copies per block", copiesOf, count],
+  [`requests of ${count(data.usual_tokens)}`, requestsOf, count],
+];
+const shown = el("div", {});
+let sorting = { column: COLUMNS.length - 1, down: true };
+
+function sorted() {
+  const [, value] = COLUMNS[sorting.column];
+  const sign = sorting.down ? -1 : 1;
+  return [...fine].sort((a, b) => {
+    const [x, y] = [value(a), value(b)];
+    return sign * (typeof x === "string" ? x.localeCompare(y) : x - y);
+  });
+}
+
+function cells(layout) {
+  return COLUMNS.map(([, value, words], i) =>
+    i === COLUMNS.length - 1
+      ? [
+          words(value(layout)),
+          el("span", { class: "meter", style: `width:${(100 * value(layout)) / most}%` }),
+        ]
+      : words(value(layout)),
+  );
+}
+
+function show() {
+  shown.replaceChildren(
+    table(
+      COLUMNS.map(([name]) => name),
+      sorted().map((layout) => ({ chosen: layout.best, cells: cells(layout) })),
+      { left: 3, caption: "Padding and copies are those of the worst group; the best is marked" },
+    ),
+  );
+}
+
+const chooser = el(
+  "select",
+  {
+    onchange: (event) => {
+      sorting = { column: Number(event.target.value), down: Number(event.target.value) > 2 };
+      show();
+    },
+  },
+  COLUMNS.map(([name], i) =>
+    el("option", { value: i, selected: i === sorting.column }, name),
+  ),
+);
+
+const reasons = new Map();
+for (const layout of barred) {
+  const why = layout.error.split("\n")[0];
+  const name = `${layout.order} ${layout.packing}, tp ${layout.tp}`;
+  reasons.set(why, [...(reasons.get(why) ?? []), name]);
+}
+
+mount(
+  el("h1", {}, `${data.model}: layouts compared`),
+  el("p", { class: "soft" }, `pp ${data.pp}, rank ${data.rank}, ${counted(data.layouts.length, "layout")}`),
+  el("p", {}, el("label", {}, "sorted by ", chooser)),
+  shown,
+  ...[...reasons].map(([why, names]) => el("p", { class: "bad" }, `${why}: ${names.join("; ")}`)),
+  el("footer", {}, el("p", {}, `kvstow ${data.kvstow}`)),
+);
+show();
