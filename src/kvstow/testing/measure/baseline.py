@@ -29,9 +29,14 @@ class Baseline:
     """Posts straight to a NIXL agent that is connected to `peer`, and watches without pause."""
 
     def __init__(
-        self, nixl: Any, peer: str, setting: Setting, bases: tuple[int, int], kinds: Kinds,
+        self,
+        nixl: Any,
+        peer: str,
+        setting: Setting,
+        bases: tuple[int, int],
+        kinds: Kinds,
         direction: Direction,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._nixl = nixl
         self._peer = peer
         self._setting = setting

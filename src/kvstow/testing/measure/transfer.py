@@ -141,8 +141,11 @@ class Run:
 
     def _beside_seconds(self) -> float:
         """Processor time of other tracks so far, the engines' share left out."""
-        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threading.enumerate()
-                  if thread.name == THREAD_NAME and thread.ident]  # fmt: skip
+        clocks = [
+            time.pthread_getcpuclockid(thread.ident)
+            for thread in threading.enumerate()
+            if thread.name == THREAD_NAME and thread.ident
+        ]
         inside = sum(each.seconds for each in self.transport.beside)
         return sum(time.clock_gettime(clock) for clock in clocks) - inside
 
@@ -159,9 +162,14 @@ class Run:
         """NIXL alone between the same two processes, in the direction that pulls take."""
         card = self.peer.card
         assert card is not None
-        return Baseline(transport.bare, card.engine, self.setting,
-                        (self.arena.address, card.base), self.agent.endpoint.kinds(card),
-                        "write" if self.direction == "write" else "read")  # fmt: skip
+        return Baseline(
+            transport.bare,
+            card.engine,
+            self.setting,
+            (self.arena.address, card.base),
+            self.agent.endpoint.kinds(card),
+            "write" if self.direction == "write" else "read",
+        )
 
     def close(self) -> None:
         self.agent.close()
@@ -173,14 +181,19 @@ class Times:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._baseline = run.baseline(run.transport)
-        self._alone = {"raw": self._baseline.raw, "prepared": self._baseline.prepared,
-                       "built": self._baseline.built}  # fmt: skip
+        self._alone = {
+            "raw": self._baseline.raw,
+            "prepared": self._baseline.prepared,
+            "built": self._baseline.built,
+        }
         self._threaded: TimedNixl | None = None
         if run.setting.device == "cpu":
             self._threaded = run.threaded()
             by_threads = run.baseline(self._threaded)
-            self._alone |= {"prepared by threads": by_threads.prepared,
-                            "built by threads": by_threads.built}  # fmt: skip
+            self._alone |= {
+                "prepared by threads": by_threads.prepared,
+                "built by threads": by_threads.built,
+            }
         names = (*self._alone, "contiguous", "rows", "one track", "sampled")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.own: list[float] = []
@@ -249,11 +262,14 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
         "device": setting.device,
         "huge_page_bytes": run.arena.huge_page_bytes if setting.device == "cpu" else 0,
         "direction": run.direction,
-        "probe": {"read_rate": run.path.read_rate, "write_rate": run.path.write_rate,
-                  "staged_rate": run.path.staged_rate},
+        "probe": {
+            "read_rate": run.path.read_rate,
+            "write_rate": run.path.write_rate,
+            "staged_rate": run.path.staged_rate,
+        },
         "ucx_tls": os.environ.get("UCX_TLS", ""),
         "seconds": {name: each[1:] for name, each in times.seconds.items()},
-    }  # fmt: skip
+    }
 
 
 def _over(best: dict[str, float], name: str) -> float | None:

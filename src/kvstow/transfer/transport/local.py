@@ -123,11 +123,13 @@ class LocalTransport:
         try:
             name = msgspec.msgpack.decode(metadata[:MAX_METADATA], type=_Metadata).name
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"local: metadata are not whole: {error}", kind="refused",
-                                peer=peer) from None  # fmt: skip
+            raise TransferError(
+                f"local: metadata are not whole: {error}", kind="refused", peer=peer
+            ) from None
         if name != peer:
-            raise TransferError(f"local: metadata are those of {name!r}, not of {peer!r}",
-                                kind="refused", peer=peer)  # fmt: skip
+            raise TransferError(
+                f"local: metadata are those of {name!r}, not of {peer!r}", kind="refused", peer=peer
+            )
         if peer not in self.fabric.members:
             raise lost(peer, "no such member of the fabric")
         self._peers.add(peer)
