@@ -170,3 +170,16 @@ def test_a_directory_that_is_no_store_is_reported(tmp_path):
         assert "no store there" in source["error"]
     finally:
         watch.close()
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "a[b", "[v1]", "]"])
+def test_a_host_that_is_none_is_not_answered(host):
+    with served(Watch([])) as port:
+        assert asked(port, "/", Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("listen", ["[", "127.0.0.1", ":8643", "127.0.0.1:99999", "[::1:80"])
+def test_an_address_that_is_none_ends_with_2(listen):
+    result = CliRunner().invoke(app, ["dash", "tcp://127.0.0.1:1", "--listen", listen])
+    assert result.exit_code == 2
+    assert "is no HOST:PORT" in result.stderr

@@ -81,6 +81,8 @@ def test_differences_end_with_1_and_are_all_named():
     ("arguments", "text"),
     [
         (("llama-3.1-8b@tp=two", "llama-3.1-8b"), "tp=two is not a whole number"),
+        (("llama-3.1-8b@tp=8,tp=4", "llama-3.1-8b"), "tp is given twice"),
+        (("llama-3.1-8b@tp=" + "9" * 5000, "llama-3.1-8b"), "is not a whole number"),
         (("llama-3.1-8b@order=NHC", "llama-3.1-8b"), "not one of LBHNC"),
         (("llama-3.1-8b@colour=red", "llama-3.1-8b"), "colour=red is not a setting"),
         (("no-such-model", "llama-3.1-8b"), "no model is called"),

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from kvstow.cli import app
@@ -66,3 +67,18 @@ def test_the_command_replays_a_file_and_refuses_a_bad_one(tmp_path: Path) -> Non
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert f"{path}:1: " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--seconds", "1e308"), 2),
+        (("--requests", str(10**18)), 1),
+        (("--requests", "2", "--memory", "8000TiB"), 1),
+    ],
+)
+def test_sizes_beyond_all_machines_end_with_a_message(words: tuple[str, ...], code: int) -> None:
+    result = CliRunner().invoke(app, ["simulate", "smollm2-135m", "--memory", "1GiB", *words])
+    assert result.exit_code == code
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr

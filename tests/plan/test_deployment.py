@@ -121,3 +121,8 @@ def test_another_order_keeps_groups_slabs_and_ranks():
     assert (other.order, other.num_slabs, other.tp) == ("LBHNC", 7, (1, 2))
     assert set(other.layers) == set(layout.layers)
     assert repacked(other, "BLHNC", "slab").layers.keys() == layout.layers.keys()
+
+
+def test_more_ranks_than_anybody_has_are_refused():
+    with pytest.raises(PlanError, match="tp × pp is 4294967296"):
+        Deployment(model="llama-3.2-1b", tp=1 << 16, pp=1 << 16)

@@ -1,6 +1,7 @@
 """Identities: equal where the computation is, and every difference in words."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,3 +218,48 @@ def test_text_that_is_no_unicode_is_refused():
     data = encode(simple_layout()).replace(b'"model":"', b'"model":"\\ud800')
     with pytest.raises(ManifestError, match="syntax"):
         decode(data)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"a": []}',
+        '{"a": {"data_offsets": [0]}}',
+        '{"a": {"data_offsets": [0, 1e999]}}',
+        '{"a": {"data_offsets": [8, 4]}}',
+        '{"a": {"data_offsets": [-8, 4]}}',
+        '{"a": {"data_offsets": [0, 1000000000000000000000]}}',
+        "[" * 50_000,
+    ],
+)
+def test_weights_whose_header_is_none_are_refused(tmp_path: Path, header: str):
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(64)
+    (checkpoint(tmp_path) / "model-0.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match="header cannot be read"):
+        Identity.of(tmp_path)
+
+
+def test_a_note_of_the_digest_that_is_none_is_not_used(tmp_path: Path):
+    right = Identity.of(checkpoint(tmp_path))
+    known = json.loads((tmp_path / CACHE_NAME).read_text())
+    empty = json.dumps(known | {"weights": ""}).encode()
+    for note in (b'"\x80"', b'{"x":' * 50_000, empty):
+        (tmp_path / CACHE_NAME).write_bytes(note)
+        assert Identity.of(tmp_path) == right
+
+
+def test_a_configuration_that_cannot_be_written_down_is_refused(tmp_path: Path):
+    checkpoint(tmp_path, config={"rope_type": "\ud800"})
+    with pytest.raises(SpecError, match="no Unicode"):
+        Identity.of(tmp_path)
+    checkpoint(tmp_path, config={"rope_type": "\ud800" * 300})
+    with pytest.raises(ModelError, match="cannot be compared"):
+        Identity.of(tmp_path)
+
+
+def test_a_configuration_that_is_no_file_is_refused_at_once(tmp_path: Path):
+    (checkpoint(tmp_path) / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="no ordinary file"):
+        Identity.of(tmp_path)

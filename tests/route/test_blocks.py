@@ -15,7 +15,7 @@ def group(retention: Retention, tokens: int = 2):
     return grouped([attention("layers.0", tokens=tokens, retention=retention)])[0]
 
 
-@pytest.mark.parametrize("index", [[1, 0], [0, 0], [-1, 0]])
+@pytest.mark.parametrize("index", [[1, 0], [0, 0], [-1, 0], [2**63 - 1, -(2**63)]])
 def test_logical_blocks_ascend_from_0_or_later(index):
     with pytest.raises(SpecError, match="do not ascend"):
         Blocks(np.array([5, 6]), np.array(index))

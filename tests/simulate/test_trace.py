@@ -69,6 +69,8 @@ def test_an_agents_next_turn_begins_with_all_before_it() -> None:
             "tokens",
         ),
         ('{"arrival": 2, "prompt_tokens": 9, "output_tokens": 1, "prefixes": [["a"]]}', "length"),
+        ('{"arrival": 1e308, "prompt_tokens": 9, "output_tokens": 1}', "not a time"),
+        ('{"arrival": 2, "prompt_tokens": 9, "output_tokens": 1000000000000000000}', "at most"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(line: str, complaint: str, tmp_path: Path) -> None:
@@ -97,3 +99,8 @@ def test_a_preempted_request_says_the_same_when_it_comes_again() -> None:
     again = prompt_of(3, request, 25).tokens
     assert again[:20].tolist() == first.tolist()
     assert prompt_of(4, request, 20).tokens[12:].tolist() != first[12:].tolist()
+
+
+def test_a_made_up_trace_without_end_is_refused() -> None:
+    with pytest.raises(TraceError, match="1000000000000000000 requests"):
+        synthetic("chat", num_requests=10**18, rate=1.0, seed=0)

@@ -173,3 +173,19 @@ def test_a_body_with_wrong_numbers_is_refused():
 def test_packed_numbers_come_back(values):
     array = np.array(values, np.int64)
     assert (unpacked_ints(packed_ints(array)) == array).all()
+
+
+def test_lists_nested_without_end_are_refused():
+    body = msgspec.msgpack.decode(one().body)
+    body[8][0].append("deep")
+    nested = msgspec.msgpack.encode(body).replace(b"\xa4deep", b"\x91" * 50_000 + b"\x90")
+    checksum = blake2b(nested, digest_size=8).digest()
+    with pytest.raises(TransferError, match="not a ticket"):
+        Ticket.from_bytes(checksum + zlib.compress(nested))
+
+
+def test_logical_blocks_that_wrap_around_are_refused():
+    body = msgspec.msgpack.decode(one(2).body)
+    body[8][0][2] = np.array([2**63 - 1, 1], "<i8").tobytes()
+    with pytest.raises(TransferError, match="do not ascend"):
+        Ticket.from_bytes(sealed(body))

@@ -94,13 +94,14 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
         """One request. Anything but a question is refused."""
 
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            if not self._is_welcome(parse_qs(asked.query).get("key", [""])[0]):
+            path, _, query = self.path.partition("?")
+            asked = parse_qs(query)
+            if not self._is_welcome(asked.get("key", [""])[0]):
                 self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no\n")
-            elif asked.path == "/":
+            elif path == "/":
                 self._send(HTTPStatus.OK, "text/html; charset=utf-8", html)
-            elif asked.path == "/state.json":
-                state = watch.state(history="history" in parse_qs(asked.query))
+            elif path == "/state.json":
+                state = watch.state(history="history" in asked)
                 self._send(HTTPStatus.OK, "application/json", json.dumps(state).encode())
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
@@ -110,7 +111,7 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
             (a page elsewhere that has its name point here does not)."""
             if key:
                 return hmac.compare_digest(offered.encode(), key.encode())
-            return is_local(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
+            return is_local(_host_and_port(self.headers.get("Host", ""))[0])
 
         def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
@@ -159,15 +160,20 @@ def is_local(host: str) -> bool:
         return False
 
 
-def _address(listen: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{listen}")
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """The two parts of `HOST:PORT`, as far as they are there."""
     try:
-        port = parts.port
+        parts = urlsplit(f"//{text}")
+        return parts.hostname or "", parts.port
     except ValueError:
-        port = None
-    if not parts.hostname or port is None:
+        return "", None
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, port = _host_and_port(listen)
+    if not host or port is None:
         refuse(f"{listen!r} is no HOST:PORT\n\nhint: for example 127.0.0.1:8643", code=MISUSED)
-    return parts.hostname, port
+    return host, port
 
 
 def _key(file: Path | None) -> str:

@@ -228,6 +228,7 @@ def _check_patterns(alignment: Alignment, names: list[str]) -> None:
 NUM_SLABS = 16
 """Slabs of each arena, unless the text says otherwise: a route's price does not depend on it."""
 
+MAX_DIGITS = 40
 _NUMBERS = ("tp", "pp", "rank", "block_tokens", "num_slabs")
 _SETTINGS = (*_NUMBERS, "order", "packing", "kv_dtype")
 
@@ -313,8 +314,10 @@ def _value(text: str, key: str, value: str) -> int | str:
     """The value of one setting; ends with 2 if it has no such value."""
     if key in _NUMBERS:
         wanted = "a whole number"
-        if value.isdecimal() and int(value) >= (key != "rank"):
-            return int(value)
+        if value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS:
+            number = int(value)
+            if number >= (key != "rank"):
+                return number
     elif key == "order":
         wanted = f"one of {', '.join(ORDERS)}, HND and NHD"
         if value.upper() in (*ORDERS, "HND", "NHD"):

@@ -30,6 +30,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KvstowError as error:
             refuse(str(error), code=FAILED)
+        except MemoryError as error:
+            refuse(f"this machine has not enough memory: {error}", code=FAILED)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # whoever read our output has left: typer ends quietly

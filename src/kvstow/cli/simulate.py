@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Policy = Literal["slab", "union"]
 
+MAX_SECONDS = 1e12
+
 TraceName = Annotated[
     str,
     typer.Option(
@@ -44,6 +46,7 @@ MaxSeconds = Annotated[
     typer.Option(
         "--seconds",
         min=0.1,
+        max=MAX_SECONDS,
         help="Simulated seconds after which to stop.",
         show_default="the end of the trace",
     ),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 
@@ -52,7 +52,7 @@ class Checkpoint:
 class _Cached(msgspec.Struct, frozen=True):
     version: int
     files: dict[str, tuple[int, int]]
-    weights: str
+    weights: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -88,14 +88,23 @@ def adapter_digest(adapter: str | Path) -> str:
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelError(f"{path}: more than {MAX_CONFIG_BYTES} bytes")
-        config: Any = json.loads(path.read_bytes())
+        config: Any = json.loads(_small_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: no configuration: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a list or a value, not the fields of a configuration")
     return cast("dict[str, Any]", config)
+
+
+def _small_file(path: Path) -> bytes:
+    """What an ordinary file of bounded length holds. Raises OSError for anything else."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is no ordinary file")
+    with path.open("rb") as file:
+        data = file.read(MAX_CONFIG_BYTES + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise OSError(f"more than {MAX_CONFIG_BYTES} bytes")
+    return data
 
 
 def _tokenizer(folder: Path) -> str:
@@ -120,8 +129,8 @@ def _weights(folder: Path) -> str:
     stats = {path.name: path.stat() for path in files}
     stamps = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
     cache = folder / CACHE_NAME
-    with suppress(OSError, msgspec.DecodeError):
-        known = msgspec.json.decode(cache.read_bytes(), type=_Cached)
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        known = msgspec.json.decode(_small_file(cache), type=_Cached)
         if known.version == _DIGEST_VERSION and known.files == stamps:
             return known.weights
     digest = _digest(files)
@@ -160,16 +169,27 @@ def _tensor_places(file: BinaryIO, size: int, most: int) -> Iterator[tuple[int, 
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
+    start = 8 + header_bytes
     try:
-        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        header: Any = json.loads(file.read(header_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("a list or a value, not tensors by name")
+        tensors = cast("dict[str, Any]", header)
         spans = sorted(
-            (int(entry["data_offsets"][0]), int(entry["data_offsets"][1]))
-            for name, entry in header.items()
+            _span(entry["data_offsets"], size - start)
+            for name, entry in tensors.items()
             if name != "__metadata__"
         )
-    except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
-    yield 0, 8 + header_bytes
-    start = 8 + header_bytes
+    yield 0, start
     for lo, hi in spans[:: max(1, -(-len(spans) // most))]:
         yield start + max(lo, (lo + hi - SAMPLE_BYTES) // 2), min(SAMPLE_BYTES, hi - lo)
+
+
+def _span(offsets: list[Any], most: int) -> tuple[int, int]:
+    """Where a tensor's bytes lie behind the header."""
+    lo, hi = offsets
+    if type(lo) is not int or type(hi) is not int or not 0 <= lo <= hi <= most:
+        raise ValueError(f"a tensor at {offsets!r:.80}, {most} bytes are there")
+    return lo, hi

@@ -52,6 +52,7 @@ class Deployment:
     def __post_init__(self) -> None:
         whole_number("tp", self.tp, least=1, most=MAX_RANKS)
         whole_number("pp", self.pp, least=1, most=MAX_RANKS)
+        whole_number("tp × pp", self.num_ranks, least=1, most=MAX_RANKS)
         if self.block_tokens is not None:
             whole_number("block_tokens", self.block_tokens, least=1, most=MAX_BLOCK_TOKENS)
         if self.packing not in PACKINGS:

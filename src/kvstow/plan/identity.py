@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,6 +162,14 @@ class Identity:
                 f"identity of {self.model!r}: weights {self.weights!r}, unverified because "
                 f"{self.unverified_because!r}: exactly one of them must be said\n\n{HINT}"
             )
+        texts = (self.model, self.weights, self.kv_dtype, self.interior, self.tokenizer)
+        texts += (self.adapter, self.salt, self.unverified_because, *chain(*self.config))
+        try:
+            "\n".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(
+                f"identity of {self.model!r}: text that is no Unicode: {error}"
+            ) from None
         names = [name for name, _ in self.config]
         if len(names) > MAX_FIELDS or names != sorted(set(names)):
             raise SpecError(
@@ -211,7 +220,10 @@ def config_fields(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
     Nested mappings become dotted names. Long values stand as their digest.
     """
-    return tuple(sorted(_flat(config, "")))
+    try:
+        return tuple(sorted(_flat(config, "")))
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise ModelError(f"a configuration that cannot be compared: {error}") from None
 
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.ids.shape != self.index.shape or self.ids.ndim != 1:
             raise SpecError(f"{self.ids.shape} ids for {self.index.shape} logical blocks")
-        if len(self.index) and (self.index[0] < 0 or (np.diff(self.index) <= 0).any()):
+        if len(self.index) and (self.index[0] < 0 or (self.index[1:] <= self.index[:-1]).any()):
             raise SpecError(f"logical blocks {self.index.tolist()} do not ascend from 0 or later")
 
     def __len__(self) -> int:

@@ -20,6 +20,11 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt, Tokens
 from kvstow.errors import TraceError
+from kvstow.plan.retention import MAX_TOKENS
+
+MAX_SECONDS = 1e12
+MAX_REQUESTS = 10_000_000
+"""Of a made-up trace, which is held in memory."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,13 +37,15 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.arrival < float("inf"):
-            raise ValueError(f"arrival is {self.arrival}, not a time from 0 on")
+        if not 0 <= self.arrival <= MAX_SECONDS:
+            raise ValueError(f"arrival is {self.arrival}, not a time from 0 to {MAX_SECONDS:g} s")
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError(
                 f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: "
                 "at least one of each"
             )
+        if self.num_tokens > MAX_TOKENS:
+            raise ValueError(f"{self.num_tokens} tokens, at most {MAX_TOKENS}")
         if any(tokens < 1 for _, tokens in self.prefixes):
             raise ValueError(f"prefixes {self.prefixes} must have tokens")
         if self.shared_tokens > self.prompt_tokens:
@@ -112,8 +119,11 @@ def synthetic(mix: str, *, num_requests: int, rate: float, seed: int) -> list[Tr
     }
     if mix not in kinds:
         raise TraceError(f"no mix {mix!r}; there are {', '.join(kinds)}")
-    if num_requests < 1 or not rate > 0:
-        raise TraceError(f"{num_requests} requests at {rate} per second make no trace")
+    if not 1 <= num_requests <= MAX_REQUESTS or not rate > 0:
+        raise TraceError(
+            f"{num_requests} requests at {rate} per second make no trace\n\n"
+            f"hint: 1 to {MAX_REQUESTS} requests, at more than 0 per second"
+        )
     rng = np.random.default_rng(seed)
     return list(islice(kinds[mix](rng, _arrivals(rng, rate)), num_requests))
 

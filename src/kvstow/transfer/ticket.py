@@ -134,7 +134,7 @@ class Ticket:
             raise _bad("the checksum does not match: it was cut or changed on the way")
         try:
             ticket = _ticket(msgspec.msgpack.decode(body, type=_Body))
-        except (msgspec.MsgspecError, UnicodeDecodeError, SpecError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SpecError) as error:
             raise _bad(str(error)[:300]) from None
         ticket.__dict__["body"] = body  # it is there already: `digest` need not encode it again
         return ticket

@@ -149,6 +149,30 @@ def test_an_index_that_says_what_cannot_be_is_made_again(tmp_path, statement):
     tier.close()
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE segments SET grp = 'x'",
+        "UPDATE rows SET generation = 'x'",
+        "UPDATE rows SET checksum = x''",
+        "UPDATE rows SET key = 7 WHERE place = 3",
+        "UPDATE rows SET key = '' WHERE place = 3",
+        "UPDATE owners SET pid = 'x', started = x'', host = 7, beat = 'y'",
+    ],
+)
+def test_values_of_the_wrong_type_in_an_index_are_found_by_whoever_reads_them(tmp_path, statement):
+    made(tmp_path)
+    with sqlite3.connect(tmp_path / "index.db") as index:
+        index.execute("INSERT INTO owners (pid, started, host, beat) VALUES (1, 1, 'h', 0)")
+        index.execute(statement)
+    index.close()
+    tier = DiskTier(tmp_path, capacity=MIB)
+    assert right_rows(tier) >= 9
+    assert verify(tier).rows == 10
+    assert right_rows(tier) == 10
+    tier.close()
+
+
 @pytest.mark.parametrize("command", ["verify", "prune"])
 def test_a_store_without_an_index_can_be_looked_after(tmp_path, command):
     made(tmp_path)

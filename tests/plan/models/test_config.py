@@ -89,3 +89,17 @@ def test_a_count_that_is_not_a_whole_positive_number_is_refused(key: str, value:
 
 def test_a_config_is_printed_without_its_facts() -> None:
     assert repr(Config(name="x", facts=LLAMA)) == "Config(name='x')"
+
+
+def test_the_home_of_nobody_is_a_path_that_does_not_exist() -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model("~nobody-at-all/config.json")
+
+
+def test_a_directory_whose_name_is_no_text_gives_a_layout_that_can_be_written(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "model-\udcff"
+    home.mkdir()
+    (home / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model(home).name == "model-?"

@@ -97,6 +97,8 @@ def _translated(path: Path) -> Generator[None]:
     except sqlite3.DatabaseError as error:
         kind = IndexBroken if _broken(error) else StoreError
         raise kind(f"index {path}: {error}") from error
+    except UnicodeDecodeError as error:  # SQLite quotes bytes of a damaged schema
+        raise IndexBroken(f"index {path}: {error}") from error
 
 
 def _broken(error: sqlite3.DatabaseError) -> bool:
@@ -199,9 +201,14 @@ class StoreIndex:
         for start, batch in _batches(keys):
             answer = self.ask(_question(columns, len(batch)), *batch, group)
             found += [(start + i, *rest) for i, *rest in answer]
-        found.sort(key=lambda row: row[1])
-        table = np.array(found, np.int64).reshape(-1, 4)
+        table = _numbers(found).reshape(-1, 4)
+        table = table[np.argsort(table[:, 1], kind="stable")]
         return RowPlaces(*(np.ascontiguousarray(column) for column in table.T))
+
+    def keys(self, group: int) -> list[bytes]:
+        """The keys of a group's rows, by place."""
+        rows = self.ask("SELECT key FROM rows WHERE grp = ? ORDER BY place", group)
+        return [_key(key) for (key,) in rows]
 
     def num_rows(self) -> int:
         return self.ask("SELECT COUNT(*) FROM rows")[0][0]
@@ -224,9 +231,9 @@ class StoreIndex:
             return np.empty(0, np.int64), np.empty(0, np.int64), [], seq
         places, generations, heads, seqs = zip(*rows, strict=True)
         marks: list[int] = np.frombuffer(
-            b"".join([head.ljust(8, b"\0") for head in heads]), "<u8"
+            b"".join([_key(head).ljust(8, b"\0") for head in heads]), "<u8"
         ).tolist()
-        return np.array(places, np.int64), np.array(generations, np.int64), marks, seqs[-1]
+        return _numbers(places), _numbers(generations), marks, seqs[-1]
 
 
 class Transaction:
@@ -384,6 +391,21 @@ class Transaction:
         """Write down that rows were dropped; the last thousand notes are kept."""
         self.tell("INSERT INTO events VALUES (?, ?, ?)", self.now(), what, rows)
         self.tell("DELETE FROM events WHERE rowid <= (SELECT MAX(rowid) FROM events) - 1000")
+
+
+def _key(value: Any) -> bytes:
+    """A value of the index that must be a key; IndexBroken where it is not."""
+    if not isinstance(value, bytes) or not value:
+        raise IndexBroken(f"it holds a key that is none: {value!r:.80}")
+    return value
+
+
+def _numbers(values: Sequence[Any]) -> Ints:
+    """Values of the index that must be whole numbers; IndexBroken where they are not."""
+    try:
+        return np.array(values, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IndexBroken(f"it holds numbers that are none: {error}") from None
 
 
 def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:

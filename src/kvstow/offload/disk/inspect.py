@@ -47,10 +47,7 @@ def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) 
         count = max(1, BATCH_BYTES // step)
         memory = aligned(count * step)
         into = [memory[i * step : i * step + row_bytes] for i in range(count)]
-        keys = [
-            key
-            for (key,) in tier.index.ask("SELECT key FROM rows WHERE grp = ? ORDER BY place", group)
-        ]
+        keys = tier.keys(group)
         for lo in range(0, len(keys), count):
             part = keys[lo : lo + count]
             found = tier.load(group, part, into[: len(part)])
@@ -128,7 +125,7 @@ def _opened(file: Path) -> Generator[Ask]:
                 return sql.execute(question, values).fetchall()
 
             yield ask
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(
             f"the index cannot be read: {error}\n\n"
             "hint: the next process to open the store makes it again"

@@ -71,7 +71,10 @@ def any_died(index: StoreIndex, processes: Processes) -> bool:
 
 
 def _dead(index: StoreIndex | Transaction, processes: Processes) -> list[int]:
-    owners = index.ask("SELECT id, pid, started, host, beat FROM owners")
+    owners = index.ask(
+        "SELECT id, CAST(pid AS INT), CAST(started AS INT), CAST(host AS TEXT), CAST(beat AS REAL) "
+        "FROM owners"
+    )
     return [
         owner
         for owner, pid, started, host, last in owners

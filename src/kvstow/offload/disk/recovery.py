@@ -76,8 +76,8 @@ def recovered(
 def _check_possible(write: Transaction, segments: Segments) -> None:
     """IndexBroken where the index lists data files as this store never makes them."""
     for segment, group, slots in write.ask("SELECT id, grp, slots FROM segments"):
-        known = 0 <= segment < MAX_SEGMENTS and 0 <= group < len(segments.slots)
-        if not known or slots != segments.slots[group]:
+        known = type(segment) is type(group) is int and 0 <= segment < MAX_SEGMENTS
+        if not known or not 0 <= group < len(segments.slots) or slots != segments.slots[group]:
             raise IndexBroken(f"it lists data file {segment} of group {group} with {slots} slots")
 
 

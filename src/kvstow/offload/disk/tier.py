@@ -200,6 +200,10 @@ class DiskTier:
         except IndexBroken:
             return np.zeros(len(keys), bool)
 
+    def keys(self, group: int) -> list[bytes]:
+        """The keys of all rows of a group, by place."""
+        return self._attachment.retried(lambda: self.index.keys(group))
+
     # ── store ─────────────────────────────────────────────────────────────────────
 
     def store(

@@ -5,6 +5,7 @@ They come from a catalogue name, a `config.json`, a directory that holds one, or
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -173,7 +174,8 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _from_file(path: Path) -> Config:
-    path = path.expanduser()
+    with suppress(RuntimeError):  # `~nobody`: a path like any other
+        path = path.expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
@@ -199,4 +201,5 @@ def _from_facts(name: str, facts: object) -> Config:
             merged |= {k: v for k, v in part.items() if v is not None}
     kind = merged.get("model_type")
     defaults = CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
-    return Config(name=name, facts=defaults | merged)
+    shown = name.encode(errors="replace").decode()  # a manifest holds no text that is no Unicode
+    return Config(name=shown, facts=defaults | merged)

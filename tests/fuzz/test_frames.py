@@ -1,0 +1,104 @@
+"""Frames of the side channel: whatever arrives is a message, or is dropped by a named rule."""
+
+import struct
+import zlib
+from random import Random
+from typing import get_args
+
+import pytest
+
+from fuzzing import Reader, damaged_bytes, damaged_msgpack, fuzzed
+from kvstow.transfer.channel import messages as say
+from kvstow.transfer.channel.framing import MAGIC, VERSION, Frame, Unreadable, decode, encode
+
+HEADER = struct.Struct(">4sHQQI")
+BODY = HEADER.size + 4
+REGION = say.RegionCard(1 << 40, 4096, "DRAM", 0)
+CARD = say.Card(
+    "decode", "start", "engine", b'{"kvstow":1}', b"meta", 1 << 40, "DRAM", 0, (1, 2), REGION, None
+)
+IDS = say.Ids(0, b"\x01" * 8, b"\0" * 8)
+BOX = ((0, 2), (0, 4))
+BEGIN = say.Begin(
+    1,
+    7,
+    b"d" * 16,
+    (say.Claim(("layers.0",), (("k", (BOX,)),)),),
+    say.Write((IDS,), 0, 16),
+    0,
+    (say.Sample(("layers.0",), (0, 2), 0, 16, 1, 0),),
+)
+MESSAGES = (
+    say.Hello(CARD),
+    say.Welcome(CARD),
+    say.Refused(0, "refused", ("a", "b")),
+    say.Stranger(),
+    BEGIN,
+    say.Begun(1),
+    say.Written(1, 4096, 2),
+    say.Staged(1, 0, 4096),
+    say.Fetched(1, 0),
+    say.Failed(1, "fence", "reused"),
+    say.End(1, 7, "accepted"),
+    say.Stop(1),
+    say.Stopped(1),
+    say.Renew((7, 8)),
+    say.Alive((7,)),
+    say.TellDigest(1, (2**63, 1)),
+    say.AskProbe(1 << 20),
+    say.TellProbe(1 << 20, 0.5),
+    say.AskStatus(),
+    say.TellStatus(b"{}"),
+)
+
+
+def read(data: bytes) -> str:
+    try:
+        frame = decode(data)
+    except Unreadable as error:
+        return f"refused: {error.reason} | {error}"
+    again = encode(frame)
+    assert encode(decode(again)) == again
+    assert type(decode(again).message) is type(frame.message)
+    return "accepted"
+
+
+def sealed(body: bytes, session: int = 0) -> bytes:
+    """A frame whose header fits its body, whatever that is."""
+    header = HEADER.pack(MAGIC, VERSION, session, 1, len(body))
+    return header + zlib.crc32(body, zlib.crc32(header)).to_bytes(4) + body
+
+
+def mutate(random: Random, data: bytes, other: bytes) -> bytes:
+    """Damage in the body, under a header that fits it; or anywhere."""
+    if not random.randrange(4):
+        return damaged_bytes(random, data, other)
+    body = damaged_msgpack(random, data[BODY:], other[BODY:])
+    return sealed(body, session=random.choice((0, 1, 2**64 - 1)))
+
+
+READER = Reader(
+    name="frames",
+    read=read,
+    valid=lambda: [encode(Frame(1, i, message)) for i, message in enumerate(MESSAGES)],
+    mutate=mutate,
+)
+
+
+@fuzzed(READER)
+def test_a_damaged_frame_is_a_message_or_dropped(data):
+    READER.outcome(data)
+
+
+def test_every_kind_of_message_is_among_the_documents():
+    assert {type(message) for message in MESSAGES} == set(get_args(say.AnyMessage))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_is_read_as_it_was_written(message):
+    assert decode(encode(Frame(3, 4, message))) == Frame(3, 4, message)
+
+
+@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
+def test_what_once_broke_the_reader_no_longer_does(file):
+    READER.outcome(file.read_bytes())

@@ -1,0 +1,85 @@
+"""Manifests: whatever document arrives is a layout that keeps the laws, or a ManifestError."""
+
+from itertools import pairwise
+
+import pytest
+
+from fuzzing import Reader, damaged_json, fuzzed
+from kvstow.errors import ManifestError
+from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout, PlacedGroup
+from kvstow.plan.manifest import decode, encode
+from kvstow.plan.models import model_layers
+from kvstow.plan.pack import Site, packed, separate
+from kvstow.plan.retention import Chunk, Encoder, Sink, Window
+from planning import attention
+
+
+def layouts() -> list[Layout]:
+    kinds = (None, Window(8), Chunk(8), Sink(1, 4), Encoder(6))
+    layers = [attention(f"l.{i}", retention=kind) for i, kind in enumerate(kinds)]
+    small = packed(grouped(layers), num_slabs=4, site=Site(model="small", order="BHLNC"))
+    known = Identity(model="small", weights="01" * 16, config=(("rope_theta", "10000"),))
+    hybrid = grouped(model_layers("qwen3-next-80b").layers[:4])
+    return [
+        small,
+        small.identified(known),
+        separate(grouped(layers[:2]), num_slabs=3),
+        packed(hybrid, num_slabs=2, site=Site(order="BLNHC")),
+    ]
+
+
+def check_pages(layout: Layout, rows: PlacedGroup) -> None:
+    """Pages lie inside the arena, and those of the first two blocks apart from each other."""
+    blocks = layout.num_slabs * rows.rows_per_slab
+    cells: list[tuple[int, int]] = []
+    for layer, place in zip(rows.group.layers, rows.placements, strict=True):
+        heads, states = layer.heads.size, layer.states
+        last = (heads - 1) * place.head_stride + (states - 1) * place.token_stride
+        end = place.offset + (blocks - 1) * place.block_stride + last + layer.cell_bytes
+        assert 0 <= place.offset < end <= layout.nbytes < 2**63
+        cells += [
+            (place.offset + b * place.block_stride + h * place.head_stride, layer.cell_bytes)
+            for b in range(min(2, blocks))
+            for h in range(min(4, heads))
+        ]
+    ordered = sorted(cells)
+    for (start, nbytes), (after, _) in pairwise(ordered):
+        assert start + nbytes <= after
+
+
+def read(data: bytes) -> str:
+    try:
+        layout = decode(data)
+    except ManifestError as error:
+        return f"refused: {error.kind} | {error}"
+    for rows in layout.groups:
+        check_pages(layout, rows)
+    again = encode(layout)
+    assert decode(again) == layout
+    assert encode(decode(again)) == again
+    return "accepted"
+
+
+READER = Reader(
+    name="manifests",
+    read=read,
+    valid=lambda: [encode(layout) for layout in layouts()],
+    mutate=damaged_json,
+    times=4,
+)
+
+
+@fuzzed(READER)
+def test_a_damaged_manifest_is_a_lawful_layout_or_refused(data):
+    READER.outcome(data)
+
+
+def test_documents_that_nothing_has_happened_to_are_accepted():
+    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
+
+
+@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
+def test_what_once_broke_the_reader_no_longer_does(file):
+    READER.outcome(file.read_bytes())
