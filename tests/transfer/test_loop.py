@@ -233,3 +233,22 @@ def test_two_agents_move_a_request_in_one_thread():
     assert consumer.check(target, 0, 18) == ""
     consumer.close()
     producer.close()
+
+
+def test_a_story_that_is_interrupted_before_its_first_turn_still_cleans_up(loop):
+    """A generator that has not begun would end outside of its own `try`."""
+    ended: list[str] = []
+
+    def story() -> Any:
+        try:
+            while True:
+                yield IDLE
+        finally:
+            ended.append("cleaned up")
+
+    task = loop.start("story", story())
+    task.interrupt(TransferError("no", kind="aborted"))
+    loop.step()
+    assert task.is_over
+    assert task.error is not None
+    assert ended == ["cleaned up"]

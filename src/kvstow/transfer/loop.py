@@ -65,6 +65,7 @@ class Task(Generic[T]):
         self._story = story
         self._interrupt: TransferError | None = None
         self._may_interrupt = True
+        self._has_begun = False
 
     def _late(self) -> TransferError:
         return TransferError(f"{self.name}: no end in time", kind="timeout")
@@ -93,8 +94,13 @@ class Task(Generic[T]):
         if now > self.deadline:
             self.interrupt(self.late())
         error, self._interrupt = self._interrupt, None
+        wait = AT_ONCE
         try:
-            wait = next(self._story) if error is None else self._story.throw(error)
+            if error is None or not self._has_begun:
+                self._has_begun = True
+                wait = next(self._story)
+            if error is not None:  # a story that has not begun would end outside of its own try
+                wait = self._story.throw(error)
         except StopIteration as end:
             self._end(end.value, None)
         except TransferError as failure:
