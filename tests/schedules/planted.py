@@ -11,7 +11,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import KvstowError
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.transfer import agent, pull, serve, source
+from kvstow.transfer import agent, pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
 from kvstow.transfer.lease import Leases
@@ -165,12 +165,12 @@ def leases_never_run_out() -> Generator[None]:
 
 @bug
 def a_deadline_is_never_looked_at() -> Generator[None]:
-    begin = agent.Agent._begin
+    begin = pulls.Pulls.begin
 
     def endless(self: Any, transfer: Any, tickets: Any, until: float) -> None:
         begin(self, transfer, tickets, until + 1e6)
 
-    with changed(agent.Agent, "_begin", endless):
+    with changed(pulls.Pulls, "begin", endless):
         yield
 
 

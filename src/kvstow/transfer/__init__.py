@@ -1,6 +1,7 @@
 """Rows between processes and machines, and never silently wrong.
 
 agent        offer, pull, keep, drop, settle: all that a user calls
+pulls        all pulls of an agent, and what is owed for them
 pull         a pull from top to bottom: meet, plan, move, fence, digests, accept
 serve        the producer's half, likewise
 loop         what drives them: stories, each in its own `try`

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from random import Random, SystemRandom
 from types import TracebackType
@@ -31,14 +30,14 @@ from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.lease import EndReason, Lease
-from kvstow.transfer.loop import Loop, Story, Task
+from kvstow.transfer.loop import Loop, Story
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way
 from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
-from kvstow.transfer.pull import Order, Stats, Transfer, pull
+from kvstow.transfer.pull import Order, Transfer
+from kvstow.transfer.pulls import Pulls
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.serve import Server
-from kvstow.transfer.source import Plans, Source
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
@@ -97,11 +96,11 @@ class Agent:
         self.server = Server(
             self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
         )
-        self.pulls: dict[Transfer, Task[Stats]] = {}
         self._key = keys.public if keys else ""
-        self._plans = Plans(self.endpoint.layout)
-        self._unquiet: dict[Transfer, Task[None]] = {}
         self._owed: deque[Callable[[], None]] = deque()
+        self.pulls = Pulls(
+            self.endpoint, self.loop, self.peers, self.quarantine, owe=self._owed.append
+        )
         self._owners_thread = threading.get_ident()
         self.loop.start("quarantine", self.quarantine.upkeep())
         self.loop.start("server", self.server.upkeep())
@@ -271,8 +270,8 @@ class Agent:
             digest=digest or self.options.digest,
         )
         now = self.endpoint.clock()
-        transfer = Transfer(order, now, self._settle_if_ours, self._abort)
-        self._submit(into, lambda: self._begin(transfer, listed, now + seconds))
+        transfer = Transfer(order, now, self._settle_if_ours, self.pulls.abort)
+        self._submit(into, lambda: self.pulls.begin(transfer, listed, now + seconds))
         return transfer
 
     def keep(self, ticket: Ticket) -> None:
@@ -303,87 +302,6 @@ class Agent:
             self.loop.start("drop", dropped())
 
         self.loop.submit(start)
-
-    def _begin(self, transfer: Transfer, tickets: Sequence[Ticket], until: float) -> None:
-        """Start a pull's story; in the loop's thread."""
-
-        def interrupt(error: TransferError) -> None:
-            if transfer in self.pulls:
-                self.pulls[transfer].interrupt(error)
-
-        def wake() -> None:
-            if transfer in self.pulls:
-                self.pulls[transfer].wake()
-
-        sources = [
-            Source(self.endpoint, self.peers.at(t.address, t.key), t, interrupt, wake)
-            for t in tickets
-        ]
-        story = pull(self.endpoint, transfer.order, sources, self._plans)
-        task = self.pulls[transfer] = self.loop.start("pull", story)
-        seconds = until - transfer.started
-        task.deadline = until
-        task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
-        task.on_end = lambda: self._ended(transfer, sources)
-
-    def _abort(self, transfer: Transfer) -> None:
-        error = TransferError("transfer was aborted here", kind="aborted")
-
-        def interrupt() -> None:
-            if transfer in self.pulls:
-                self.pulls[transfer].interrupt(error)
-
-        with suppress(TransferError):  # once the agent is closed, all transfers have ended
-            self.loop.submit(interrupt)
-
-    def _ended(self, transfer: Transfer, sources: Sequence[Source]) -> None:
-        """A pull was accepted, or its rows go into quarantine."""
-        task = self.pulls.pop(transfer)
-        into = transfer.order.into
-        self._count(transfer, task, sources)
-        if task.error is None:
-            self._owed.append(lambda: self._release(into))
-            transfer.end(task.result, None)
-            transfer.rest()
-            return
-        self._owed.append(lambda: self._put_aside(into))
-        transfer.end(None, task.error)
-        story = self.quarantine.quiesced(sources, transfer.order.num_rows)
-        quiet = self.loop.start("quarantine of a pull", story)
-        self._unquiet[transfer] = quiet
-        quiet.on_end = lambda: self._rest(transfer) if quiet.error is None else None
-
-    def _rest(self, transfer: Transfer) -> None:
-        """Nothing writes to a failed pull's rows any more."""
-        del self._unquiet[transfer]
-        into = transfer.order.into
-        for g, blocks in into.items():
-            self._owed.append(partial(self.endpoint.owner.unquarantine, g, blocks.ids))
-        transfer.rest()
-
-    def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
-        endpoint, metrics = self.endpoint, self.endpoint.metrics
-        outcome = "accepted" if task.error is None else task.error.kind
-        seconds = endpoint.clock() - transfer.started
-        endpoint.count(metrics.transfers, outcome)
-        for source in sources:
-            endpoint.count(metrics.bytes, source.direction, source.nbytes)
-            endpoint.count(metrics.descriptors, source.direction, source.descriptors)
-            source.peer.moved_bytes += source.nbytes
-            source.peer.moved_seconds += seconds
-        if task.error is None:
-            metrics.seconds.observe(seconds)
-        endpoint.note(
-            "transfer",
-            {
-                "outcome": outcome,
-                "seconds": seconds,
-                "sources": len(sources),
-                "peers": ", ".join(source.peer.name for source in sources),
-                "bytes": sum(source.nbytes for source in sources),
-                "descriptors": sum(source.descriptors for source in sources),
-            },
-        )
 
     # ── the blocks' owner ─────────────────────────────────────────────────────────
 
@@ -424,11 +342,6 @@ class Agent:
         for g, listed in blocks.items():
             self.endpoint.owner.release(g, listed.ids)
 
-    def _put_aside(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, listed in blocks.items():
-            self.endpoint.owner.quarantine(g, listed.ids)
-        self._release(blocks)
-
     # ── the loop ──────────────────────────────────────────────────────────────────
 
     def _hear(self, line: Line, message: AnyMessage) -> None:
@@ -449,8 +362,7 @@ class Agent:
 
     def _give_up(self, error: TransferError) -> None:
         """End all that moves, and have every peer meet us again."""
-        for task in self.pulls.values():
-            task.interrupt(error)
+        self.pulls.interrupt_all(error)
         self.server.forget_all()
         for peer in self.peers.all.values():
             peer.lose(error)
@@ -470,13 +382,12 @@ class Agent:
             self.server.leases.close()
             for _ in range(CLOSING_TURNS):
                 self.loop.step()
-                if not self.pulls and not self._unquiet:
+                if self.pulls.are_quiet:
                     break
                 time.sleep(1e-3)
             self.loop.close()
             self.endpoint.close()
-            for transfer in tuple(self._unquiet):
-                self._rest(transfer)
+            self.pulls.rest()
             self.channel.close()
         self.settle()
 

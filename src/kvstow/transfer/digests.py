@@ -69,8 +69,9 @@ def sample_bytes(layout: Layout, wanted: Sequence[Sample]) -> int:
         for name in sample.layers:
             group, spec, _ = layout.layers[name]
             first, end = sample.heads or (0, spec.heads.size)
-            counted = counted_states(layout.groups[group].group, spec, sample.stop_token,
-                                     sample.start_token)  # fmt: skip
+            counted = counted_states(
+                layout.groups[group].group, spec, sample.stop_token, sample.start_token
+            )
             states = sum(-(-(high - low) // sample.every) for low, high in counted)
             total += states * (end - first) * spec.cell_bytes
     return total
@@ -101,9 +102,18 @@ def prepared_digests(
         groups = {arena.layout.layers[name][0] for name in held}
         listed = {g: blocks[g] for g in groups if g in blocks}
         found.append(
-            prepared(arena, listed, sample.stop_token, layers=held, start_token=sample.start_token,
-                     claims=claims, heads=sample.heads, every=sample.every, phase=sample.phase)
-        )  # fmt: skip
+            prepared(
+                arena,
+                listed,
+                sample.stop_token,
+                layers=held,
+                start_token=sample.start_token,
+                claims=claims,
+                heads=sample.heads,
+                every=sample.every,
+                phase=sample.phase,
+            )
+        )
     return lambda: tuple(take() for take in found)
 
 

@@ -30,7 +30,7 @@ from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy, Way
 from kvstow.transfer.peers.endpoint import Endpoint, check_known, named
-from kvstow.transfer.source import Plan, Plans, Source
+from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.ticket import packed_ints
 from kvstow.transfer.transport.base import lost
 
@@ -77,7 +77,9 @@ class Stats:
 # ── the story ─────────────────────────────────────────────────────────────────────────
 
 
-def pull(endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: Plans) -> Story[Stats]:
+def pull(
+    endpoint: Endpoint, order: Order, sources: Sequence[Source], plans: SourcePlans
+) -> Story[Stats]:
     """Bring what the order wants; what that took, or a TransferError that names the rows."""
     started = endpoint.clock()
     try:
@@ -152,7 +154,7 @@ def chosen_samples(
 
 
 def begin(
-    endpoint: Endpoint, order: Order, source: Source, plan: Plan, wanted: tuple[Sample, ...]
+    endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan, wanted: tuple[Sample, ...]
 ) -> None:
     """Tell a source what we want of it, and which way. Raises TransferError."""
     assert source.peer.path is not None

@@ -34,7 +34,7 @@ Outcome = Literal["accepted", "failed", "aborted"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class SourcePlan:
     """What one source brings: nothing without a route, everything without claims."""
 
     route: Route | None
@@ -94,9 +94,13 @@ class Source:
     # ── what we say ───────────────────────────────────────────────────────────────
 
     def begin(
-        self, direction: Way, plan: Plan, write: Write | None, slot_bytes: int,
+        self,
+        direction: Way,
+        plan: SourcePlan,
+        write: Write | None,
+        slot_bytes: int,
         samples: tuple[Sample, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Tell the producer what we read, or what it shall write or stage."""
         self._card = self.peer.card
         self.direction, self.route = direction, plan.route
@@ -164,14 +168,14 @@ class Source:
         self._interrupt(error)
 
 
-class Plans:
+class SourcePlans:
     """Who brings what into this layout, for each set of sources computed once."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._known: dict[tuple[str, ...], tuple[Plan, ...]] = {}
+        self._known: dict[tuple[str, ...], tuple[SourcePlan, ...]] = {}
 
-    def plans(self, sources: Sequence[Source]) -> tuple[Plan, ...]:
+    def plans(self, sources: Sequence[Source]) -> tuple[SourcePlan, ...]:
         """One plan per source; TransferError where they do not make a whole."""
         key = tuple(source.peer.fingerprint for source in sources)
         if key not in self._known:
@@ -183,12 +187,12 @@ class Plans:
                 ) from None
             by_index = {source.index: source for source in found}
             self._known[key] = tuple(
-                Plan(
+                SourcePlan(
                     by_index[i].route,
                     packed_claims(by_index[i].claims) if len(sources) > 1 else None,
                 )
                 if i in by_index
-                else Plan(None, None)
+                else SourcePlan(None, None)
                 for i in range(len(sources))
             )
         return self._known[key]

@@ -1,0 +1,155 @@
+"""All pulls of an agent: begun, counted, and put into quarantine where they fail."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from kvstow.errors import TransferError
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.loop import Loop, Task
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.peers.outgoing import Peers
+from kvstow.transfer.pull import Stats, Transfer, pull
+from kvstow.transfer.quarantine import Quarantine
+from kvstow.transfer.source import Source, SourcePlans
+from kvstow.transfer.ticket import Ticket
+
+
+class Pulls:
+    """The pulls that run, and those that have failed and are not quiet yet.
+
+    `owe` takes what is to be done to the blocks' owner, in the owner's thread. Everything but
+    `abort` is for the loop's thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        loop: Loop,
+        peers: Peers,
+        quarantine: Quarantine,
+        *,
+        owe: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._loop = loop
+        self._peers = peers
+        self._quarantine = quarantine
+        self._owe = owe
+        self._plans = SourcePlans(endpoint.layout)
+        self._running: dict[Transfer, Task[Stats]] = {}
+        self._unquiet: set[Transfer] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def are_quiet(self) -> bool:
+        """Whether none runs and nothing writes to the rows of any."""
+        return not self._running and not self._unquiet
+
+    # ── beginning ─────────────────────────────────────────────────────────────────
+
+    def begin(self, transfer: Transfer, tickets: Sequence[Ticket], deadline: float) -> None:
+        """Start the story of a pull whose rows are shared already."""
+
+        def interrupt(error: TransferError) -> None:
+            self._interrupt(transfer, error)
+
+        def wake() -> None:
+            if transfer in self._running:
+                self._running[transfer].wake()
+
+        sources = [
+            Source(self._endpoint, self._peers.at(t.address, t.key), t, interrupt, wake)
+            for t in tickets
+        ]
+        story = pull(self._endpoint, transfer.order, sources, self._plans)
+        task = self._running[transfer] = self._loop.start("pull", story)
+        seconds = deadline - transfer.started
+        task.deadline = deadline
+        task.late = lambda: TransferError(f"no end within {seconds:.3g} s", kind="timeout")
+        task.on_end = lambda: self._ended(transfer, sources)
+
+    def abort(self, transfer: Transfer) -> None:
+        """Give up a transfer, unless it has ended; from any thread."""
+        error = TransferError("transfer was aborted here", kind="aborted")
+        with suppress(TransferError):  # once the agent is closed, all transfers have ended
+            self._loop.submit(lambda: self._interrupt(transfer, error))
+
+    def interrupt_all(self, error: TransferError) -> None:
+        """End every pull that runs."""
+        for transfer in tuple(self._running):
+            self._interrupt(transfer, error)
+
+    def _interrupt(self, transfer: Transfer, error: TransferError) -> None:
+        if transfer in self._running:
+            self._running[transfer].interrupt(error)
+
+    # ── ending ────────────────────────────────────────────────────────────────────
+
+    def _ended(self, transfer: Transfer, sources: Sequence[Source]) -> None:
+        """A pull was accepted, or its rows go into quarantine."""
+        task = self._running.pop(transfer)
+        into = transfer.order.into
+        self._count(transfer, task, sources)
+        if task.error is None:
+            self._owe(lambda: self._release(into))
+            transfer.end(task.result, None)
+            transfer.rest()
+            return
+        self._owe(lambda: self._put_aside(into))
+        self._unquiet.add(transfer)
+        transfer.end(None, task.error)
+        story = self._quarantine.quiesced(sources, transfer.order.num_rows)
+        quiet = self._loop.start("quarantine of a pull", story)
+        quiet.on_end = lambda: self._rest(transfer) if quiet.error is None else None
+
+    def rest(self) -> None:
+        """The engine was closed: nothing writes any more."""
+        for transfer in tuple(self._unquiet):
+            self._rest(transfer)
+
+    def _rest(self, transfer: Transfer) -> None:
+        """Nothing writes to a failed pull's rows any more."""
+        self._unquiet.discard(transfer)
+        self._owe(lambda: self._take_back(transfer.order.into))
+        transfer.rest()
+
+    def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
+        endpoint, metrics = self._endpoint, self._endpoint.metrics
+        outcome = "accepted" if task.error is None else task.error.kind
+        seconds = endpoint.clock() - transfer.started
+        endpoint.count(metrics.transfers, outcome)
+        for source in sources:
+            endpoint.count(metrics.bytes, source.direction, source.nbytes)
+            endpoint.count(metrics.descriptors, source.direction, source.descriptors)
+            source.peer.moved_bytes += source.nbytes
+            source.peer.moved_seconds += seconds
+        if task.error is None:
+            metrics.seconds.observe(seconds)
+        endpoint.note(
+            "transfer",
+            {
+                "outcome": outcome,
+                "seconds": seconds,
+                "sources": len(sources),
+                "peers": ", ".join(source.peer.name for source in sources),
+                "bytes": sum(source.nbytes for source in sources),
+                "descriptors": sum(source.descriptors for source in sources),
+            },
+        )
+
+    # ── in the owner's thread ─────────────────────────────────────────────────────
+
+    def _release(self, blocks: Mapping[int, Blocks]) -> None:
+        for g, listed in blocks.items():
+            self._endpoint.owner.release(g, listed.ids)
+
+    def _put_aside(self, blocks: Mapping[int, Blocks]) -> None:
+        for g, listed in blocks.items():
+            self._endpoint.owner.quarantine(g, listed.ids)
+        self._release(blocks)
+
+    def _take_back(self, blocks: Mapping[int, Blocks]) -> None:
+        for g, listed in blocks.items():
+            self._endpoint.owner.unquarantine(g, listed.ids)
