@@ -25,7 +25,8 @@ CHAPTERS = {
     "Who owns which row": ("Pool", "Ledger", "Prompt"),
     "Bytes on one machine": ("Arena", "copy", "digest"),
     "Between processes": (
-        "Agent", "Ticket", "Options", "Keys", "NixlTransport", "LocalTransport", "Telemetry",
+        "Agent", "Ticket", "Options", "Keys", "NixlTransport", "LocalTransport", "Fabric",
+        "Telemetry",
     ),
     "Kept elsewhere": ("Store", "HostTier", "DiskTier", "Mover", "block_keys"),
 }  # fmt: skip

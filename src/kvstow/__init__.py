@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from kvstow.route.blocks import Blocks
     from kvstow.route.route import route
     from kvstow.transfer.agent import Agent
-    from kvstow.transfer.channel.sockets import Keys
+    from kvstow.transfer.channel.curve import Keys
     from kvstow.transfer.options import Options
     from kvstow.transfer.ticket import Ticket
-    from kvstow.transfer.transport.local import LocalTransport
+    from kvstow.transfer.transport.local import Fabric, LocalTransport
     from kvstow.transfer.transport.nixl import NixlTransport
 
 _NAMES = {
@@ -87,9 +87,9 @@ _NAMES = {
     "kvstow.transfer.agent": ("Agent",),
     "kvstow.transfer.ticket": ("Ticket",),
     "kvstow.transfer.options": ("Options",),
-    "kvstow.transfer.channel.sockets": ("Keys",),
+    "kvstow.transfer.channel.curve": ("Keys",),
     "kvstow.transfer.transport.nixl": ("NixlTransport",),
-    "kvstow.transfer.transport.local": ("LocalTransport",),
+    "kvstow.transfer.transport.local": ("Fabric", "LocalTransport"),
     "kvstow.offload.store": ("Store",),
     "kvstow.offload.host.tier": ("HostTier",),
     "kvstow.offload.disk.tier": ("DiskTier",),
@@ -131,6 +131,7 @@ __all__ = [
     "DiskTier",
     "Encoder",
     "Extent",
+    "Fabric",
     "Field",
     "Full",
     "HostTier",
