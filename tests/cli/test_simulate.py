@@ -65,7 +65,7 @@ def test_the_command_replays_a_file_and_refuses_a_bad_one(tmp_path: Path) -> Non
     assert json.loads(result.stdout)["requests"] == 2
     path.write_text("nonsense")
     refused = CliRunner().invoke(app, command)
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert f"{path}:1: " in refused.stderr
 
 
@@ -82,3 +82,38 @@ def test_sizes_beyond_all_machines_end_with_a_message(words: tuple[str, ...], co
     assert result.exit_code == code
     assert isinstance(result.exception, SystemExit)
     assert result.stderr
+
+
+def simulated(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["simulate", "gpt-oss-20b", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["policies"]["slab"]
+
+
+def test_times_follow_from_the_rates(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    write_trace(path, [TraceRequest(0.0, 2000, 100)])
+    rates = ["--prefill-rate", "1000", "--decode-rate", "50", "--step-seconds", "0.01"]
+    figures = simulated("--memory", "1GiB", "--trace", str(path), *rates)
+    assert figures["first_token_seconds"]["p50"] == pytest.approx(2000 / 1000 + 0.01)
+    assert figures["token_seconds"]["mean"] == pytest.approx(1 / 50)
+    assert figures["seconds"] == pytest.approx(2.01 + 100 / 50)
+    assert figures["output_tokens_per_second"] == pytest.approx(100 / 4.01)
+
+
+def test_a_slower_engine_answers_later() -> None:
+    shape = ["--memory", "2GiB", "--requests", "20", "--rate", "5"]
+    fast = simulated(*shape, "--prefill-rate", "100000")
+    slow = simulated(*shape, "--prefill-rate", "1000")
+    assert slow["first_token_seconds"]["p95"] > 2 * fast["first_token_seconds"]["p95"]
+    assert slow["completed"] == fast["completed"] == 20
+
+
+def test_the_page_tells_memory_requests_seed_and_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shape = ["--memory", "2GiB", "--requests", "5", "--seed", "7", "--html", str(page)]
+    simulated(*shape)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    assert (data["requests"], data["arena_bytes"], data["seed"]) == (5, 2 << 30, 7)
+    assert data["command"].startswith("kvstow simulate gpt-oss-20b --trace chat")
+    assert "--seed 7" in data["command"]

@@ -104,3 +104,54 @@ def test_a_preempted_request_says_the_same_when_it_comes_again() -> None:
 def test_a_made_up_trace_without_end_is_refused() -> None:
     with pytest.raises(TraceError, match="1000000000000000000 requests"):
         synthetic("chat", num_requests=10**18, rate=1.0, seed=0)
+
+
+def test_mooncakes_lines_are_read_and_equal_ids_are_equal_tokens(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(
+        '{"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [4, 5, 6]}\n'
+        '{"timestamp": 30500, "input_length": 1024, "output_length": 0, "hash_ids": [4, 5]}\n'
+        '{"timestamp": 30500, "input_length": 600, "output_length": 9, "hash_ids": [4, 9]}\n'
+    )
+    first, second, third = read_trace(path)
+    assert (first.arrival, second.arrival, third.arrival) == (0.0, 3.5, 3.5)
+    assert (first.prompt_tokens, first.output_tokens) == (1300, 52)
+    assert first.prefixes == (("mooncake-4", 512), ("mooncake-5", 512), ("mooncake-6", 276))
+    assert second.output_tokens == 1  # an answer has one token at least
+    same = [prompt_of(i, r, r.prompt_tokens).tokens for i, r in enumerate((first, second, third))]
+    assert (same[0][:1024] == same[1]).all()
+    assert (same[0][:512] == same[2][:512]).all()
+    assert not (same[0][512:600] == same[2][512:]).all()
+
+
+@pytest.mark.parametrize("zone", ["", "+00:00"])
+def test_azures_table_is_read_with_its_seven_digits_of_a_second(tmp_path, zone):
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        f"2023-11-16 18:15:46.5000000{zone},374,44\r\n"
+        f"2023-11-16 18:17:03.2500000{zone},396,109\r\n"
+    )
+    first, second = read_trace(path)
+    assert (first.arrival, second.arrival) == (0.0, 76.75)
+    assert (second.prompt_tokens, second.output_tokens) == (396, 109)
+    assert second.prefixes == ()
+
+
+@pytest.mark.parametrize(
+    "line", ["yesterday,1,2", "2023-11-16 18:15:46,1", "2023-11-16 18:15:46,1,many"]
+)
+def test_a_broken_line_of_azures_table_is_named(tmp_path, line):
+    path = tmp_path / "azure.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{line}\n")
+    with pytest.raises(TraceError, match=r"azure\.csv:2: "):
+        read_trace(path)
+
+
+def test_a_broken_line_of_mooncake_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 1}\n{"timestamp": 1, "input_'
+    )
+    with pytest.raises(TraceError, match=r"m\.jsonl:2: "):
+        read_trace(path)

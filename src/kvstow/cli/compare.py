@@ -32,6 +32,10 @@ from kvstow.plan.report import alike, compared_figures, mark_best
 from kvstow.plan.words import parse_order
 
 MOST_LAYOUTS = 1000
+Choices = list[tuple[Order, Packing]]
+Cell = Callable[[dict[str, Any], list[Order]], str]
+"""What a line, under one or several orders, shows in a column."""
+
 SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
 
@@ -106,7 +110,7 @@ def compare(
         block_tokens=_numbers("--block-tokens", block_tokens) if block_tokens else [None],
         kv_dtypes=list(kv_dtype.split(",")) if kv_dtype else [None],
     )
-    choices = [(each, other) for each in _orders(order) for other in _packings(packing)]
+    choices: Choices = [(each, other) for each in _orders(order) for other in _packings(packing)]
     if len(deployments) * len(choices) > MOST_LAYOUTS:
         refuse(
             f"{len(deployments) * len(choices):,} layouts, {MOST_LAYOUTS:,} at most are compared"
@@ -186,9 +190,7 @@ def _first(deployments: list[Deployment], rank: int) -> RankLayers:
     return on_rank(deployments[0], rank)
 
 
-def _compared(
-    deployment: Deployment, rank: int, choices: list[tuple[Order, Packing]]
-) -> list[dict[str, Any]]:
+def _compared(deployment: Deployment, rank: int, choices: Choices) -> list[dict[str, Any]]:
     """The lines of one deployment; of one that cannot be, the reason on each."""
     try:
         held = deployment.on_rank(rank)
@@ -238,9 +240,9 @@ def _report(first: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
     return [*parts, *_reasons(lines, swept)]
 
 
-def _columns(swept: list[str]) -> dict[str, Callable[[dict[str, Any], list[Order]], str]]:
+def _columns(swept: list[str]) -> dict[str, Cell]:
     """What a line shows, by column; the slab only where there is room for it."""
-    columns: dict[str, Callable[[dict[str, Any], list[Order]], str]] = {
+    columns: dict[str, Cell] = {
         "order": lambda line, orders: " ".join(orders),
         "packing": lambda line, orders: line["packing"],
     }
@@ -248,13 +250,14 @@ def _columns(swept: list[str]) -> dict[str, Callable[[dict[str, Any], list[Order
         columns[SWEPT[name]] = lambda line, orders, name=name: str(line[name])
     if not swept:
         columns["slab"] = lambda line, orders: human(line["slab_bytes"])
-    return columns | {
+    figures: dict[str, Cell] = {
         "padding": lambda line, orders: f"{line['padding']:.2%}",
         "copies": lambda line, orders: f"{max(line['descriptors_per_block'].values()):,}",
         "requests": lambda line, orders: (
             f"{line['requests'][str(USUAL_TOKENS)]:,} {'←' if line['best'] else ' '}"
         ),
     }
+    return columns | figures
 
 
 def _reasons(lines: list[tuple[dict[str, Any], list[Order]]], swept: list[str]) -> list[str]:

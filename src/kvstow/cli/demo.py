@@ -41,7 +41,13 @@ BlockTokensDecode = Annotated[
 ]
 OrderDecode = Annotated[
     Order | None,
-    typer.Option("--order-decode", help="Axes where decoding.", show_default="as --order"),
+    typer.Option(
+        "--order-decode",
+        parser=options.order,
+        metavar="ORDER",
+        help="Axes where decoding.",
+        show_default="as --order",
+    ),
 ]
 Memory = Annotated[
     int | None,

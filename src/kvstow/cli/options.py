@@ -88,7 +88,7 @@ KvDtype = Annotated[
     ),
 ]
 OrderName = Annotated[
-    str,
+    Order,
     typer.Option(
         "--order",
         parser=order,

@@ -10,7 +10,6 @@ from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import MISUSED, emit_json, emit_text, exact, human, note, refuse, table
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.report import padding_fractions, plan_figures, tensor_bytes
-from kvstow.plan.words import parse_order
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -44,7 +43,7 @@ def plan(
         pp=pp,
         block_tokens=block_tokens,
         kv_dtype=kv_dtype,
-        order=parse_order(order),
+        order=order,
         packing=packing,
         memory=memory,
         num_slabs=num_slabs,

@@ -268,12 +268,18 @@ def simulation_page(
     trace: str,
     reports: "Mapping[str, ReplayReport]",
     histories: "Mapping[str, SlabHistory]",
+    *,
+    about: Mapping[str, Any],
 ) -> str:
-    """The page: one curve and one history of the slabs per policy."""
+    """The page: one curve and one history of the slabs per policy.
+
+    `about` has what the header tells: `requests`, `arena_bytes`, `seed`, `step` and `command`.
+    """
     data = {
         "kvstow": __version__,
         "model": model,
         "trace": trace,
+        **about,
         "policies": {
             name: {
                 "figures": report.figures(),

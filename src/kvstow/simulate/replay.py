@@ -4,6 +4,13 @@ Every step computes one token of every request that is past its prompt, and up t
 `prefill_tokens` tokens of prompts, at most `chunk_tokens` of each. Requests are admitted
 first come, first served, when all their prompt fits; when a step does not fit, the one
 admitted last is preempted: it gives everything back and starts over later.
+
+How long a step takes is a simple model of an engine:
+
+    seconds = max(step_seconds, decoded tokens / decode_rate) + prompt tokens / prefill_rate
+
+Prompt tokens that were found cached take no time. A request's first token is there at the end
+of the step that computes the last of its prompt.
 """
 
 from collections import deque
@@ -129,14 +136,26 @@ def shares(samples: list[Waste]) -> dict[str, float]:
 class Pace:
     """How an engine works: seconds a step, tokens of prompts a step, samples.
 
+    `prefill_rate` and `decode_rate` are tokens per second, of all requests together.
     Nobody is admitted whose prompt would have more than `load` of the arena held.
     """
 
     step_seconds: float = 0.025
+    prefill_rate: float = float("inf")
+    decode_rate: float = float("inf")
     prefill_tokens: int = 16_384
     chunk_tokens: int = 2_048
     sample_steps: int = 16
     load: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "prefill_rate", "decode_rate"):
+            if not getattr(self, name) > 0:
+                raise TraceError(f"{name} is {getattr(self, name)}, not above 0")
+
+    def seconds(self, *, decoded: int, prefilled: int) -> float:
+        """How long a step of so many decoded and prompt tokens takes."""
+        return max(self.step_seconds, decoded / self.decode_rate) + prefilled / self.prefill_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +182,13 @@ class ReplayRecord:
     runs: int = 0
     fewest_runs: int = 0
     admitted: int = 0
+    seconds: float = 0.0
+    output_tokens: int = 0
+    """Tokens of answers that were computed."""
+    first_token_seconds: list[float] = field(default_factory=list[float])
+    """From arrival to the first token, of every request that has one."""
+    token_seconds: list[float] = field(default_factory=list[float])
+    """From token to token, the mean of every request that is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +226,11 @@ class Replay:
         self._running: list[RunningRequest] = []
         self._meter = WasteMeter(layout)
         self._step = 0
+        self._now = 0.0
         self._budget = 0
+        self._decoded = 0
+        self._prefilled = 0
+        self._first_tokens: dict[int, float] = {}
         self._strides = [layout.row_stride(g) for g in range(len(layout.groups))]
         states = [g.block_tokens for g in self.ledger.groups if isinstance(g.retention, State)]
         self._boundary = min(states) if states and shared else 0
@@ -228,11 +258,18 @@ class Replay:
     # ── time ──────────────────────────────────────────────────────────────────────
 
     def run(
-        self, *, max_steps: int | None = None, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        max_steps: int | None = None,
+        max_seconds: float = float("inf"),
+        progress: Callable[[int, int], None] | None = None,
     ) -> ReplayRecord:
-        """Replay until all is done, or so many steps; `progress` is told requests done and all."""
+        """Replay until all is done, so many steps or so many seconds; `progress` is told
+        requests done and all."""
         total = len(self._waiting)
-        while (self._waiting or self._running) and (max_steps is None or self._step < max_steps):
+        while self._waiting or self._running:
+            if self._now >= max_seconds or (max_steps is not None and self._step >= max_steps):
+                break
             self.step()
             if progress and self._step % self.pace.sample_steps == 0:
                 progress(self.record.completed, total)
@@ -242,19 +279,22 @@ class Replay:
 
     @property
     def seconds(self) -> float:
-        return self._step * self.pace.step_seconds
+        return self._now
 
     def step(self) -> None:
         if not self._running and self._waiting:
-            arrival = self._waiting[0].request.arrival
-            self._step = max(self._step, int(np.ceil(arrival / self.pace.step_seconds)))
+            self._now = max(self._now, self._waiting[0].request.arrival)
         self._budget = self.pace.prefill_tokens
+        self._decoded = self._prefilled = 0
         self._advance()
         self._admit_all()
+        end = self._now + self.pace.seconds(decoded=self._decoded, prefilled=self._prefilled)
+        self._time(end)
         self._finish()
         if self._step % self.pace.sample_steps == 0:
             self._sample()
         self._step += 1
+        self._now = self.record.seconds = end
 
     # ── one step ──────────────────────────────────────────────────────────────────
 
@@ -276,6 +316,10 @@ class Replay:
                 break
         for run, goal in zip(self._running, goals, strict=True):
             done = run.num_tokens >= run.target
+            if done:
+                self._decoded += 1
+            else:
+                self._prefilled += goal - run.num_tokens
             run.num_tokens = goal
             if not done and goal >= run.target:
                 self._measure_runs(run.handle)
@@ -324,6 +368,7 @@ class Replay:
         first = self._chunk_end(0, target)
         admission = self.ledger.admit(known, num_tokens=first)
         start = max(first, admission.hit_tokens)
+        self._prefilled += start - admission.hit_tokens
         if target == request.prompt_tokens:
             self.record.prompt_tokens += target
             self.record.hit_tokens += admission.hit_tokens
@@ -346,6 +391,17 @@ class Replay:
         self._running = [run for run in self._running if run.num_tokens < run.end]
 
     # ── what is written down ──────────────────────────────────────────────────────
+
+    def _time(self, end: float) -> None:
+        """First tokens and last tokens of the step that ends then."""
+        self.record.output_tokens += self._decoded
+        for run in self._running:
+            if run.num_tokens >= run.target and run.number not in self._first_tokens:
+                self._first_tokens[run.number] = end
+                self.record.first_token_seconds.append(end - run.request.arrival)
+            if run.num_tokens >= run.end:
+                first = self._first_tokens.pop(run.number)
+                self.record.token_seconds.append((end - first) / run.request.output_tokens)
 
     def _measure_runs(self, handle: int) -> None:
         """How a request's rows lie when all of its prompt has some."""

@@ -21,6 +21,10 @@ class ReplayReport:
     mean_run_rows: float
     runs_per_request: float
     runs_to_fewest: float
+    seconds: float
+    output_tokens_per_second: float
+    first_token_seconds: Mapping[str, float]
+    token_seconds: Mapping[str, float]
     samples: Sequence[ReplaySample]
 
     @staticmethod
@@ -37,6 +41,10 @@ class ReplayReport:
             mean_run_rows=record.rows / max(1, record.runs),
             runs_per_request=record.runs / max(1, record.admitted),
             runs_to_fewest=record.runs / max(1, record.fewest_runs),
+            seconds=record.seconds,
+            output_tokens_per_second=record.output_tokens / max(record.seconds, 1e-9),
+            first_token_seconds=spread(record.first_token_seconds),
+            token_seconds=spread(record.token_seconds),
             samples=tuple(record.samples),
         )
 
@@ -53,7 +61,24 @@ class ReplayReport:
             "mean_run_rows": self.mean_run_rows,
             "runs_per_request": self.runs_per_request,
             "runs_to_fewest": self.runs_to_fewest,
+            "seconds": self.seconds,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "first_token_seconds": dict(self.first_token_seconds),
+            "token_seconds": dict(self.token_seconds),
         }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median and the value that 95 of 100 do not exceed; zeros where there are none."""
+    if not values:
+        return {"mean": 0.0, "p50": 0.0, "p95": 0.0}
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "p50": ordered[last // 2],
+        "p95": ordered[-(-95 * last // 100)],
+    }
 
 
 def steady_part(samples: Sequence[ReplaySample]) -> Sequence[ReplaySample]:

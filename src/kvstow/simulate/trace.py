@@ -7,9 +7,17 @@
 prompts that begin with the same names and numbers begin with the same tokens. What
 follows them is the request's own. `output`, if given, names the answer, so that a later
 prompt can repeat it.
+
+Two public formats are read as well, and known by their first line:
+
+    Mooncake   {"timestamp": 500, "input_length": 700, "output_length": 250, "hash_ids": [7, 8]}
+               milliseconds; one id for every 512 tokens of the prompt, equal ids for equal tokens
+    Azure      TIMESTAMP,ContextTokens,GeneratedTokens
+               2023-11-16 18:15:46.68,700,250
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -62,16 +70,85 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.prompt_tokens + self.output_tokens
 
 
+MOONCAKE_TOKENS = 512
+"""Tokens of a prompt that one of Mooncake's hash ids stands for."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a file of JSON lines; empty lines are skipped."""
+    """The requests of a file: JSON lines of our own or of Mooncake, or Azure's table.
+
+    Empty lines are skipped. Requests of the two public formats are sorted by arrival, and
+    the first of them arrives at 0.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    requests = list(_decoded(path, lines))
+    first = next((line for line in lines if line.strip()), b"")
+    if first.removeprefix(b"\xef\xbb\xbf").strip() == AZURE_HEADER:
+        requests = _from_zero(_public(path, lines, _azure))
+    elif b'"input_length"' in first:
+        requests = _from_zero(_public(path, lines, _mooncake))
+    else:
+        requests = list(_decoded(path, lines))
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     return requests
+
+
+def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    found = sorted(requests, key=lambda request: request.arrival)
+    start = found[0].arrival if found else 0.0
+    return [msgspec.structs.replace(each, arrival=each.arrival - start) for each in found]
+
+
+def _public(
+    path: Path, lines: list[bytes], read: Callable[[bytes], TraceRequest]
+) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or AZURE_HEADER in line:
+            continue
+        try:
+            yield read(line)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+
+
+class MooncakeRequest(msgspec.Struct, frozen=True):
+    """A line of Mooncake's traces; other keys are ignored."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def _mooncake(line: bytes) -> TraceRequest:
+    asked = msgspec.json.decode(line, type=MooncakeRequest)
+    starts = range(0, asked.input_length, MOONCAKE_TOKENS)
+    named = [
+        (f"mooncake-{each}", min(MOONCAKE_TOKENS, asked.input_length - start))
+        for each, start in zip(asked.hash_ids, starts, strict=False)
+    ]
+    return TraceRequest(
+        arrival=asked.timestamp / 1000,
+        prompt_tokens=max(1, asked.input_length),
+        output_tokens=max(1, asked.output_length),
+        prefixes=tuple(named),
+    )
+
+
+def _azure(line: bytes) -> TraceRequest:
+    cells = line.decode().strip().split(",")
+    if len(cells) != 3:
+        raise ValueError(f"{len(cells)} cells, not a time and two numbers of tokens")
+    time = datetime.fromisoformat(cells[0])
+    seconds = (time.replace(tzinfo=time.tzinfo or UTC) - EPOCH).total_seconds()
+    prompt, output = max(1, int(cells[1])), max(1, int(cells[2]))
+    return TraceRequest(arrival=seconds, prompt_tokens=prompt, output_tokens=output)
 
 
 def _decoded(path: Path, lines: list[bytes]) -> Iterator[TraceRequest]:

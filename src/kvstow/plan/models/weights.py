@@ -153,11 +153,12 @@ def _file_bytes(model: Source) -> int:
     folder = Path(model).expanduser()
     folder = folder.parent if folder.name == "config.json" else folder
     try:
-        found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
-        files = next((files for files in found if files), [])
-        return sum(file.stat().st_size for file in files)
+        for pattern in WEIGHTS:
+            if files := sorted(folder.glob(pattern)):
+                return sum(file.stat().st_size for file in files)
     except (OSError, ValueError):
-        return 0
+        pass
+    return 0
 
 
 def _spoken(count: int) -> str:

@@ -130,6 +130,10 @@ const ROWS = [
   ["block rounding", (f) => percent(f.waste.rounding)],
   ["prompt tokens found cached", (f) => percent(f.hit_rate)],
   ["rows per run", (f) => f.mean_run_rows.toFixed(1)],
+  ["output tokens per second", (f) => count(f.output_tokens_per_second)],
+  ["first token after, median", (f) => `${count(1e3 * f.first_token_seconds.p50)} ms`],
+  ["first token after, 95 of 100", (f) => `${count(1e3 * f.first_token_seconds.p95)} ms`],
+  ["time per output token, mean", (f) => `${count(1e3 * f.token_seconds.mean)} ms`],
 ];
 
 const [first] = policies;
@@ -141,7 +145,18 @@ mount(
       "div",
       {},
       el("h1", {}, data.model),
-      el("p", { class: "soft" }, `${data.trace} requests on the block ledger, simulated`),
+      el(
+        "p",
+        { class: "soft" },
+        [
+          `${counted(data.requests, "request")} of ${data.trace}, simulated on the block ledger`,
+          data.arena_bytes ? `${human(data.arena_bytes)} of memory` : null,
+          data.seed === null ? null : `seed ${data.seed}`,
+        ]
+          .filter(Boolean)
+          .join(" · "),
+      ),
+      el("p", { class: "soft" }, el("code", {}, data.command)),
     ),
     themeButton(() => {
       recolour();
@@ -181,6 +196,13 @@ mount(
       ]
     : [],
   el("h2", {}, "Over time"),
+  el(
+    "p",
+    {},
+    `${data.step} Once nobody is waiting, the last requests drain: few rows are left in many slabs, ` +
+      "so the wasted parts rise although there is nothing to use the memory for. The numbers below " +
+      "leave that time out.",
+  ),
   el(
     "div",
     { class: "charts" },
