@@ -1,11 +1,15 @@
 """Counters of blocks are read in ranges: each once, into its place, whatever the ids."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.fence import ENTRY_BYTES, LONG_GAP, changed, counter_ranges
+from kvstow.transfer.fence import ENTRY_BYTES, LONG_GAP, CounterRead, changed, counter_ranges
 
 TABLES = (1 << 20, 1 << 24)
 IDS = st.one_of(
@@ -66,3 +70,47 @@ def test_two_groups_are_read_by_one_post_side_by_side():
 
 def test_no_blocks_need_no_reads():
     assert counter_ranges(TABLES, {0: Blocks.first([])}).num_counters == 0
+
+
+class Counters:
+    """An endpoint's counters, and a peer that is gone where `is_gone`."""
+
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.is_gone = is_gone
+        self.taken = 0
+        self.started = 0
+
+    def take_counters(self, count):
+        self.taken += 1
+        return np.zeros(count, np.int64)
+
+    def give_counters(self, memory):
+        self.taken -= 1
+
+    def post(self, operation, engine, kinds, copies, ended):
+        if self.is_gone:
+            raise TransferError("gone", kind="peer")
+        self.drop = ended
+        return self
+
+    def start(self):
+        self.started += 1
+
+
+CARD = SimpleNamespace(tables=TABLES, engine="engine")
+
+
+def test_memory_for_the_counters_of_a_peer_that_is_gone_is_given_back():
+    endpoint = Counters(is_gone=True)
+    with pytest.raises(TransferError, match="gone"):
+        CounterRead(endpoint, CARD, {0: Blocks.first([3])})
+    assert endpoint.taken == 0
+
+
+def test_no_blocks_are_answered_without_a_read_and_give_their_memory_back():
+    endpoint = Counters()
+    read = CounterRead(endpoint, CARD, {0: Blocks.first([])})
+    with pytest.raises(StopIteration) as end:
+        next(read.found())
+    assert end.value.value == {}
+    assert (endpoint.taken, endpoint.started) == (0, 0)

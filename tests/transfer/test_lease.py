@@ -1,5 +1,7 @@
 """Leases: they end once, on time, for a reason, and never hide each other."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,3 +129,25 @@ def test_a_lease_for_nobody_or_for_no_time_is_refused(readers, seconds):
     with pytest.raises(SpecError, match="lease 5"):
         Lease(id=5, digest=b"", seconds=seconds, readers=readers, deadline=1.0,
               on_end=lambda reason: None)  # fmt: skip
+
+
+def test_whoever_did_not_read_ends_no_lease():
+    leases = Leases()
+    ended = made(leases, 1)
+    leases.open(1, TICKET, "reader", now=0)
+    leases.shut(1, "somebody else", accepted=True)
+    leases.shut(2, "reader", accepted=True)
+    assert ended == []
+    leases.shut(1, "reader", accepted=True)
+    leases.shut(1, "reader", accepted=True)
+    assert ended == ["read"]
+
+
+@pytest.mark.parametrize(("drawn", "id"), [(0, 1), (2**62 - 1, 2**62)])
+def test_ids_are_above_0_and_fit_a_ticket(drawn, id):
+    class Drawn(Random):
+        def getrandbits(self, k):
+            assert k == 62
+            return drawn
+
+    assert Leases.fresh_id(Drawn()) == id

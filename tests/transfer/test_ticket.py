@@ -189,3 +189,17 @@ def test_logical_blocks_that_wrap_around_are_refused():
     body[8][0][2] = np.array([2**63 - 1, 1], "<i8").tobytes()
     with pytest.raises(TransferError, match="do not ascend"):
         Ticket.from_bytes(sealed(body))
+
+
+def test_a_ticket_with_something_behind_it_or_without_its_last_byte_is_refused():
+    whole = one().to_bytes()
+    for data in (whole + b"\0", whole + whole, whole[:-1]):
+        with pytest.raises(TransferError, match="cut or changed"):
+            Ticket.from_bytes(data)
+
+
+def test_a_body_as_long_as_the_limit_is_read_and_one_byte_more_is_not():
+    ticket = one(40)
+    assert Ticket.from_bytes(ticket.to_bytes(), max_body_bytes=len(ticket.body)).num_blocks == 40
+    with pytest.raises(TransferError, match="inflates to more"):
+        Ticket.from_bytes(ticket.to_bytes(), max_body_bytes=len(ticket.body) - 1)

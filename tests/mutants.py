@@ -1,0 +1,249 @@
+"""Mutants: `scripts/mutants --count 20 --seed 7 fence ticket`.
+
+Changes one thing in a module (a comparison, an operator, a condition, a constant, a result, a
+statement that goes), in a copy of the source, and runs the tests that cover the module. A mutant
+that they let pass survives, and is printed: a test is missing, or the two programs are the same.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module, the tests that cover it, and the functions to change (all, if none is named)."""
+
+    module: str
+    tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "fence": Target("transfer/fence", ("transfer/test_fence", "laws/test_fence_law")),
+    "ticket": Target("transfer/ticket", ("transfer/test_ticket", "fuzz/test_tickets")),
+    "lease": Target("transfer/lease", ("transfer/test_lease",)),
+    "accept": Target(
+        "transfer/pull",
+        ("transfer/test_pull", "transfer/test_faults", "transfer/test_digests"),
+        ("pull", "compare_digests", "check_still_ours", "ready_fences", "counted", "meet"),
+    ),
+    "read": Target(
+        "offload/disk/segments",
+        ("offload/disk/test_disk_store", "offload/disk/test_faults"),
+        ("read", "_read_chunk", "take", "owns", "header", "_header_in", "records", "_opened"),
+    ),
+    "record": Target("offload/disk/format", ("offload/disk/test_disk_store",)),
+    "recovery": Target(
+        "offload/disk/recovery",
+        ("offload/disk/test_recovery", "offload/disk/test_opening", "offload/disk/test_identity"),
+    ),
+    "prefix": Target("blocks/prefix", ("blocks/test_prefix", "laws/test_blocks_prefix")),
+    "expand": Target("route/expand", ("route/test_expand", "route/test_route")),
+    "lanes": Target("route/lanes", ("route/test_route", "route/test_expand")),
+}
+
+# fmt: off
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+# fmt: on
+
+
+# ── what can be changed ───────────────────────────────────────────────────────────────
+
+
+def places(tree: ast.Module, functions: tuple[str, ...]) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Every node inside a function's body that may be changed, and its parent. Annotations,
+    decorators, docstrings and the words of errors are left alone."""
+
+    def inside(parent: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        for name, value in ast.iter_fields(parent):
+            if name in ("annotation", "returns", "decorator_list", "type_comment"):
+                continue
+            for node in value if isinstance(value, list) else [value]:
+                is_words = isinstance(node, ast.JoinedStr) or (
+                    isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                )
+                if isinstance(node, ast.AST) and not is_words:
+                    yield node, parent
+                    if not isinstance(node, ast.Raise):
+                        yield from inside(node)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (not functions or node.name in functions):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    continue
+                yield statement, node
+                yield from inside(statement)
+
+
+def changes(node: ast.AST) -> list[ast.AST]:
+    """The node, changed in every way that is known."""
+    match node:
+        case ast.Compare(ops=[op, *_]) if type(op) in _COMPARISONS:
+            ops = [_COMPARISONS[type(op)](), *node.ops[1:]]
+            return [ast.Compare(node.left, ops, node.comparators)]
+        case ast.BoolOp():
+            other = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
+            return [ast.BoolOp(other, node.values), *node.values]
+        case ast.UnaryOp(op=ast.Not()):
+            return [node.operand]
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return [ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)]
+        case ast.Constant(value=bool() as value):
+            return [ast.Constant(not value)]
+        case ast.Constant(value=int() as value):
+            return [ast.Constant(value + 1), ast.Constant(value - 1)]
+        case ast.If() | ast.While() | ast.IfExp():
+            changed = copy.copy(node)
+            changed.test = ast.UnaryOp(ast.Not(), node.test)
+            return [changed]
+        case ast.Return(value=ast.expr()):
+            return [ast.Return(ast.Constant(None))]
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Assert():
+            return [ast.Pass()]
+        case _:
+            return []
+
+
+@dataclass(frozen=True)
+class Mutant:
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+def mutants(source: str, functions: tuple[str, ...]) -> list[Mutant]:
+    """Every mutant of a module."""
+    tree = ast.parse(source)
+    found: dict[str, Mutant] = {}
+    for node, parent in list(places(tree, functions)):
+        for changed in changes(node):
+            ast.copy_location(changed, node)
+            with _Replaced(parent, node, changed):
+                text = ast.unparse(ast.fix_missing_locations(tree))
+            before, after = (ast.unparse(each).split("\n")[0] for each in (node, changed))
+            found[text] = Mutant(getattr(node, "lineno", 0), before, after, text)
+    found.pop(ast.unparse(tree), None)
+    return list(found.values())
+
+
+class _Replaced:
+    """Another node stands in a node's place meanwhile."""
+
+    def __init__(self, parent: ast.AST, node: ast.AST, instead: ast.AST) -> None:
+        self._parent, self._node, self._instead = parent, node, instead
+
+    def __enter__(self) -> None:
+        self._put(self._node, self._instead)
+
+    def __exit__(self, *_: object) -> None:
+        self._put(self._instead, self._node)
+
+    def _put(self, old: ast.AST, new: ast.AST) -> None:
+        for name, value in ast.iter_fields(self._parent):
+            if value is old:
+                setattr(self._parent, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if each is old else each for each in value]
+
+
+# ── running ───────────────────────────────────────────────────────────────────────────
+
+
+def passes(copied: Path, tests: tuple[str, ...], seconds: float) -> bool:
+    """Whether the tests pass on the copied source, in a process of their own."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        silent = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(silent, fd)
+        os.environ |= {"PYTHONPATH": str(copied), "HYPOTHESIS_PROFILE": "quick"}
+        sys.path.insert(0, str(copied))
+        files = [f"tests/{test}.py" for test in tests]
+        import pytest
+
+        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files])))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def survivors(name: str, target: Target, count: int, seed: int, copied: Path) -> list[str]:
+    """Those of `count` mutants that the tests let pass."""
+    path = copied / "kvstow" / f"{target.module}.py"
+    source = path.read_text("utf-8")
+    started = time.monotonic()
+    if not passes(copied, target.tests, 600):
+        raise SystemExit(f"{name}: its tests fail without any change")
+    limit = 20 + 5 * (time.monotonic() - started)
+    every = mutants(source, target.functions)
+    chosen = Random(seed).sample(every, min(count, len(every)))
+    lived: list[str] = []
+    try:
+        for mutant in chosen:
+            path.write_text(mutant.source, "utf-8")
+            if passes(copied, target.tests, limit):
+                lived.append(f"{target.module}.py:{mutant.line}: {mutant.before} → {mutant.after}")
+    finally:
+        path.write_text(source, "utf-8")
+    print(f"{name:10} {len(chosen)} of {len(every)} mutants, {len(lived)} survive", flush=True)
+    for line in lived:
+        print(f"    {line}", flush=True)
+    return lived
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__.split("\n")[0])
+    words.add_argument("--count", type=int, default=20, help="mutants per module")
+    words.add_argument("--seed", type=int, default=secrets.randbits(32))
+    words.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
+    asked = words.parse_args()
+    unknown = set(asked.targets) - set(TARGETS)
+    if unknown:
+        words.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TARGETS)}")
+    os.chdir(REPOSITORY)
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != SOURCE]
+    sys.dont_write_bytecode = True
+    print(f"seed {asked.seed}")
+    lived: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="kvstow-mutants-") as folder:
+        copied = Path(folder) / "src"
+        shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in asked.targets or TARGETS:
+            lived += survivors(name, TARGETS[name], asked.count, asked.seed, copied)
+    return 1 if lived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
