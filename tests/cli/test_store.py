@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstow.cli import app
+from kvstow.errors import StoreError
 from kvstow.observe import Telemetry, TierMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
@@ -90,6 +91,60 @@ def test_convert_writes_a_store_of_the_new_layout(directory, tmp_path):
     assert "already" in again.stderr
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_conversion_that_fails_leaves_nothing_behind(directory, tmp_path, monkeypatch, exists):
+    manifest, new = tmp_path / "new.json", tmp_path / "new"
+    manifest.write_bytes(encode(hybrid(order="BHLNC")))
+    if exists:
+        new.mkdir()
+
+    def failing(old, new):
+        raise StoreError("no space left")
+
+    monkeypatch.setattr("kvstow.offload.disk.convert.convert", failing)
+    done = run("store", "convert", directory, "--to", new, "--layout", manifest)
+    assert done.exit_code == 1
+    assert "no space left" in done.stderr
+    assert new.exists() == exists
+    assert not exists or list(new.iterdir()) == []
+
+
+def test_a_conversion_into_a_directory_with_files_is_refused_and_leaves_them(directory, tmp_path):
+    manifest, new = tmp_path / "new.json", tmp_path / "new"
+    manifest.write_bytes(encode(hybrid()))
+    new.mkdir()
+    (new / "mine").write_text("mine")
+    done = run("store", "convert", directory, "--to", new, "--layout", manifest)
+    assert done.exit_code == 1
+    assert (new / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_layout_that_cannot_be_read_is_refused_before_anything_is_made(
+    directory, tmp_path, content
+):
+    manifest = tmp_path / "new.json"
+    if content is not None:
+        manifest.write_text(content)
+    done = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
+    assert done.exit_code == 2
+    assert str(manifest) in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_top_fits_the_terminal(width):
+    from kvstow.cli.top import _shown
+
+    line = dict.fromkeys(("rows", "nbytes", "capacity", "failures"), 12345)
+    rates = dict.fromkeys(("stored_bytes_per_s", "loaded_bytes_per_s", "evicted_rows_per_s"), 1.5)
+    text = _shown(
+        [{"store": "/a/store", "pid": 7, "tier": "disk", "hit_rate": None, **line, **rates}],
+        width=width,
+    )
+    assert max(map(len, text.splitlines())) <= width
+
+
 def test_top_shows_the_tiers_of_a_living_process(directory):
     tier = DiskTier(directory)
     host = HostTier(tier.layout, capacity=MIB)
@@ -98,7 +153,7 @@ def test_top_shows_the_tiers_of_a_living_process(directory):
     host.load(0, [b"none"], rows[:1])
     tier.load(0, [key(0, i) for i in range(21)], rows)
     tier.beat()
-    found = json.loads(run("top", directory, "--json").stdout)["tiers"]
+    found = json.loads(run("top", directory, "--every", "0.1", "--json").stdout)["tiers"]
     tier.close()
     disk, host_line = found
     assert disk["tier"] == "disk"

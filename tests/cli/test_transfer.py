@@ -37,7 +37,7 @@ def test_peers_shows_who_talks_to_whom(pair):
     producer, consumer = pair
     done = kvstow("peers", consumer.address, producer.address)
     assert done.returncode == 0, done.stderr
-    for word in ("decode", "prefill", "ready", "guest", "hybrid", "1 leases"):
+    for word in ("decode", "prefill", "ready", "guest", "hybrid", "1 lease,"):
         assert word in done.stdout
 
 

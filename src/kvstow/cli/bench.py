@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import emit_json, emit_text, human, note, table
+from kvstow.cli.output import (
+    INTERRUPTED,
+    MISUSED,
+    emit_json,
+    emit_text,
+    human,
+    note,
+    refuse,
+    table,
+)
 
 bench = typer.Typer(no_args_is_help=True, help="Ratios measured on this machine, in one run.")
 
@@ -49,6 +58,7 @@ def transfer(
     """
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    _check_device(device)
     from kvstow.testing.measure.transfer import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
@@ -56,7 +66,11 @@ def transfer(
         f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
         f"{len(NAMES)} ways"
     )
-    found = measured(setting, direction)
+    try:
+        found = measured(setting, direction)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     if output is not None:
         import json as json_
 
@@ -66,6 +80,17 @@ def transfer(
         emit_json(found)
     else:
         emit_text(*_shown(found))
+
+
+def _check_device(device: str) -> None:
+    """Ends with 2 on a device that this machine does not have."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        refuse(f"--device {device}: {why}\n\nhint: cpu is always there", code=MISUSED)
 
 
 NAMES = {

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import typer
 
+from kvstow.cli import options
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import KvstowError
 
@@ -139,6 +140,8 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
 def check_source(source: str) -> None:
     """Ends with 2 on what is neither an address nor a directory."""
     scheme, _, rest = source.partition("://")
+    if rest and scheme == "tcp":
+        options.check_agent(source)
     if rest and scheme in SCHEMES:
         return
     if rest:

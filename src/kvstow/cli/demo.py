@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, MISUSED, emit_json, refuse
+from kvstow.cli.output import FAILED, INTERRUPTED, MISUSED, emit_json, refuse
 from kvstow.plan.layout import Order
 
-INTERRUPTED = 130
 USUAL_MEMORY = 256 << 20
 
 Model = Annotated[
@@ -95,6 +94,7 @@ def demo(
     """
     from rich.console import Console
 
+    _check_model(model)
     from kvstow.demo.options import PROMPTS, DemoOptions
     from kvstow.demo.screen import Screen
     from kvstow.demo.story import run
@@ -127,3 +127,16 @@ def demo(
         emit_json(show.report())
     if not show.identical:
         raise typer.Exit(FAILED)
+
+
+def _check_model(model: str) -> None:
+    """Ends with 2 on a model that is none, before any process is started."""
+    from kvstow.demo.options import PACKAGED_NAMES
+
+    if model in PACKAGED_NAMES or model.startswith("random:") or Path(model).is_dir():
+        return
+    refuse(
+        f"no model {model!r}\n\nhint: {', '.join(PACKAGED_NAMES)}, the directory of a checkpoint, "
+        "or random:FAMILY such as random:falcon_h1",
+        code=MISUSED,
+    )

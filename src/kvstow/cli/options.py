@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
-from kvstow.errors import ManifestError, ModelError, PlanError
+from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
 from kvstow.plan.deployment import Deployment, RankLayers, repacked
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
@@ -220,6 +220,19 @@ def _check_patterns(alignment: Alignment, names: list[str]) -> None:
                 f"{names[0]!r}",
                 code=MISUSED,
             )
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────────────
+
+
+def check_agent(address: str) -> None:
+    """Ends with 2 on what cannot be the address of an agent."""
+    from kvstow.transfer.channel.address import check_dialled
+
+    try:
+        check_dialled(address)
+    except TransferError as error:
+        refuse(str(error), code=MISUSED)
 
 
 # ── shorthand ───────────────────────────────────────────────────────────────────────

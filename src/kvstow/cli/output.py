@@ -13,13 +13,22 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from kvstow.errors import KvstowError
+from kvstow.errors import BackendMissing, KvstowError
 
 WIDTH = 80
 HINT = "\n\nhint: "
 
 FAILED = 1
 MISUSED = 2
+INTERRUPTED = 130
+
+EXTRAS = {
+    "aiohttp": "router",
+    "safetensors": "demo",
+    "torch": "torch",
+    "transformers": "transformers",
+}
+"""Modules that are not always there, and the extra that installs each."""
 
 
 class Commands(TyperGroup):
@@ -30,6 +39,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KvstowError as error:
             refuse(str(error), code=FAILED)
+        except ModuleNotFoundError as error:
+            module = (error.name or "").partition(".")[0]
+            if module not in EXTRAS:
+                raise
+            refuse(str(BackendMissing(module, EXTRAS[module])), code=FAILED)
         except MemoryError as error:
             refuse(f"this machine has not enough memory: {error}", code=FAILED)
         except OSError as error:
@@ -60,9 +74,15 @@ def emit_text(*parts: str) -> None:
     typer.echo("\n\n".join(parts))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    num_left: int = 1,
+    width: int = WIDTH,
+) -> str:
     """Columns side by side: the first `num_left` start at the left, the others end at the
-    right. Never wider than 80 columns: what does not fit is folded."""
+    right. Never wider than `width`: what does not fit is folded."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -72,7 +92,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: in
         made.add_column(name, justify="left" if i < num_left else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
-    console = Console(width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(width=width, color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         console.print(made)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -8,6 +8,7 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, emit_json, emit_text, human, table
 from kvstow.errors import TransferError
+from kvstow.plan.words import counted
 
 Agents = Annotated[
     list[str],
@@ -17,7 +18,9 @@ Agents = Annotated[
 ]
 Watch = Annotated[
     float | None,
-    typer.Option("--watch", metavar="SECONDS", help="Ask again and again.", show_default=False),
+    typer.Option(
+        "--watch", min=0.1, metavar="SECONDS", help="Ask again and again.", show_default=False
+    ),
 ]
 
 
@@ -28,6 +31,9 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
     """
     from kvstow.transfer.channel.status import Asker
 
+    for address in agents:
+        options.check_agent(address)
+    documents: list[dict[str, Any]] = []
     asker = Asker()
     try:
         while True:
@@ -39,6 +45,8 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
             if watch is None:
                 break
             time.sleep(watch)
+    except KeyboardInterrupt:
+        pass  # whoever watches ends it so
     finally:
         asker.close()
     if any("error" in document for document in documents):
@@ -57,8 +65,9 @@ def _shown(document: dict[str, Any]) -> str:
         return f"{document['address']}: {document['error']}"
     head = (
         f"{document['agent']} at {document['address']}: {document['model'] or 'a model'} in "
-        f"{human(document['arena_bytes'])} of {document['memory']}, {document['leases']} leases, "
-        f"{document['transfers']} transfers, {document['quarantined_rows']} rows in quarantine"
+        f"{human(document['arena_bytes'])} of {document['memory']}, "
+        f"{counted(document['leases'], 'lease')}, {counted(document['transfers'], 'transfer')}, "
+        f"{counted(document['quarantined_rows'], 'row')} in quarantine"
     )
     rows = [
         (

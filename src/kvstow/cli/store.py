@@ -3,12 +3,16 @@
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, emit_json, emit_text, human, note, refuse, table
+from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, note, refuse, table
+from kvstow.errors import ManifestError
+
+if TYPE_CHECKING:
+    from kvstow.plan.layout import Layout
 
 store = typer.Typer(help="Stores of rows on disk.", no_args_is_help=True)
 
@@ -96,30 +100,59 @@ def convert(
     """Write a store's rows into a new store of another layout.
 
     `kvstow plan --manifest FILE` makes the layout. Order, alignment, tensor parallelism
-    may differ, tokens per block may be a multiple. Exit code 1 if rows were left behind.
+    may differ, tokens per block may be a multiple. Exit code 1 if rows were left behind. A
+    conversion that fails leaves nothing behind.
     """
     from contextlib import ExitStack
 
     from kvstow.offload.disk.convert import convert as converted
     from kvstow.offload.disk.tier import DiskTier
-    from kvstow.plan.manifest import decode
 
-    if (to / "layout.json").exists():
-        refuse(f"{to}: there is a store already", code=FAILED)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        what = "a store" if (to / "layout.json").exists() else "something else"
+        refuse(f"{to}: there is {what} already", code=FAILED)
+    wanted = _layout(layout)
     with ExitStack() as stack:
-        old = [DiskTier(directory) for directory in directories]
-        for tier in old:
-            stack.callback(tier.close)
+        old: list[DiskTier] = []
+        for directory in directories:
+            old.append(DiskTier(directory))
+            stack.callback(old[-1].close)
         most = capacity or sum(tier.usage.capacity for tier in old)
-        new = DiskTier(to, decode(layout.read_bytes()), capacity=most)
-        stack.callback(new.close)
+        cleaning = stack.enter_context(ExitStack())
+        cleaning.callback(_remove, to, itself=not to.exists())
+        new = DiskTier(to, wanted, capacity=most)
+        cleaning.callback(new.close)
         done = converted(old, new)
+        new.close()
+        cleaning.pop_all()
     if json:
         emit_json({"written": done.written, "incomplete": done.incomplete})
     else:
         emit_text(f"{done.written:,} rows written, {done.incomplete:,} left behind")
     if done.incomplete:
         raise typer.Exit(FAILED)
+
+
+def _layout(file: Path) -> "Layout":
+    """The layout in a manifest; ends with 2 where there is none."""
+    from kvstow.plan.manifest import decode
+
+    try:
+        return decode(file.read_bytes())
+    except OSError as error:
+        refuse(f"{file}: cannot be read: {error.strerror}", code=MISUSED)
+    except ManifestError as error:
+        refuse(f"{file}: {error}", code=MISUSED)
+
+
+def _remove(directory: Path, *, itself: bool) -> None:
+    """Remove what a conversion has written; the directory too, if that made it."""
+    import shutil
+
+    for path in directory.iterdir() if directory.is_dir() else ():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if itself and directory.is_dir():
+        directory.rmdir()
 
 
 @store.command()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import emit_json, human, table
+from kvstow.cli.output import WIDTH, emit_json, human, table
 
 RATES = ("hits", "misses", "stored_bytes", "loaded_bytes", "evicted_rows", "failures")
 
@@ -26,7 +26,7 @@ def top(
     A process tells at most once a second what it has done, when it stores or loads.
     """
     before = _sample(directories)
-    time.sleep(every if once or not json else 0)
+    time.sleep(every)
     if once or json:
         lines = _lines(before, _sample(directories))
         emit_json({"tiers": lines}) if json else typer.echo(_shown(lines))
@@ -37,12 +37,15 @@ def top(
 def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
-    with Live(console=Console(), auto_refresh=False) as live:
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
                 now = _sample(directories)
-                live.update(_shown(_lines(before, now)), refresh=True)
+                shown = _shown(_lines(before, now), width=console.width)
+                live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
                 time.sleep(every)
         except KeyboardInterrupt:
@@ -83,7 +86,7 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
     return lines
 
 
-def _shown(lines: list[dict[str, Any]]) -> str:
+def _shown(lines: list[dict[str, Any]], *, width: int = WIDTH) -> str:
     if not lines:
         return "no living process has told anything yet"
     return table(
@@ -116,4 +119,5 @@ def _shown(lines: list[dict[str, Any]]) -> str:
             ]
             for line in lines
         ],
+        width=width,
     )

@@ -25,6 +25,9 @@ Sunday: calm sea, slow swell from the west. Inspection by the district engineer,
 lamp in order, the log in order, and the cat asleep in the chart drawer, which is not in order.
 """
 
+PACKAGED_NAMES = ("smollm2", "gemma3-270m")
+"""Models whose weights come as packages; `demo.weights` says from where."""
+
 PROMPTS: tuple[str, ...] = (
     "What is the capital of France? Answer in one sentence.",
     f"{_LOG}\nWhat was the name of the cat, and what did it catch on Thursday?",

@@ -1,0 +1,93 @@
+"""What cannot be asked of a running system is refused at once, with the documented exit code."""
+
+import builtins
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvstow.cli import app
+from kvstow.cli.output import EXTRAS
+
+NEEDING = ("kvstow.demo.story", "kvstow.adapters.router")
+"""Modules that may have been loaded before, with what they need."""
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://"]
+)
+@pytest.mark.parametrize("command", ["peers", "dash"])
+def test_what_is_no_address_is_not_asked(command, address):
+    result = invoke(command, address)
+    assert result.exit_code == 2
+    assert address in result.stderr
+    assert "hint:" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "0.01"])
+def test_peers_are_not_watched_without_a_pause(seconds):
+    assert invoke("peers", "tcp://127.0.0.1:1", "--watch", seconds).exit_code == 2
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999"])
+def test_a_router_listens_on_ports_that_exist(port):
+    urls = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
+    result = invoke("route-requests", *urls, "--port", port)
+    assert result.exit_code == 2
+    assert "--port" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["nope", "ftp://a", "http://", "http://a:0", "http://a:x"])
+def test_a_router_is_given_urls(url):
+    result = invoke("route-requests", "--prefill", url, "--decode", "http://127.0.0.1:2")
+    assert result.exit_code == 2
+    assert repr(url) in result.stderr
+
+
+def test_a_demo_of_no_model_ends_before_anything_is_started():
+    result = invoke("demo", "--model", "nosuchmodel")
+    assert result.exit_code == 2
+    assert "smollm2" in result.stderr
+
+
+def test_the_names_that_the_demo_knows_are_those_that_have_weights():
+    pytest.importorskip("torch")
+    from kvstow.demo.options import PACKAGED_NAMES
+    from kvstow.demo.weights import PACKAGED
+
+    assert tuple(PACKAGED) == PACKAGED_NAMES
+
+
+def test_a_bench_on_a_device_that_is_not_there_says_so():
+    pytest.importorskip("torch")
+    result = invoke("bench", "transfer", "--device", "cuda:99", "--rows", "1")
+    assert result.exit_code == 2
+    assert "--device cuda:99" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("torch", ["bench", "transfer"]),
+        ("torch", ["demo", "--model", "smollm2"]),
+        ("aiohttp", ["route-requests", "--prefill", "http://a", "--decode", "http://b"]),
+    ],
+)
+def test_a_command_without_what_it_needs_names_the_extra(monkeypatch, module, arguments):
+    real = builtins.__import__
+
+    def absent(name, *rest, **named):
+        if name.partition(".")[0] == module or name in NEEDING:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert f"{module} is not installed" in result.stderr
+    assert f"kvstow[{EXTRAS[module]}]" in result.stderr
