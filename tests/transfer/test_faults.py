@@ -218,7 +218,7 @@ def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
     fabric.cut(*names)
     number = consumer.begin_pull([ticket], TARGET, direction=direction, deadline=0.5)
     assert_failed(consumer.end_pull(number), "timeout")
-    fabric.heal(*names)
+    fabric.reconnect(*names)
     assert consumer.wait_quiet(number, 15)
     assert consumer.held() == 0
     assert_works(producer, consumer, salt=3)
@@ -337,7 +337,7 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(fabric):
     number = consumer.begin_pull([ticket], TARGET, direction="read")
     wait_for(lambda: producer.held() == 0)
     producer.reuse(SOURCE, salt=99)
-    fabric.heal(*names)
+    fabric.reconnect(*names)
     assert_failed(consumer.end_pull(number), "expired", "fence")
     for node in (producer, consumer):
         node.close()
@@ -391,9 +391,9 @@ def test_pulls_that_fail_or_succeed_leave_no_memory_for_counters_in_use(nodes, f
         elif trouble == "aborted":
             consumer.abort(number)
         elif trouble == "none":
-            fabric.heal(*names)
+            fabric.reconnect(*names)
         assert ("error" in consumer.end_pull(number)) == (trouble != "none")
-        fabric.heal(*names)
+        fabric.reconnect(*names)
         assert consumer.wait_quiet(number, 15)
         wait_for(lambda: consumer.agent.endpoint.num_counters_in_use == 0)
 
@@ -496,7 +496,7 @@ def test_one_source_that_fails_fails_the_whole_while_the_others_come_to_rest(fab
             assert not consumer.wait_quiet(number, 0.3)
             assert consumer.held() > 0
         for name in there:
-            fabric.heal(here, name)
+            fabric.reconnect(here, name)
         assert consumer.wait_quiet(number, 15)
         assert consumer.held() == 0
     for node, rows in zip(sources, listed, strict=True):

@@ -88,7 +88,7 @@ class Scene:
 
     def finish(self) -> None:
         """The healthy pull ends well, and so does the next one."""
-        self.fabric.heal(*self._cable)
+        self.fabric.reconnect(*self._cable)
         assert "error" not in self.consumer.end_pull(self.healthy)
         for g, blocks in from_json(TARGET).items():
             assert len(blocks), g
@@ -238,7 +238,7 @@ def test_rows_that_were_given_to_others_meanwhile_are_not_accepted():
     for g, blocks in from_json(TARGET).items():
         scene.consumer.owner.retire(g, blocks.ids[:1])
         break
-    scene.fabric.heal(*(node.agent.endpoint.transport.name for node in scene.nodes))
+    scene.fabric.reconnect(*(node.agent.endpoint.transport.name for node in scene.nodes))
     result = scene.consumer.end_pull(scene.healthy)
     assert result["kind"] == "fence"
     assert "destination rows" in result["error"]
@@ -268,7 +268,7 @@ def test_a_writer_that_dies_fails_its_own_pull_and_its_rows_stay_put_until_a_fre
     number = consumer.begin_pull([ticket], OTHER_TARGET, direction="write")
     wait_for(lambda: bool(writer.agent.endpoint.flights))
     scene.fabric.kill(names[0])
-    scene.fabric.heal(*names)
+    scene.fabric.reconnect(*names)
     assert consumer.end_pull(number)["kind"] == "peer"
     assert not consumer.wait_quiet(number, 0.3)
     scene.finish()
@@ -346,7 +346,7 @@ def test_late_bytes_of_a_timed_out_read_never_reach_rows_that_were_given_to_othe
     assert consumer.agent.endpoint.transport.name != names[1]  # a fresh engine
     assert consumer.held() == 0
     assert "error" not in consumer.pull([good.offer(SOURCE, TOKENS)], TARGET)
-    fabric.heal(*names)
+    fabric.reconnect(*names)
     time.sleep(0.3)
     assert consumer.check(TARGET, 0, TOKENS, 2) == ""
     for node in (consumer, slow, good):

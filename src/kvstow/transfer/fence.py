@@ -112,7 +112,7 @@ class CounterRead:
             give_back()
             raise
 
-    def found(self) -> Story[dict[int, Ints]]:
+    def generations(self) -> Story[dict[int, Ints]]:
         """Read; the counters of the blocks, per group. Raises TransferError."""
         if not self._ranges.num_counters:
             self.drop()
@@ -143,7 +143,7 @@ class Fence:
     def passed(self) -> Story[None]:
         """Return if every block has; TransferError otherwise. To be called when the last byte
         has arrived."""
-        found = yield from self._read.found()
+        found = yield from self._read.generations()
         moved = changed(found, self._ticket.blocks, self._ticket.generations)
         if moved:
             groups, agent = self._layout.groups, self._card.agent

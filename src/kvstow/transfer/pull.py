@@ -228,7 +228,7 @@ def written(endpoint: Endpoint, source: Source) -> Story[None]:
     look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
     while not source.mailbox.has(Written):
         if endpoint.clock() >= look_at:
-            yield from CounterRead(endpoint, source.card, source.ticket.blocks).found()
+            yield from CounterRead(endpoint, source.card, source.ticket.blocks).generations()
             look_at = endpoint.clock() + endpoint.options.heartbeat_seconds
         else:
             yield NOW_AND_THEN

@@ -137,7 +137,7 @@ class Quarantine:
         endpoint, card = self._endpoint, source.card
         endpoint.attach(card, source)
         try:
-            yield from CounterRead(endpoint, card, source.ticket.blocks).found()
+            yield from CounterRead(endpoint, card, source.ticket.blocks).generations()
         finally:
             endpoint.detach(card.engine, source)
 

@@ -197,7 +197,7 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
     fabric.cut(*names)
     assert not any(post.poll() for _ in range(5))
     assert (here.memory[16:] == 0).all()
-    fabric.heal(*names)
+    fabric.reconnect(*names)
     assert post.poll()
     assert (here.memory[16:24] == 9).all()
 
@@ -235,7 +235,7 @@ def test_a_post_that_was_given_up_may_land_as_long_as_its_transport_lives(pair, 
     assert not post.ended
     here.transport.progress()
     assert (here.memory == 0).all()
-    fabric.heal(here.transport.name, there.transport.name)
+    fabric.reconnect(here.transport.name, there.transport.name)
     here.transport.progress()
     here.transport.progress()
     assert here.memory[[0, 7, 16, 23]].tolist() == [9] * 4

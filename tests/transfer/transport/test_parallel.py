@@ -195,7 +195,7 @@ def test_nothing_is_written_after_close(pair):
     assert not post.poll()
     pair.transport.close()
     assert post.ended
-    pair.fabric.heal(helper.name, pair.peer.name)
+    pair.fabric.reconnect(helper.name, pair.peer.name)
     helper.progress()
     assert (pair.here[HALF:] == 0).all()
 

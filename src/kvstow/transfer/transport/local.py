@@ -2,7 +2,7 @@
 
 It does what `Transport` says and nothing cleverer, a bounded number of bytes per
 `progress`, so that a test can stop the world between any two copies. Faults are real: a peer
-that is killed is gone, a cable that is cut moves nothing until it is healed. And so are late
+that is killed is gone, a cable that is cut moves nothing until it is connected again. And so are late
 bytes: a post that was given up goes on whenever this transport makes progress, until the
 transport is closed.
 """
@@ -49,7 +49,7 @@ class Fabric:
         """Nothing moves between the two, and nobody is told."""
         self._cut.add(frozenset((one, other)))
 
-    def heal(self, one: str, other: str) -> None:
+    def reconnect(self, one: str, other: str) -> None:
         """Copies go on where they stopped."""
         self._cut.discard(frozenset((one, other)))
 
