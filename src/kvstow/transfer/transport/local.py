@@ -2,8 +2,8 @@
 
 It does what `Transport` says and nothing cleverer, a bounded number of bytes per
 `progress`, so that a test can stop the world between any two copies. Faults are real: a peer
-that is killed is gone, a cable that is cut moves nothing until it is connected again. And so are late
-bytes: a post that was given up goes on whenever this transport makes progress, until the
+that is killed is gone, a cable that is cut moves nothing until it is connected again. And so
+are late bytes: a post that was given up goes on whenever this transport makes progress, until the
 transport is closed.
 """
 
