@@ -130,3 +130,12 @@ def test_version_and_help_need_no_model():
         described = run(*KVSTOW, command, "--help")
         assert described.returncode == 0
         assert max(map(len, described.stdout.splitlines())) <= 80
+
+
+def test_the_shell_completes_names_of_models_and_gpus():
+    from kvstow.cli.options import complete_model
+    from kvstow.cli.size import complete_gpu
+
+    assert complete_model("GPT") == ["gpt-oss-20b", "gpt-oss-120b"]
+    assert complete_gpu("a100") == ["a100-40", "a100-80"]
+    assert "--install-completion" in run(*KVSTOW, "--help").stdout

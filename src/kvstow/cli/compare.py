@@ -93,7 +93,7 @@ def compare(
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
-    """Orders, packings, splits, block sizes, dtypes of a model, side by side.
+    """Layouts, splits and dtypes of a model, side by side.
 
     Exit code 1 where no layout can be.
     """

@@ -88,8 +88,9 @@ def demo(
     kill_prefill: KillPrefill = False,
     json: options.Json = False,
 ) -> None:
-    """Prefill here, decode there, compare with a single process token by token.
+    """Prefill here, decode there, compare the answers.
 
+    They are compared token by token with those of a single process.
     Ends with 1 if any token differs.
     """
     from rich.console import Console

@@ -18,7 +18,7 @@ Words = Annotated[
 
 
 def models(words: Words = None, json: options.Json = False) -> None:
-    """The models that are known by name, and what a token costs in each."""
+    """Models known by name, and what a token costs in each."""
     from kvstow.plan.models.catalogue import close_names, matching
     from kvstow.plan.report import catalogue_figures
 

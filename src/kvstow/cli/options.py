@@ -66,7 +66,20 @@ def alignment(wishes: Iterable[str]) -> Alignment:
 
 MODEL_HELP = "A catalogue name, a config.json or a directory that holds one."
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+def complete_model(start: str) -> list[str]:
+    """The known names that begin so, for the shell."""
+    from kvstow.plan.models import catalogue
+
+    return [name for name in catalogue() if name.startswith(start.lower())]
+
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model
+    ),
+]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
 Rank = Annotated[

@@ -41,7 +41,7 @@ def route(
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
-    """What moving blocks from one layout to another costs, before anything is sent."""
+    """What moving blocks between two layouts costs."""
     way = link_named(link)
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
     found = _rank_routes(here.layouts, there.layouts[0])

@@ -115,7 +115,7 @@ def simulate(
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
-    """Requests on the block ledger: concurrency, waste, hits, time to first token.
+    """Replay requests: concurrency, waste, hits, latency.
 
     A step takes the longer of --step-seconds and decoded tokens / --decode-rate, and
     prompt tokens / --prefill-rate on top.

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Clusters that are listed as text; `--json` has all."""
 
+
+def complete_gpu(start: str) -> list[str]:
+    """The names of GPUs that begin so, for the shell."""
+    from kvstow.plan.sizing import GPUS
+
+    return [name for name in GPUS if name.startswith(start.lower())]
+
+
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a request.")]
 Requests = Annotated[
     int | None,
@@ -43,6 +51,7 @@ Gpu = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME|SIZE",
+        autocompletion=complete_gpu,
         help="h100, h200, b200, a100-80, a100-40, l40s, mi300x …, or the memory of one.",
         show_default=False,
     ),
@@ -127,11 +136,11 @@ def size(
     utilisation: Utilisation = 0.9,
     json: options.Json = False,
 ) -> None:
-    """How many requests fit on GPUs, or what a load needs: weights and cache.
+    """How many requests fit on GPUs, or what a load needs.
 
-    With --gpu alone, how many requests fit. With --requests alone, how much memory they
-    need. With both, the smallest cluster, searched over tp, pp and replicas. Exit code 1
-    where not one request fits.
+    Weights and cache are both counted. With --gpu alone, how many requests fit. With
+    --requests alone, how much memory they need. With both, the smallest cluster, searched
+    over tp, pp and replicas. Exit code 1 where not one request fits.
     """
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)

@@ -21,8 +21,9 @@ Once = Annotated[bool, typer.Option("--once", help="One look, after one interval
 def top(
     directories: Directories, every: Every = 2.0, once: Once = False, json: options.Json = False
 ) -> None:
-    """Show tiers live: rows, bytes, hits, rates, evictions, failures, by process.
+    """Show the tiers of stores live, by process.
 
+    Rows, bytes, hits, rates, evictions, failures.
     A process tells at most once a second what it has done, when it stores or loads.
     """
     before = _sample(directories)

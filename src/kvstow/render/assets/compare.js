@@ -8,7 +8,7 @@ function compared() {
     ["slabs of tight rows (kvstow)", "BLHNC", "slab"],
     ["one row per slab, as long as the longest", "BLHNC", "union"],
     ["nothing shared, rows", "BLHNC", "separate"],
-    ["one tensor per layer", "LBHNC", "separate"],
+    ["each layer by itself, keys and values together", "LBHNC", "separate"],
   ];
   const isKnown = known.some(
     ([, order, packing]) => order === state.order && packing === state.packing,

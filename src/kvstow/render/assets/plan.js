@@ -159,7 +159,7 @@ function showTiles(layout) {
   parts.tiles.replaceChildren(
     tile(
       counted(worst, worst === 1 ? "copy" : "copie"),
-      `to move a block; one tensor per layer needs ${count(planned.per_layer.descriptors_per_block)}`,
+      `to move a block; one tensor per layer, keys and values apart, needs ${count(planned.per_layer.descriptors_per_block)}`,
     ),
     tile(
       human(Math.max(...layout.groups.map((group) => group.row_bytes)) / (worst === 1 ? 1 : worst)),

@@ -1,0 +1,105 @@
+"""Writes deploy/grafana.json: a dashboard of every metric that kvstow has.
+
+One panel per metric, made from the list in `kvstow.observe`, so that the dashboard names no
+metric that does not exist and leaves none out. Run it again after a metric was added.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from kvstow.observe import TIER_COUNTS, TIER_GAUGES, Telemetry, TierMetrics, TransferMetrics
+
+FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
+WIDTH, HEIGHT = 8, 7
+BY = {
+    "kvstow_transfers": "outcome",
+    "kvstow_transfer_bytes": "direction",
+    "kvstow_transfer_descriptors": "direction",
+    "kvstow_transfer_messages": "reason",
+    "kvstow_transfer_lease_ends": "reason",
+}
+"""The label by which a metric is split."""
+
+
+def metrics() -> list[Metric]:
+    """Every metric, by its family, in the order of the list."""
+    telemetry = Telemetry()
+    TransferMetrics(telemetry.registry)
+    none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
+    TierMetrics(telemetry.registry).watch("disk", lambda: none)
+    return list(telemetry.registry.collect())
+
+
+def expression(metric: Metric) -> tuple[str, str]:
+    """What is asked of Prometheus, and what a line is called."""
+    label = "tier" if metric.name.startswith("kvstow_tier_") else BY.get(metric.name, "instance")
+    match metric.type:
+        case "counter":
+            return f"sum by ({label}) (rate({metric.name}_total[$__rate_interval]))", label
+        case "histogram":
+            rates = f"sum by (le) (rate({metric.name}_bucket[$__rate_interval]))"
+            return f"histogram_quantile(0.95, {rates})", "95 of 100"
+        case _:
+            return f"sum by ({label}) ({metric.name})", label
+
+
+def unit(metric: Metric) -> str:
+    """Grafana's name of the metric's unit."""
+    if metric.name.endswith("seconds"):
+        return "s"
+    is_bytes = metric.name.endswith(("bytes", "capacity"))
+    if metric.type == "counter":
+        return "Bps" if is_bytes else "cps"
+    return "bytes" if is_bytes else "short"
+
+
+def panel(number: int, metric: Metric) -> dict[str, Any]:
+    asked, line = expression(metric)
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": metric.documentation,
+        "description": metric.name,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "gridPos": {
+            "x": number % 3 * WIDTH,
+            "y": number // 3 * HEIGHT,
+            "w": WIDTH,
+            "h": HEIGHT,
+        },
+        "fieldConfig": {"defaults": {"unit": unit(metric), "min": 0}, "overrides": []},
+        "targets": [
+            {
+                "refId": "A",
+                "expr": asked,
+                "legendFormat": line if " " in line else "{{" + line + "}}",
+            }
+        ],
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard, as Grafana imports it."""
+    return {
+        "title": "kvstow",
+        "uid": "kvstow",
+        "tags": ["kvstow"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {
+            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]
+        },
+        "panels": [panel(number, metric) for number, metric in enumerate(metrics())],
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

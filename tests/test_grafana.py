@@ -1,0 +1,51 @@
+"""deploy/grafana.json: made from the list of metrics, and naming only metrics that exist."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+from kvstow.observe import TIER_COUNTS, TIER_GAUGES, Telemetry, TierMetrics, TransferMetrics
+
+ROOT = Path(__file__).parents[1]
+DASHBOARD = ROOT / "deploy" / "grafana.json"
+
+
+def exposed() -> set[str]:
+    """The names that Prometheus is told, by an agent and a tier that have counted something."""
+    telemetry = Telemetry()
+    metrics = TransferMetrics(telemetry.registry)
+    for counter in (metrics.transfers, metrics.bytes, metrics.descriptors, metrics.messages):
+        counter.labels("x").inc()
+    metrics.lease_ends.labels("x").inc()
+    counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
+    TierMetrics(telemetry.registry).watch("disk", lambda: counts)
+    lines = telemetry.exposition().decode().splitlines()
+    return {re.match(r"\w+", line)[0] for line in lines if not line.startswith("#")}
+
+
+def asked() -> set[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    text = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    return set(re.findall(r"kvstow_\w+", text))
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist():
+    assert asked() <= exposed()
+
+
+def test_no_metric_is_left_out():
+    families = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in exposed()}
+    shown = {re.sub(r"_(total|bucket)$", "", name) for name in asked()}
+    assert shown == families
+
+
+def test_the_file_is_what_the_script_makes_now():
+    made = runpy.run_path(str(ROOT / "scripts" / "grafana.py"))["text"]()
+    assert DASHBOARD.read_text() == made
+
+
+def test_panels_do_not_lie_on_each_other():
+    places = [panel["gridPos"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
+    assert len({(place["x"], place["y"]) for place in places}) == len(places)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
