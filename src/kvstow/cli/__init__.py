@@ -1,6 +1,7 @@
 """The command line: stdout is data, stderr is talk.
 
-One module per command. Commands import what they need inside their functions, so that
+One module per command; `options` reads what users write, `output` is how commands speak.
+Commands import what they need inside their functions, so that
 `kvstow plan` never waits for torch, and `kvstow --help` waits for nothing.
 """
 

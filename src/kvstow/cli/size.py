@@ -96,7 +96,7 @@ KvDtypes = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class SizeQuestion:
     """What is asked: a model, its weights, requests of so many tokens, and GPUs."""
 
     deployment: Deployment
@@ -144,7 +144,7 @@ def size(
     """
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)
-    asked = Load(
+    asked = SizeQuestion(
         deployment=Deployment(
             model=model, tp=tp or 1, pp=pp or 1, block_tokens=block_tokens, kv_dtype=kv_dtypes[0]
         ),
@@ -196,7 +196,7 @@ def _weights(model: str, given: int | None, kv_dtypes: tuple[str | None, ...]) -
 # ── how many fit ──────────────────────────────────────────────────────────────────────
 
 
-def _fit(asked: Load, dp: int) -> tuple[dict[str, Any], list[str]]:
+def _fit(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
     from kvstow.plan.sizing import sized
 
     found = sized(
@@ -214,7 +214,7 @@ def _fit(asked: Load, dp: int) -> tuple[dict[str, Any], list[str]]:
     return document, [_stage_table(found), *_repeated(found)]
 
 
-def _fit_answer(asked: Load, found: "Sizing") -> str:
+def _fit_answer(asked: SizeQuestion, found: "Sizing") -> str:
     if found.max_requests:
         limit = f"; rank {found.limiting.rank} is the limit" if found.deployment.pp > 1 else ""
         verb = "fits" if found.max_requests == 1 else "fit"
@@ -231,11 +231,11 @@ def _fit_answer(asked: Load, found: "Sizing") -> str:
     )
 
 
-def _load(asked: Load, requests: int) -> str:
+def _load(asked: SizeQuestion, requests: int) -> str:
     return f"{counted(requests, 'request')} of {asked.tokens:,} tokens"
 
 
-def _gpus(asked: Load, found: "Sizing") -> str:
+def _gpus(asked: SizeQuestion, found: "Sizing") -> str:
     """`8 × h100 (tp 4, dp 2, bfloat16 cache)`."""
     split = found.deployment
     sizes = [("tp", split.tp), ("pp", split.pp), ("dp", found.dp)]
@@ -309,7 +309,7 @@ def _repeated(found: "Sizing") -> list[str]:
 # ── what a load needs ─────────────────────────────────────────────────────────────────
 
 
-def _memory(asked: Load, dp: int) -> tuple[dict[str, Any], list[str]]:
+def _memory(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
     from kvstow.plan.sizing import needed
 
     requests = asked.requests or 1
@@ -364,7 +364,7 @@ def _need(stage: "StageNeed", i: int) -> dict[str, int]:
 
 
 def _cluster(
-    asked: Load, tp: int | None, pp: int | None, dp: int | None
+    asked: SizeQuestion, tp: int | None, pp: int | None, dp: int | None
 ) -> tuple[dict[str, Any], list[str]]:
     found = _clusters(asked, tp, pp, dp)
     load = _load(asked, asked.requests or 1)
@@ -381,7 +381,9 @@ def _cluster(
     return document, [_cluster_table(found), *_repeated(best)]
 
 
-def _clusters(asked: Load, tp: int | None, pp: int | None, dp: int | None) -> "tuple[Sizing, ...]":
+def _clusters(
+    asked: SizeQuestion, tp: int | None, pp: int | None, dp: int | None
+) -> "tuple[Sizing, ...]":
     from kvstow.plan.sizing import PP, TP, clusters
 
     found = clusters(
@@ -427,7 +429,7 @@ def _cluster_table(found: "tuple[Sizing, ...]") -> str:
     return table(("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests"), rows)
 
 
-def _basis(asked: Load) -> str:
+def _basis(asked: SizeQuestion) -> str:
     """What the answer rests on."""
     text = (
         f"weights: {human(asked.weights.nbytes)}, {asked.weights.how}, in equal parts for layers "

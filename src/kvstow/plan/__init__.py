@@ -17,6 +17,7 @@ In the order in which they are read:
     identity    which computation made the bytes
     checkpoint  digests of the files that a model is made of
     manifest    a layout as a document, and its fingerprint
+    sizing      weights and cache on GPUs: how many requests fit, what a load needs
     report      the figures that commands and pages show
 
 `plan_model` and `Plan` are in `deployment`, `encode`, `decode` and `fingerprint` in

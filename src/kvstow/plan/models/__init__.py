@@ -8,6 +8,7 @@ families    model_type → what each decoder layer keeps
 attention   ordinary decoders           deepseek   latent and compressed attention
 recurrent   kinds of recurrent state    hybrid     models that have such layers
 seq2seq     encoder and decoder
+weights     how many bytes the weights take, for sizing
 """
 
 from dataclasses import dataclass
