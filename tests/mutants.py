@@ -53,8 +53,12 @@ TARGETS = {
         ("offload/disk/test_recovery", "offload/disk/test_opening", "offload/disk/test_identity"),
     ),
     "prefix": Target("blocks/prefix", ("blocks/test_prefix", "laws/test_blocks_prefix")),
-    "expand": Target("route/expand", ("route/test_expand", "route/test_route")),
-    "lanes": Target("route/lanes", ("route/test_route", "route/test_expand")),
+    "expand": Target(
+        "route/expand", ("route/test_expand", "route/test_route", "laws/test_equal_rows")
+    ),
+    "lanes": Target(
+        "route/lanes", ("route/test_route", "route/test_expand", "laws/test_route_law")
+    ),
 }
 
 # fmt: off

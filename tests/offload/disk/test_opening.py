@@ -132,6 +132,7 @@ def test_other_names_among_the_data_files_are_left_alone(tmp_path):
         "UPDATE segments SET slots = 1 << 60",
         "UPDATE segments SET slots = -1",
         "UPDATE segments SET grp = 77",
+        "UPDATE segments SET id = -1 WHERE id = 0",
         "UPDATE meta SET value = 1 << 60 WHERE name = 'segment_bytes'",
         "UPDATE meta SET value = 'many' WHERE name = 'segment_bytes'",
         "UPDATE meta SET value = 4096 WHERE name = 'segment_bytes'",

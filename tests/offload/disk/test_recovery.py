@@ -15,6 +15,7 @@ import pytest
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import opening
+from kvstow.offload.disk.inspect import survey
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import FaultyFiles
 from offloading import hybrid, numbered_key, numbered_row
@@ -283,4 +284,66 @@ def test_a_process_that_dies_while_it_rebuilds_leaves_a_store_that_is_rebuilt(tm
     assert subprocess.run([sys.executable, "-c", child, str(tmp_path)]).returncode == 9
     tier = DiskTier(tmp_path)
     assert right_rows(tier) == ROWS
+    tier.close()
+
+
+# ── what a data file says of itself ───────────────────────────────────────────────────
+
+
+def data_file(path):
+    return min(path.glob("segment-*.kv"))
+
+
+def made_and_closed(path):
+    """How many rows lie in the first data file."""
+    tier = made(path)
+    (count,) = tier.index.ask("SELECT COUNT(*) FROM rows WHERE place < 1 << 24")[0]
+    tier.close()
+    assert 3 < count < ROWS
+    return count
+
+
+def test_a_data_file_of_another_layout_is_refused_by_name(tmp_path):
+    made(tmp_path / "ours").close()
+    DiskTier(tmp_path / "theirs", hybrid(content=16), capacity=4 * MIB).close()
+    other = DiskTier(tmp_path / "theirs", capacity=4 * MIB)
+    other.store(0, [b"k"], [np.ones(other.layout.row_bytes(0), np.uint8)])
+    other.close()
+    file = data_file(tmp_path / "ours")
+    file.write_bytes(data_file(tmp_path / "theirs").read_bytes())
+    with pytest.raises(StoreError, match=f"{file.name}: rows of another layout"):
+        DiskTier(tmp_path / "ours")
+
+
+def test_a_rebuilt_index_says_which_data_file_has_no_header(tmp_path):
+    lost = made_and_closed(tmp_path)
+    (tmp_path / "index.db").unlink()
+    with data_file(tmp_path).open("r+b") as file:
+        file.write(bytes(4096))
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert any("has no valid header" in str(drop) for drop in tier.dropped)
+    assert right_rows(tier) == ROWS - lost
+    tier.close()
+
+
+def test_a_data_file_cut_short_keeps_the_rows_before_the_cut(tmp_path):
+    there = made_and_closed(tmp_path)
+    slot = survey(tmp_path)["groups"][0]["slot_bytes"]
+    os.truncate(data_file(tmp_path), 4096 + 3 * slot + 1)
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert right_rows(tier) == ROWS - there + 3
+    tier.close()
+
+
+def test_slots_that_nobody_lists_are_free_again(tmp_path):
+    made(tmp_path).close()
+    before = survey(tmp_path)["groups"][0]["free_slots"]
+    with sqlite3.connect(tmp_path / "index.db") as index:
+        index.execute("DELETE FROM slots")
+    index.close()
+    assert survey(tmp_path)["groups"][0]["free_slots"] == 0
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert survey(tmp_path)["groups"][0]["free_slots"] == before > 0
+    with tier.index.write() as write:
+        assert min(write.free(0, 1 << 20)) >= 0
     tier.close()
