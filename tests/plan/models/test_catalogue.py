@@ -52,17 +52,17 @@ def test_a_confirmed_model_names_a_repository_an_issue_a_page_or_a_report(name: 
 
 def test_the_guide_counts_the_models_and_those_confirmed_in_full() -> None:
     guide = (ROOT / "docs/guides/plan.md").read_text("utf-8")
-    known, confirmed, rest = numbers(
-        guide, r"catalogue knows (\d+) models .* of (\d+) models .* other (\d+) say"
-    )
-    assert (known, confirmed) == (len(entries()), len(CONFIRMED))
-    assert rest == known - confirmed
+    assert numbers(guide, r"The catalogue has (\d+) models") == [len(entries())]
+    open_ = len(entries()) - len(CONFIRMED)
+    assert numbers(guide, r"(\d+) are confirmed in full .* the other (\d+) list") == [
+        len(CONFIRMED),
+        open_,
+    ]
 
 
 def test_the_changelog_counts_them_too() -> None:
-    log = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1]
+    log = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert numbers(log, r"(\d+) models by name") == [len(entries())]
-    assert numbers(log, r"(\d+) of its (\d+) models are") == [len(CONFIRMED), len(entries())]
 
 
 def test_the_catalogue_knows_more_than_forty_models_and_all_that_the_docs_name() -> None:
