@@ -31,7 +31,8 @@ class Options:
     `transfer_seconds` is the deadline of a pull, connecting included. `drain_seconds` is
     how long a failed pull waits for its posts to end before its peer is given up, and how long
     an engine that is replaced waits for what moves. It is replaced when rows have been in
-    quarantine for `quarantine_seconds`, or are more than `quarantine_share` of all.
+    quarantine for `quarantine_seconds`; for a third of them if they are more than
+    `quarantine_share` of all.
     `direction` forces one way instead of measuring; `engines` is how many engines may
     read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
     default 32 MiB on a device and none on the host.
@@ -42,7 +43,7 @@ class Options:
     contact_seconds: float = 5.0
     heartbeat_seconds: float = 1.0
     drain_seconds: float = 2.0
-    quarantine_seconds: float = 5.0
+    quarantine_seconds: float = 30.0
     quarantine_share: float = 0.1
     direction: Way | None = None
     engines: int | None = None
