@@ -130,3 +130,17 @@ def test_orders_are_read_as_people_write_them():
 
     assert orders("order=bhlnc", "order=NHD") == ["BHLNC", "BLNHC"]
     assert orders("order=HND", "order=nhd") == ["BLHNC", "BLNHC"]
+
+
+def test_the_quickest_order_is_marked_with_the_time_that_it_saves():
+    specs = ("llama-3.1-8b@tp=2", "llama-3.1-8b@tp=4")
+    document = json.loads(CliRunner().invoke(app, ["route", *specs, "--json"]).stdout)
+    both = document["cheapest"][-1]
+    moves, link = document["request"]["moves"], document["link"]
+    assert both["request_moves"] == 8192 // 16  # one move per block instead of 32
+    assert both["saved_seconds"] == pytest.approx((moves - 512) * link["seconds_per_move"])
+    assert both["seconds"] == pytest.approx(link["seconds"] - both["saved_seconds"])
+    lines = CliRunner().invoke(app, ["route", *specs]).stdout.splitlines()
+    (marked,) = [line for line in lines if line.endswith("←")]
+    assert marked.startswith("one in both")
+    assert any("less than as given" in line for line in lines)

@@ -204,6 +204,9 @@ function show() {
 
 hatch();
 const { cost } = data;
+const milliseconds = (seconds) => `${Number((1e3 * seconds).toPrecision(3))} ms`;
+const quickest = Math.min(cost.link.seconds, ...cost.cheapest.map(({ seconds }) => seconds));
+
 mount(
   el(
     "header",
@@ -270,18 +273,30 @@ mount(
   ),
   el("h2", {}, "Fewer copies"),
   table(
-    ["with another order", "from", "to", "copies per block"],
+    ["with another order", "from", "to", "copies per block", "time", "saved"],
     [
-      { chosen: true, cells: ["as given", ...cost.orders, fine(cost.moves_per_block)] },
+      {
+        chosen: quickest === cost.link.seconds,
+        cells: [
+          "as given",
+          ...cost.orders,
+          fine(cost.moves_per_block),
+          milliseconds(cost.link.seconds),
+          "",
+        ],
+      },
       ...cost.cheapest.map((best) => ({
+        chosen: best.seconds === quickest && quickest < cost.link.seconds,
         cells: [
           { from: "at the source", to: "at the destination", both: "at both" }[best.change],
           ...best.orders,
           fine(best.moves_per_block),
+          milliseconds(best.seconds),
+          best.saved_seconds > 0 ? milliseconds(best.saved_seconds) : "–",
         ],
       })),
     ],
-    { left: 3, caption: "The order with the fewest copies" },
+    { left: 3, caption: "The order with the fewest copies; the quickest is marked" },
   ),
   el(
     "footer",
