@@ -44,7 +44,7 @@ TARGETS = {
     ),
     "read": Target(
         "offload/disk/segments",
-        ("offload/disk/test_disk_store", "offload/disk/test_faults"),
+        ("offload/disk/test_disk_store", "offload/disk/test_faults", "offload/disk/test_recovery"),
         ("read", "_read_chunk", "take", "owns", "header", "_header_in", "records", "_opened"),
     ),
     "record": Target("offload/disk/format", ("offload/disk/test_disk_store",)),

@@ -9,12 +9,14 @@ import sys
 import textwrap
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import opening
+from kvstow.offload.disk.format import decode_header
 from kvstow.offload.disk.inspect import survey
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import FaultyFiles
@@ -346,4 +348,20 @@ def test_slots_that_nobody_lists_are_free_again(tmp_path):
     assert survey(tmp_path)["groups"][0]["free_slots"] == before > 0
     with tier.index.write() as write:
         assert min(write.free(0, 1 << 20)) >= 0
+    tier.close()
+
+
+@pytest.mark.parametrize("group", [2, 77, 2**32 - 1])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_header_with_a_group_that_the_layout_does_not_have_is_none(tmp_path, group, has_index):
+    lost = made_and_closed(tmp_path)
+    if not has_index:
+        (tmp_path / "index.db").unlink()
+    with data_file(tmp_path).open("r+b") as file:
+        header = decode_header(file.read(4096))
+        file.seek(0)
+        file.write(replace(header, group=group).encode())
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert any("has no valid header" in str(drop) for drop in tier.dropped)
+    assert right_rows(tier) == ROWS - lost
     tier.close()
