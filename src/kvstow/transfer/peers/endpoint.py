@@ -173,7 +173,7 @@ class Endpoint:
         self._counters: list[Ints] = []
         self._spare_counters: list[Ints] = []
         self._users: dict[str, set[object]] = {}
-        self._metadata: dict[str, bytes] = {}
+        self._cards: dict[str, Card] = {}
         self._labelled: dict[tuple[Counter, str], Counter] = {}
         self._manifest = encode(self.layout)
         self._register(transport)
@@ -197,7 +197,7 @@ class Endpoint:
         self.transport.close()
         for flight in tuple(self.flights):
             flight.land()
-        for known in (self._users, self._metadata, self.broken):
+        for known in (self._users, self._cards, self.broken):
             known.clear()
         self.transport = fresh
         self.num_engines += 1
@@ -248,7 +248,7 @@ class Endpoint:
 
     def attach(self, card: Card, user: object) -> None:
         """Connect the engine to an agent, as long as some user needs it. Raises TransferError."""
-        if self._metadata.get(card.engine, card.metadata) != card.metadata:
+        if self._cards.get(card.engine, card) != card:
             raise TransferError(
                 f"agent {card.agent!r} claims engine {card.engine!r}, which another one has",
                 kind="refused",
@@ -256,7 +256,7 @@ class Endpoint:
             )
         if card.engine not in self._users:
             self.transport.connect(card.engine, card.metadata)
-            self._metadata[card.engine] = card.metadata
+            self._cards[card.engine] = card
         self._users.setdefault(card.engine, set()).add(user)
 
     def detach(self, engine: str, user: object) -> None:
@@ -274,7 +274,7 @@ class Endpoint:
 
     def _disconnect(self, engine: str) -> None:
         self.broken.discard(engine)
-        self._metadata.pop(engine, None)
+        self._cards.pop(engine, None)
         for flight in self.flights:
             if flight.peer == engine:
                 flight.give_up(lost(engine, "disconnected here"))
