@@ -87,3 +87,8 @@ def test_the_api_page_lists_every_name():
     page = (ROOT / "docs/reference/api.md").read_text()
     missing = [name for name in kvstow.__all__ if f"kvstow.{name}" not in page]
     assert missing == []
+
+
+def test_the_api_page_is_made_from_the_code():
+    done = subprocess.run([sys.executable, ROOT / "scripts/api.py", "--check"])
+    assert done.returncode == 0, "hint: python scripts/api.py"

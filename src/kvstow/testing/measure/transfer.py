@@ -47,7 +47,7 @@ MILLION = Setting(rows=1_000_000, layers=1, piece=128)
 """A layout whose contact is timed; 256 bytes a row."""
 
 
-class Run:
+class TransferRun:
     """The consumer: an agent without a thread, so that every turn of it can be timed."""
 
     def __init__(self, setting: Setting, producer: Producer, direction: Way | None) -> None:
@@ -178,7 +178,7 @@ class Run:
 class Times:
     """Seconds of everything, repeat after repeat; the first one warms up."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TransferRun) -> None:
         self._run = run
         self._baseline = run.baseline(run.transport)
         self._alone = {
@@ -227,7 +227,7 @@ def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
     """The figures, as a document."""
     contact_ms, connect_ms = contact_times(replace(MILLION, device=setting.device))
     with producing(setting) as producer:
-        run = Run(setting, producer, direction)
+        run = TransferRun(setting, producer, direction)
         times = Times(run)
         for _ in range(1 + setting.repeats):
             times.repeat()
@@ -277,7 +277,7 @@ def _over(best: dict[str, float], name: str) -> float | None:
     return best[name] / best["rows"] if name in best else None
 
 
-def _descriptors(name: str, run: Run) -> int:
+def _descriptors(name: str, run: TransferRun) -> int:
     match name:
         case "raw":
             return 1
@@ -295,7 +295,7 @@ def contact_times(setting: Setting) -> tuple[float, float]:
     times: list[tuple[float, float]] = []
     for _ in range(CONTACTS):
         with producing(setting) as producer:
-            run = Run(setting, producer, None)
+            run = TransferRun(setting, producer, None)
             run.close()
         times.append((run.contact_ms, run.connect_ms))
     return min(times)
