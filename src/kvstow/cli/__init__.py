@@ -1,6 +1,12 @@
 """The command line: stdout is data, stderr is talk.
 
-One module per command; `options` reads what users write, `output` is how commands speak.
+models, plan, size, compare, check   layouts, before anything is allocated
+route, simulate                      what moving and serving would cost
+demo, bench                          prefill to decode for real; ratios on this machine
+peers, top, dash, store              running agents, tiers and stores
+route_requests                       a router between prefill and decode instances
+options, output                      what users write, and how commands speak
+
 Commands import what they need inside their functions, so that
 `kvstow plan` never waits for torch, and `kvstow --help` waits for nothing.
 """
