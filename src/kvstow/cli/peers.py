@@ -25,7 +25,7 @@ Watch = Annotated[
 
 
 def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> None:
-    """Ask running agents how they are.
+    """Show the status of running agents.
 
     Exit code 1 if one of them does not answer.
     """
