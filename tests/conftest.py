@@ -54,15 +54,24 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [each for each in collectors if not isinstance(each, DoctestModule)]
 
 
-NOT_QUICK = ("adapters", "browser", "demo", "docs", "e2e", "schedules", "vllm")
-"""Folders of tests that start processes, load models or build pages."""
+NOT_QUICK = (
+    "adapters", "browser", "cli", "demo", "docs", "e2e", "fuzz", "golden", "gpu", "schedules", "vllm",
+    "laws/test_offload_jobs.py", "laws/test_offload_store.py",
+    "memory/test_kernels.py", "memory/test_digest.py",
+    "offload/disk", "offload/host", "offload/mover", "offload/test_layouts.py", "offload/test_store.py",
+    "plan/models/test_against_transformers.py",
+    "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
+    "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",
+)  # fmt: skip
+"""Tests that start processes, load models, build pages or run for seconds: not in `--quick`."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether `--quick` leaves this folder out."""
+    """Whether `--quick` leaves this file or folder out."""
     here = Path(__file__).parent
-    left_out = collection_path.parent == here and collection_path.name in NOT_QUICK
-    return True if config.getoption("--quick") and left_out else None
+    if not config.getoption("--quick") or not collection_path.is_relative_to(here):
+        return None
+    return True if collection_path.relative_to(here).as_posix() in NOT_QUICK else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

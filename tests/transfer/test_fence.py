@@ -111,6 +111,6 @@ def test_no_blocks_are_answered_without_a_read_and_give_their_memory_back():
     endpoint = Counters()
     read = CounterRead(endpoint, CARD, {0: Blocks.first([])})
     with pytest.raises(StopIteration) as end:
-        next(read.found())
+        next(read.generations())
     assert end.value.value == {}
     assert (endpoint.taken, endpoint.started) == (0, 0)
