@@ -55,10 +55,11 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 NOT_QUICK = (
-    "adapters", "browser", "cli", "demo", "docs", "e2e", "fuzz", "golden", "gpu", "schedules", "vllm",
+    "adapters", "browser", "cli", "demo", "docs", "e2e", "fuzz", "gpu", "schedules", "vllm",
     "laws/test_offload_jobs.py", "laws/test_offload_store.py",
     "memory/test_kernels.py", "memory/test_digest.py",
-    "offload/disk", "offload/host", "offload/mover", "offload/test_layouts.py", "offload/test_store.py",
+    "offload/disk", "offload/host", "offload/mover", "offload/test_layouts.py",
+    "offload/test_store.py",
     "plan/models/test_against_transformers.py",
     "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
     "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",
