@@ -215,7 +215,8 @@ def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
         source.ticket.blocks, order.into, order.num_tokens, start_token=order.start_token
     )
     copies = copies.moved(card.base, endpoint.card.base)
-    chunk = chunk_bytes(source.peer.path.rate, kinds)
+    engines = endpoint.transport.num_engines(card.engine)  # a chunk is shared out to all of them
+    chunk = engines * chunk_bytes(source.peer.path.rate, kinds)
     yield from moved(
         endpoint, "read", card.engine, kinds, copies, flights=source.flights, chunk=chunk
     )
