@@ -3,11 +3,11 @@
 import pytest
 
 from kvstow.errors import KvstowError, ModelError, PlanError
-from kvstow.plan.capacity import max_requests, request_bytes
 from kvstow.plan.deployment import Deployment, plan_model, repacked
 from kvstow.plan.group import grouped
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed
+from kvstow.plan.sizing.capacity import max_requests, request_bytes
 
 HYBRID = {
     "model_type": "gpt_oss",

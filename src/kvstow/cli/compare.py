@@ -28,7 +28,7 @@ from kvstow.errors import ModelError, PlanError
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
 from kvstow.plan.layout import ORDERS, Order
 from kvstow.plan.pack import PACKINGS, Packing
-from kvstow.plan.report import alike, compared_figures, mark_best
+from kvstow.plan.sizing.report import alike, compared_figures, mark_best
 from kvstow.plan.words import parse_order
 
 MOST_LAYOUTS = 1000

@@ -9,7 +9,7 @@ from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
 from kvstow.cli.output import MISUSED, emit_json, emit_text, exact, human, note, refuse, table
 from kvstow.plan.deployment import Deployment, RankLayers
-from kvstow.plan.report import padding_fractions, plan_figures, tensor_bytes
+from kvstow.plan.sizing.report import padding_fractions, plan_figures, tensor_bytes
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout

@@ -23,7 +23,7 @@ from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
     from kvstow.plan.models.weights import Weights
-    from kvstow.plan.sizing import Sizing, StageNeed
+    from kvstow.plan.sizing.cluster import Sizing, StageNeed
 
 SHOWN = 8
 """Clusters that are listed as text; `--json` has all."""
@@ -31,7 +31,7 @@ SHOWN = 8
 
 def complete_gpu(start: str) -> list[str]:
     """The names of GPUs that begin so, for the shell."""
-    from kvstow.plan.sizing import GPUS
+    from kvstow.plan.sizing.cluster import GPUS
 
     return [name for name in GPUS if name.startswith(start.lower())]
 
@@ -171,7 +171,7 @@ def size(
 
 
 def _gpu_bytes(gpu: str | None) -> int:
-    from kvstow.plan.sizing import gpu_bytes
+    from kvstow.plan.sizing.cluster import gpu_bytes
 
     try:
         return 0 if gpu is None else gpu_bytes(gpu)
@@ -197,7 +197,7 @@ def _weights(model: str, given: int | None, kv_dtypes: tuple[str | None, ...]) -
 
 
 def _fit(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
-    from kvstow.plan.sizing import sized
+    from kvstow.plan.sizing.cluster import sized
 
     found = sized(
         asked.deployment,
@@ -310,7 +310,7 @@ def _repeated(found: "Sizing") -> list[str]:
 
 
 def _memory(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
-    from kvstow.plan.sizing import needed
+    from kvstow.plan.sizing.cluster import needed
 
     requests = asked.requests or 1
     each = -(-requests // dp)
@@ -384,7 +384,7 @@ def _cluster(
 def _clusters(
     asked: SizeQuestion, tp: int | None, pp: int | None, dp: int | None
 ) -> "tuple[Sizing, ...]":
-    from kvstow.plan.sizing import PP, TP, clusters
+    from kvstow.plan.sizing.cluster import PP, TP, clusters
 
     found = clusters(
         asked.deployment,

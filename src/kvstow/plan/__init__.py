@@ -11,20 +11,17 @@ In the order in which they are read:
     slab        how many rows of each group make a slab
     words       sizes and orders as people write them
     pack        groups and a budget → layout: packed, union, separate
-    capacity    what requests cost in a layout, and how many fit
     models      config.json or catalogue name → the layers of one rank
     deployment  plan_model: model × tp × pp × dtype × packing → layouts of all ranks
     identity    which computation made the bytes
     checkpoint  digests of the files that a model is made of
     manifest    a layout as a document, and its fingerprint
-    sizing      weights and cache on GPUs: how many requests fit, what a load needs
-    report      the figures that commands and pages show
+    sizing      what requests cost, how many fit on GPUs, the figures that are shown
 
 `plan_model` and `Plan` are in `deployment`, `encode`, `decode` and `fingerprint` in
 `manifest`: they load more than the rest needs.
 """
 
-from kvstow.plan.capacity import max_requests, max_tokens, request_bytes
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.pack import (
@@ -38,6 +35,7 @@ from kvstow.plan.pack import (
     union,
 )
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
+from kvstow.plan.sizing.capacity import max_requests, max_tokens, request_bytes
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Axis, Ints, Run, View
 from kvstow.plan.words import parse_order, parse_size

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvstow.errors import PlanError
-from kvstow.plan.capacity import max_requests, request_bytes
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import Model, load_model, model_layers
@@ -16,6 +15,7 @@ from kvstow.plan.models.config import Config, Source
 from kvstow.plan.models.serving import precision
 from kvstow.plan.pack import PACKINGS, Alignment, Packing, Site, packed_as, whole_number
 from kvstow.plan.retention import MAX_TOKENS
+from kvstow.plan.sizing.capacity import max_requests, request_bytes
 from kvstow.plan.words import parse_order, parse_size
 
 DEFAULT_MEMORY = 16 << 30

@@ -5,18 +5,18 @@ from typing import Any
 
 from kvstow import __version__
 from kvstow.errors import KvstowError
-from kvstow.plan.capacity import (
+from kvstow.plan.deployment import RankLayers
+from kvstow.plan.group import Group
+from kvstow.plan.layout import ORDERS, Layout, Order
+from kvstow.plan.pack import PACKINGS, Packing
+from kvstow.plan.sizing.capacity import (
     bytes_per_token,
     fixed_bytes,
     max_requests,
     max_tokens,
     request_bytes,
 )
-from kvstow.plan.deployment import RankLayers
-from kvstow.plan.group import Group
-from kvstow.plan.layout import ORDERS, Layout, Order
-from kvstow.plan.pack import PACKINGS, Packing
-from kvstow.plan.report import descriptors, padding_fractions, per_layer_figures
+from kvstow.plan.sizing.report import descriptors, padding_fractions, per_layer_figures
 from kvstow.render.data import Index, layout_record
 from kvstow.render.page import page
 from kvstow.render.svg import layout_svg

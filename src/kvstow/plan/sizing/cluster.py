@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from kvstow.errors import KvstowError, PlanError
-from kvstow.plan.capacity import max_requests, request_bytes, slabs_needed
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.sizing.capacity import max_requests, request_bytes, slabs_needed
 from kvstow.plan.words import parse_size
 
 UTILISATION = 0.9

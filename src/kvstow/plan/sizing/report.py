@@ -6,13 +6,6 @@ from fractions import Fraction
 from typing import Any
 
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.capacity import (
-    bytes_per_token,
-    fixed_bytes,
-    max_requests,
-    max_tokens,
-    request_bytes,
-)
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Order, PlacedGroup
@@ -20,6 +13,13 @@ from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries
 from kvstow.plan.pack import Packing
 from kvstow.plan.retention import short_name
+from kvstow.plan.sizing.capacity import (
+    bytes_per_token,
+    fixed_bytes,
+    max_requests,
+    max_tokens,
+    request_bytes,
+)
 
 LENGTHS = (1024, 8192, 32768, 131072)
 """Tokens per request for which sizes and concurrency are given."""

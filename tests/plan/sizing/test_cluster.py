@@ -4,7 +4,7 @@ import pytest
 
 from kvstow.errors import PlanError
 from kvstow.plan.deployment import Deployment, plan_model
-from kvstow.plan.sizing import GPUS, clusters, gpu_bytes, needed, sized
+from kvstow.plan.sizing.cluster import GPUS, clusters, gpu_bytes, needed, sized
 
 H100 = 81559 << 20
 LLAMA_8B = 16_060_000_000

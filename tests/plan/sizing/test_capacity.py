@@ -3,7 +3,12 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.plan.capacity import (
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import NULL_SLABS
+from kvstow.plan.models import model_layers
+from kvstow.plan.pack import packed, separate, union
+from kvstow.plan.retention import Window
+from kvstow.plan.sizing.capacity import (
     bytes_per_token,
     fits,
     fixed_bytes,
@@ -12,11 +17,6 @@ from kvstow.plan.capacity import (
     request_bytes,
     request_rows,
 )
-from kvstow.plan.group import grouped
-from kvstow.plan.layout import NULL_SLABS
-from kvstow.plan.models import model_layers
-from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.retention import Window
 from planning import attention, layer_lists, recurrent
 
 

@@ -8,7 +8,8 @@ import pytest
 from kvstow.plan.deployment import Deployment
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import packed, separate, union
-from kvstow.plan.report import (
+from kvstow.plan.retention import Window
+from kvstow.plan.sizing.report import (
     compared_figures,
     padding_bytes,
     padding_fractions,
@@ -16,7 +17,6 @@ from kvstow.plan.report import (
     plan_figures,
     slab_shares,
 )
-from kvstow.plan.retention import Window
 from planning import attention
 
 TINY = {
