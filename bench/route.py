@@ -1,11 +1,11 @@
 # ruff: noqa: E402
-"""How long routes take: to compile, and to expand into moves.
+"""How long routes take: to compile, and to expand into copies.
 
     python bench/route.py [--json FILE]
 
 Every figure is the best of many rounds in one process. Expansion is given for block ids that
-are scattered and for ids in one run, where moves of neighbours are joined: there blocks per
-second say more than moves per second. `partial` is a request whose last block is half full;
+are scattered and for ids in one run, where copies of neighbours are joined: there blocks per
+second say more than copies per second. `partial` is a request whose last block is half full;
 `latency` is one of 512 rows, scattered over a large pool.
 """
 
@@ -41,10 +41,10 @@ ONE_LAYER: Options = LARGE | {"pp": 80, "order": "LBNHC"}
 EXPANSIONS: dict[str, tuple[Options, Options, int]] = {
     "equal rows": (SMALL, {}, 32768),
     "equal rows, llama-3.1-70b tp 4": (LARGE, {}, 100_000),
-    "BHLNC, tp 4 to 8, one move per block": (
+    "BHLNC, tp 4 to 8, one copy per block": (
         LARGE | {"order": "BHLNC"}, {"tp": 8}, 100_000
     ),
-    "BHLNC, tp 8 to 4, one move per block and peer": (
+    "BHLNC, tp 8 to 4, one copy per block and peer": (
         LARGE | {"tp": 8, "order": "BHLNC"}, {"tp": 4}, 100_000
     ),
     "BLHNC to BLNHC": (SMALL, {"order": "BLNHC"}, 512),
@@ -121,22 +121,22 @@ def latency(num_rows: int = 512, pool: int = 100_000) -> dict[str, Any]:
 
 def measured(way: Route, ids: Sequence[npt.NDArray[np.int64]], tokens: int) -> dict[str, Any]:
     lists = [{0: Blocks.first(numbers)} for numbers in ids]
-    moves = len(way.copies(*lists, tokens))
+    count = len(way.copies(*lists, tokens))
     best = seconds(lambda: way.copies(*lists, tokens), for_seconds=SECONDS)
     return {
         "blocks": len(ids[0]),
-        "moves": moves,
+        "copies": count,
         "milliseconds": best * 1e3,
-        "million_moves_per_second": moves / best / 1e6,
+        "million_copies_per_second": count / best / 1e6,
         "million_blocks_per_second": len(ids[0]) / best / 1e6,
     }
 
 
 def show(name: str, report: dict[str, Any]) -> None:
     for kind, figures in report.items():
-        print(f"{figures['million_moves_per_second']:9.1f} M moves/s "
+        print(f"{figures['million_copies_per_second']:9.1f} M copies/s "
               f"{figures['million_blocks_per_second']:7.2f} M blocks/s  {name}, {kind}: "
-              f"{figures['blocks']:,} blocks, {figures['moves']:,} moves, "
+              f"{figures['blocks']:,} blocks, {figures['copies']:,} copies, "
               f"{figures['milliseconds']:.3f} ms")  # fmt: skip
 
 
