@@ -51,22 +51,39 @@ def keys_at(identity: Identity, prompt: Prompt, ends: Iterable[int]) -> list[byt
 
     For recurrent states, which may be kept at any length. `block_keys` for blocks.
     """
-    state = blake2b(identity.digest + _sized(prompt.salt), digest_size=KEY_BYTES, person=_PERSON)
-    extra = sorted(prompt.extra)
-    tokens = prompt.tokens.astype("<i4").tobytes()
-    at, keys = 0, list[bytes]()
+    chain = KeyChain(identity, salt=prompt.salt, extra=prompt.extra)
+    tokens = memoryview(prompt.tokens.astype("<i4").tobytes())
+    keys = list[bytes]()
     for end in ends:
+        at = chain.num_tokens
         if not at <= end <= len(prompt):
             raise StoreError(f"no key after {end} of {len(prompt)} tokens, behind {at}")
-        while extra and extra[0][0] < end:
-            position, digest = extra.pop(0)
-            state.update(tokens[4 * at : 4 * position])
-            state.update(_EXTRA + _sized(digest))
-            at = position
-        state.update(tokens[4 * at : 4 * end])
-        at = end
-        keys.append(state.copy().digest())
+        keys.append(chain.grow(tokens[4 * at : 4 * end]))
     return keys
+
+
+class KeyChain:
+    """Keys of a prompt that grows: tokens that were hashed are not hashed again."""
+
+    def __init__(
+        self, identity: Identity, *, salt: bytes = b"", extra: Iterable[tuple[int, bytes]] = ()
+    ) -> None:
+        self._state = blake2b(identity.digest + _sized(salt), digest_size=KEY_BYTES, person=_PERSON)
+        self._extra = sorted(extra, reverse=True)
+        self.num_tokens = 0
+
+    def grow(self, tokens: bytes | memoryview) -> bytes:
+        """Append tokens, 4 bytes each, little endian; the key of all so far."""
+        first = at = self.num_tokens
+        end = first + len(tokens) // 4
+        while self._extra and self._extra[-1][0] < end:
+            position, digest = self._extra.pop()
+            self._state.update(tokens[4 * (at - first) : 4 * (position - first)])
+            self._state.update(_EXTRA + _sized(digest))
+            at = position
+        self._state.update(tokens[4 * (at - first) :])
+        self.num_tokens = end
+        return self._state.copy().digest()
 
 
 def links(keys: Sequence[bytes]) -> list[ChainLink]:

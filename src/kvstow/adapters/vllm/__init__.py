@@ -8,8 +8,10 @@ connector   vLLM's questions and orders, handed to our two sides; the only impor
 options     what an operator may set in `kv_connector_extra_config`
 layout      what vLLM declares of its cache → a layout; its memory, adopted
 protocol    what scheduler, workers and other instances tell each other
-scheduler   one per engine: which request hands over, takes over, is stored or comes back
-worker      one per rank: an agent over the engine's memory, pulls, leases, offload jobs
+scheduler   one per engine: which request hands over or takes over
+recall      one per engine: which beginnings of requests come back, which blocks are stored
+worker      one per rank: an agent over the engine's memory, pulls and leases
+tiers       one per rank: rows stored and loaded
 plugin      packed rows for vLLM's CPU attention, if the environment asks for them
 
 `KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM.
