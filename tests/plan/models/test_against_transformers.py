@@ -103,6 +103,35 @@ def test_facts_left_out_of_files_are_the_defaults_of_their_class(model_type: str
         assert getattr(config, key) == value
 
 
+def test_zamba2_keeps_the_tensors_that_transformers_keeps() -> None:
+    torch = pytest.importorskip("torch")
+    config = mapping["zamba2"](
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        n_mamba_heads=8,
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        vocab_size=100,
+        intermediate_size=64,
+        chunk_size=8,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    kept = model(torch.arange(7)[None], use_cache=True).past_key_values.layers
+    layers = {layer.name: layer for layer in model_layers(config.to_dict()).layers}
+    assert [f"model.layers.{i}.self_attn" in layers for i in range(3)] == [False, True, True]
+    for i, theirs in enumerate(kept):
+        state = layers[f"model.layers.{i}.mamba"]
+        assert state.field("ssm").shape == tuple(theirs.recurrent_states[0].shape[1:])
+        channels, taps = theirs.conv_states[0].shape[1:]
+        assert state.field("conv").shape == (channels, taps - 1)
+    for i in (1, 2):
+        heads, _, dim = kept[i].keys.shape[1:]
+        own = layers[f"model.layers.{i}.self_attn"]
+        assert (own.heads.size, own.field("k").shape) == (heads, (dim,))
+
+
 def test_falcon_h1_is_attention_and_mamba_in_every_layer() -> None:
     config = mapping["falcon_h1"]()
     layers = model_layers(config.to_dict()).layers

@@ -221,3 +221,63 @@ def test_quantised_caches_of_a_real_model_have_the_sizes_of_their_kind(dtype: st
     cell = {"fp8_per_token_head": 264, "int4_per_token_head": 136, "nvfp4": 144}[dtype]
     specs = model_layers("llama-3.1-8b", kv_dtype=dtype, tp=2).layers
     assert {x.page_bytes for x in specs} == {4 * 16 * cell}
+
+
+def test_a_window_of_a_family_without_a_rule_is_refused() -> None:
+    for family in ("llama", "glm4", "foo"):
+        with pytest.raises(
+            ModelError, match=f"nothing says which layers of .*'{family}' it limits"
+        ):
+            kept(family, sliding_window=64)
+    assert kept("llama", sliding_window=64, use_sliding_window=False) == [Full()] * 6
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "windows"),
+    [
+        ("dots1", {"max_window_layers": 4}, [4, 5]),
+        ("qwen2_vl", {"use_sliding_window": True, "max_window_layers": 5}, [5]),
+        ("qwen2_5_vl", {"use_sliding_window": True}, []),
+        ("olmo3", {}, [0, 1, 2, 4, 5]),
+        ("exaone4", {"sliding_window_pattern": "LG"}, [0, 2, 4]),
+        ("exaone4", {}, [0, 1, 2, 4, 5]),
+        ("smollm3", {}, []),
+        ("smollm3", {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 1, 0, 1]}, [1, 4]),
+        ("cwm", {}, [1, 2, 3, 5]),
+    ],
+)
+def test_each_family_has_its_own_windows(
+    family: str, facts: dict[str, object], windows: list[int]
+) -> None:
+    found = kept(family, sliding_window=64, **facts)
+    assert [i for i, retention in enumerate(found) if retention == Window(64)] == windows
+    assert all(retention in (Full(), Window(64)) for retention in found)
+
+
+def test_letters_of_a_window_pattern_are_local_and_global() -> None:
+    with pytest.raises(ModelError, match="'LX', not letters L"):
+        kept("exaone4", sliding_window=64, sliding_window_pattern="LX")
+
+
+def test_layers_that_share_a_cache_keep_none() -> None:
+    found = kept("gemma3n_text", sliding_window=64, num_kv_shared_layers=2)
+    assert found == [Window(64)] * 4
+    with pytest.raises(ModelError, match=r"num_kv_shared_layers is 6, not .* 0 to 5"):
+        kept("gemma3n_text", sliding_window=64, num_kv_shared_layers=6)
+
+
+def test_gemma_4_has_wider_heads_where_it_sees_everything() -> None:
+    wide = layers("gemma4_text", sliding_window=64, global_head_dim=32)
+    assert [layer.field("k").shape for layer in wide] == [(8,)] * 5 + [(32,)]
+    fewer = layers(
+        "gemma4_text",
+        sliding_window=64,
+        global_head_dim=32,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    )
+    assert [layer.heads.size for layer in fewer] == [wide[0].heads.size] * 5 + [1]
+    with pytest.raises(ModelError, match="per_layer_config has 'x'"):
+        layers("gemma4_text", sliding_window=64, per_layer_config={"x": {}})
+    with pytest.raises(ModelError, match="of layer 2 changes 'hidden_size'"):
+        layers("gemma4_text", sliding_window=64, per_layer_config={"02": {"hidden_size": 3}})

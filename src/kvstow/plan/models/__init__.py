@@ -5,6 +5,7 @@ config      a model's facts: where they come from, typed questions about them
 serving     what the operator chooses: ranks, tokens per block, element types
 ranks       what one rank holds of an axis, and of the layers
 families    model_type → what each decoder layer keeps
+windows     what each layer sees: everything, a window, a chunk
 attention   ordinary decoders           deepseek   latent and compressed attention
 recurrent   kinds of recurrent state    hybrid     models that have such layers
 seq2seq     encoder and decoder

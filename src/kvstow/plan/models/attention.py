@@ -1,8 +1,7 @@
 """Ordinary decoders: attention in every layer, over everything, a window, or a chunk.
 
 A cell of one kv head and one token is `k v`, with `k_scale v_scale` behind them where
-elements are narrow. Which layers see what is read from `layer_types` where the
-configuration has it, and otherwise from the older keys of each family.
+elements are narrow. Which layers see what is in `windows`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from kvstow.plan.models.serving import (
     ServingOptions,
     Stack,
 )
-from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.models.windows import retentions
+from kvstow.plan.retention import Full, Retention
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
 ONE_HEAD = Extent.whole("head", 1)
@@ -28,7 +28,13 @@ _NVFP4_SCALE_GROUP = 16
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MOST_LAYERS = 1000
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+    "num_attention_groups",
+)
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
@@ -180,100 +186,57 @@ def decoder(config: Config, serving: ServingOptions) -> Stack:
     """Attention in every layer."""
     layers = tuple(
         (self_attention(f"model.layers.{i}.self_attn", config, serving, retention=retention),)
-        for i, retention in enumerate(retentions(config))
+        for i, retention in enumerate(retentions(config, num_layers(config)))
     )
     return Stack(layers)
 
 
-def layer_types(config: Config, total: int) -> list[str] | None:
-    """The configuration's own list of layer types, if it has one."""
-    key = config.present("layer_types", "layers_block_type")
-    if key is None:
-        return None
-    types = config.texts(key)
-    if len(types) != total:
-        raise config.error(f"{key} names {len(types)} layers, num_hidden_layers is {total}")
-    return types
+# ── Gemma 3n and 4: layers that read another layer's cache, heads of two sizes ─────────────
 
 
-def retentions(config: Config) -> list[Retention]:
-    """What each layer of an ordinary decoder sees."""
+def sharing_decoder(config: Config, serving: ServingOptions) -> Stack:
+    """Attention in every layer; the last `num_kv_shared_layers` read earlier caches and keep none.
+
+    In Gemma 4 layers that see everything have heads of their own size and number.
+    """
     total = num_layers(config)
-    types = layer_types(config, total)
-    if types is not None:
-        return [_retention(config, kind) for kind in types]
-    used = config.flag("use_sliding_window", default=False)
-    match config.model_type:
-        case "gemma2" | "gpt_oss":
-            local = [i % 2 == 0 for i in range(total)]
-        case "gemma3_text" | "gemma3":
-            local = _every(config, total, default=6)
-        case "cohere2":
-            local = _every(config, total, default=4)
-        case "llama4_text" | "llama4":
-            return _chunked(config, total)
-        case "qwen2" | "qwen3":
-            local = [used and i >= _window_layers(config) for i in range(total)]
-        case "qwen2_moe":
-            local = [used and i % 2 == 0 and i < _window_layers(config) for i in range(total)]
-        case "qwen3_moe":
-            local = [used] * total
-        case _:
-            local = [config.flag("use_sliding_window", default=True)] * total
-            if _pattern_key(config) is not None:
-                local = _every(config, total, default=1)
-    window = _window(config)
-    return [window if is_local else Full() for is_local in local]
+    kept = total - _shared_layers(config, total)
+    layers: list[tuple[LayerSpec, ...]] = []
+    for i, retention in enumerate(retentions(config, total)[:kept]):
+        heads = _heads_of_layer(config, i, sees_all=isinstance(retention, Full))
+        name = f"model.layers.{i}.self_attn"
+        layers.append((self_attention(name, config, serving, retention=retention, heads=heads),))
+    return Stack((*layers, *[()] * (total - kept)))
 
 
-def _retention(config: Config, kind: str) -> Retention:
-    match kind:
-        case "full_attention" | "attention" | "global_attention":
-            return Full()
-        case "sliding_attention" | "sliding_window_attention":
-            return Window(config.count("sliding_window"))
-        case "chunked_attention":
-            return Chunk(config.count("attention_chunk_size"))
-        case _:
-            raise config.error(
-                f"layer_types has {kind!r}, which model_type {config.model_type!r} is not known for"
-            )
+def _shared_layers(config: Config, total: int) -> int:
+    shared = config.facts.get("num_kv_shared_layers")
+    shared = 0 if shared is None else shared
+    if type(shared) is not int or not 0 <= shared < total:
+        raise config.error(
+            f"num_kv_shared_layers is {shared!r}, not a whole number from 0 to {total - 1}"
+        )
+    return shared
 
 
-def _window_layers(config: Config) -> int:
-    """Qwen's `max_window_layers`, which may be 0."""
-    limit = config.facts.get("max_window_layers", 28)
-    if type(limit) is not int or limit < 0:
-        raise config.error(f"max_window_layers is {limit!r}, not a whole number >= 0")
-    return limit
+_PER_LAYER = {"head_dim", "num_key_value_heads"}
 
 
-def _window(config: Config) -> Retention:
-    return Window(config.count("sliding_window")) if "sliding_window" in config else Full()
-
-
-def _pattern_key(config: Config) -> str | None:
-    return config.present("sliding_window_pattern", "_sliding_window_pattern")
-
-
-def _every(config: Config, total: int, *, default: int) -> list[bool]:
-    key = _pattern_key(config)
-    period = default if key is None else config.count(key)
-    return [(i + 1) % period != 0 for i in range(total)]
-
-
-def _chunked(config: Config, total: int) -> list[Retention]:
-    """Llama 4: layers with rotary positions see their chunk, the others everything."""
-    if "attention_chunk_size" not in config:
-        return [Full()] * total
-    chunk = Chunk(config.count("attention_chunk_size"))
-    if config.facts.get("no_rope_layers"):
-        rotary = config.counts("no_rope_layers")
-        if len(rotary) != total:
-            raise config.error(
-                f"no_rope_layers has {len(rotary)} entries, num_hidden_layers is {total}"
-            )
-    else:
-        period = config.count("no_rope_layer_interval", default=4)
-        rotary = [(i + 1) % period for i in range(total)]
-    return [chunk if has_rope else Full() for has_rope in rotary]
+def _heads_of_layer(config: Config, layer: int, *, sees_all: bool) -> Heads:
+    """The heads of one layer: `per_layer_config` says, or the older `global_` keys do."""
+    own: dict[str, object] = {}
+    if "per_layer_config" in config:
+        overrides = config.inner("per_layer_config")
+        for key in overrides.facts:
+            if not key.isdecimal() or len(key) > 9:
+                raise config.error(f"per_layer_config has {key[:40]!r}, not the number of a layer")
+            if int(key) == layer:  # written with leading zeros
+                own = dict(overrides.inner(key).facts)
+        if odd := sorted(own.keys() - _PER_LAYER):
+            raise config.error(f"per_layer_config of layer {layer} changes {odd[0]!r}")
+    elif sees_all and config.model_type.startswith("gemma4"):
+        own["head_dim"] = config.count("global_head_dim", default=512)
+        if config.flag("attention_k_eq_v", default=False):
+            own["num_key_value_heads"] = config.facts.get("num_global_key_value_heads")
+    facts = {**config.facts, **{key: value for key, value in own.items() if value is not None}}
+    return heads_of(Config(name=config.name, facts=facts))

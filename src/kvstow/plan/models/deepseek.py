@@ -20,7 +20,7 @@ padded to 8 of them. Pages start at multiples of 576 bytes.
 from math import lcm
 
 from kvstow.errors import ModelError
-from kvstow.plan.models.attention import ONE_HEAD, content, layer_types, num_layers
+from kvstow.plan.models.attention import ONE_HEAD, checked_layers, content, num_layers
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.serving import (
     NvFp4,
@@ -31,6 +31,7 @@ from kvstow.plan.models.serving import (
     ServingOptions,
     Stack,
 )
+from kvstow.plan.models.windows import layer_types, retentions
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Field, LayerSpec
 
@@ -104,8 +105,26 @@ def latent_layer(
 def latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     """MLA in every layer."""
     precision = serving.precision(config)
-    names = (f"model.layers.{i}.self_attn" for i in range(num_layers(config)))
+    total = num_layers(config)
+    if set(retentions(config, total)) != {Full()}:
+        raise config.error("some of its layers see a window, which latent attention has not here")
+    names = (f"model.layers.{i}.self_attn" for i in range(total))
     return Stack(tuple((latent_layer(name, config, serving, precision),) for name in names))
+
+
+def twin_latent_decoder(config: Config, serving: ServingOptions) -> Stack:
+    """MLA twice in every layer (LongCat)."""
+    precision = serving.precision(config)
+    total = checked_layers(config, "num_layers")
+    return Stack(
+        tuple(
+            tuple(
+                latent_layer(f"model.layers.{i}.self_attn.{j}", config, serving, precision)
+                for j in range(2)
+            )
+            for i in range(total)
+        )
+    )
 
 
 def indexed_decoder(config: Config, serving: ServingOptions) -> Stack:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvstow.plan.models import deepseek, hybrid, seq2seq
-from kvstow.plan.models.attention import decoder
+from kvstow.plan.models.attention import decoder, sharing_decoder
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.serving import ServingOptions, Stack
 
@@ -21,11 +21,13 @@ _ORDINARY = frozenset((
 ))
 
 _NOT_ORDINARY = (
-    "attention_layers", "attn_config", "attn_type_list", "cla_share_factor", "compress_ratios",
-    "conv_L_cache", "cross_attention_layers", "global_head_dim", "hybrid_override_pattern",
-    "index_head_dim", "is_encoder_decoder", "linear_attn_config", "linear_num_value_heads",
-    "mamba_d_state", "mamba_expand", "num_kv_shared_layers", "per_layer_config",
-    "ssm_state_size", "state_size",
+    "attention_layers", "attention_window_size", "attn_config", "attn_type_list", "block_types",
+    "cla_share_factor", "compress_ratios", "conv_L_cache", "conv_kernel_size",
+    "cross_attention_layers", "global_head_dim", "hybrid_override_pattern", "index_head_dim",
+    "inference_state_dtype", "is_encoder_decoder", "layer_group_size", "linear_attn_config",
+    "linear_num_heads", "linear_num_value_heads", "mamba_d_state", "mamba_expand",
+    "num_kv_shared_layers", "number_of_conv_states", "per_layer_config", "sliding_window_size",
+    "ssm_state_size", "state_size", "swa_head_dim", "swa_num_key_value_heads",
 )
 # fmt: on
 
@@ -35,6 +37,8 @@ def stack(config: Config, serving: ServingOptions) -> Stack:
     match config.model_type:
         case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
             return deepseek.latent_decoder(config, serving)
+        case "longcat_flash":
+            return deepseek.twin_latent_decoder(config, serving)
         case "deepseek_v32" | "glm_moe_dsa":
             return deepseek.indexed_decoder(config, serving)
         case "deepseek_v4":
@@ -49,6 +53,10 @@ def stack(config: Config, serving: ServingOptions) -> Stack:
             return hybrid.bamba(config, serving)
         case "falcon_h1":
             return hybrid.falcon_h1(config, serving)
+        case "zamba":
+            return hybrid.zamba(config, serving)
+        case "zamba2":
+            return hybrid.zamba2(config, serving)
         case "nemotron_h":
             return hybrid.nemotron_h(config, serving)
         case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
@@ -63,6 +71,8 @@ def stack(config: Config, serving: ServingOptions) -> Stack:
             return seq2seq.whisper(config, serving)
         case "t5" | "mt5" | "umt5":
             return seq2seq.t5(config, serving)
+        case "gemma3n_text" | "gemma4_text":
+            return sharing_decoder(config, serving)
         case name if name in _ORDINARY:
             return decoder(config, serving)
         case _:

@@ -4,6 +4,7 @@
     jamba, bamba, nemotron_h, qwen3_next,
     kimi_linear, minimax, lfm2                  attention in some layers
     falcon_h1                                   both in every layer
+    zamba, zamba2                               a state in every layer, attention too in some
 
 What a recurrent layer keeps is in `recurrent`.
 """
@@ -12,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvstow.plan.models import recurrent
-from kvstow.plan.models.attention import heads_of, layer_types, num_layers, self_attention
+from kvstow.plan.models.attention import Heads, heads_of, num_layers, self_attention
 from kvstow.plan.models.config import Config
 from kvstow.plan.models.deepseek import latent_layer
 from kvstow.plan.models.serving import ServingOptions, Stack
+from kvstow.plan.models.windows import layer_types
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, LayerSpec
 
@@ -169,6 +171,57 @@ def falcon_h1(config: Config, serving: ServingOptions) -> Stack:
         attention = self_attention(f"{name}.self_attn", config, serving, retention=Full())
         layers.append((attention, state(f"{name}.mamba")))
     return Stack(tuple(layers))
+
+
+def zamba2(config: Config, serving: ServingOptions) -> Stack:
+    """Mamba 2 in every layer, and in some of them attention in front of it."""
+    heads = config.count("n_mamba_heads")
+    inner = config.count("mamba_expand", default=2) * config.count("hidden_size")
+    head_dim = config.count("mamba_headdim", default=max(1, inner // heads))
+    _agree(config, heads, head_dim, inner, "mamba_expand x hidden_size")
+    state = _mamba2(
+        config,
+        serving,
+        heads=heads,
+        head_dim=head_dim,
+        groups="mamba_ngroups",
+        state="mamba_d_state",
+        conv="mamba_d_conv",
+    )
+    return _zamba(config, serving, state)
+
+
+def zamba(config: Config, serving: ServingOptions) -> Stack:
+    """Mamba 1 in every layer, and in some of them attention in front of it."""
+    channels = config.count("mamba_expand", default=2) * config.count("hidden_size")
+    state = _mamba1(config, serving, channels=channels, state="mamba_d_state", conv="mamba_d_conv")
+    return _zamba(config, serving, state)
+
+
+def _zamba(config: Config, serving: ServingOptions, state: Make) -> Stack:
+    """Attention reads the layer's input and the embedding side by side: twice the width."""
+    query = config.count("num_attention_heads")
+    dim = config.count("attention_head_dim", default=2 * config.count("hidden_size") // query)
+    kv = config.count("num_key_value_heads", default=query)
+    heads = Heads(query=query, kv=kv, key_dim=dim, value_dim=dim)
+    layers: list[tuple[LayerSpec, ...]] = []
+    for i, has_attention in enumerate(_zamba_attention(config)):
+        name = f"model.layers.{i}"
+        own = self_attention(f"{name}.self_attn", config, serving, retention=Full(), heads=heads)
+        layers.append((own, state(f"{name}.mamba")) if has_attention else (state(f"{name}.mamba"),))
+    return Stack(tuple(layers))
+
+
+def _zamba_attention(config: Config) -> list[bool]:
+    types = layer_types(config, num_layers(config))
+    if types is None:
+        if "hybrid_layer_ids" not in config:
+            raise config.missing("layers_block_type", "hybrid_layer_ids")
+        return from_indices(config, "hybrid_layer_ids")
+    odd = [kind for kind in types if kind not in ("hybrid", *RECURRENT)]
+    if odd:
+        raise config.error(f"a layer is {odd[0]!r}, neither hybrid nor mamba")
+    return [kind == "hybrid" for kind in types]
 
 
 def _bamba_state(config: Config, serving: ServingOptions) -> Make:
@@ -357,6 +410,8 @@ def lfm2(config: Config, serving: ServingOptions) -> Stack:
     """Short convolutions, and attention in the layers that the configuration names."""
     is_attention = from_types(config)
     if is_attention is None:
+        if "full_attn_idxs" not in config:
+            raise config.missing("layer_types", "full_attn_idxs")
         is_attention = from_indices(config, "full_attn_idxs")
 
     def state(name: str) -> LayerSpec:
