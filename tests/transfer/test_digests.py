@@ -17,7 +17,7 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, Sink, State, Window
 from kvstow.plan.spec import Extent
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, sample_bytes
+from kvstow.transfer.digests import LEAST_SHARE, digests, mismatches, sample_bytes, warm_up
 from kvstow.transfer.digests import samples as samples_with
 from planning import attention
 from strategies import Kind, group_bytes, listed, models, served, value
@@ -195,3 +195,14 @@ def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():
             assert before == take() == digest(arena, blocks, 11, **which)
             arena.bytes.random_(0, 256)
             assert before != take() == digest(arena, blocks, 11, **which)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_arena_can_be_warmed_up_and_keeps_its_bytes(data):
+    layout = two_layouts(data, data.draw(models()), 8)[0]
+    arena = Arena(layout)
+    arena.bytes.random_(0, 256)
+    before = arena.bytes.clone()
+    warm_up(arena)
+    assert torch.equal(arena.bytes, before)

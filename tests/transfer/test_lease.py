@@ -12,7 +12,7 @@ from kvstow.transfer.lease import Lease, Leases
 TICKET = b"digest of the ticket"
 
 
-def made(leases: Leases, id: int, *, seconds: float = 10, readers: int = 1, now: float = 0):
+def made(leases: Leases, id: int, *, seconds: float = 10, readers: int | None = 1, now: float = 0):
     """Grant a lease; the list its end is noted in."""
     ended: list[str] = []
     leases.grant(Lease(id=id, digest=TICKET, seconds=seconds, readers=readers,
@@ -55,6 +55,18 @@ def test_the_last_reader_that_accepts_ends_the_lease():
     with pytest.raises(TransferError, match="ended, read") as caught:
         leases.open(1, TICKET, "c", now=0)
     assert caught.value.kind == "used"
+
+
+def test_a_lease_for_all_ranks_of_a_consumer_ends_with_the_last_of_them():
+    leases = Leases()
+    ended = made(leases, 1, readers=None)
+    leases.open(1, TICKET, "first try of a", now=0, ranks=2)
+    leases.shut(1, "first try of a", accepted=False)
+    for reader in "ab":
+        assert ended == []
+        leases.open(1, TICKET, reader, now=0, ranks=2)
+        leases.shut(1, reader, accepted=True)
+    assert ended == ["read"]
 
 
 def test_more_readers_than_were_promised_are_refused():

@@ -22,7 +22,7 @@ def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
         "transfer_seconds": 120,
         "contact_seconds": 60,
     }
-    prefill = Launch(model=smollm2, name="m", settings={**settings, "consumer_ranks": RANKS})
+    prefill = Launch(model=smollm2, name="m", settings=settings)
     decode = Launch(
         model=smollm2, name="m", settings=settings, options=("-tp", str(RANKS)), rows=False
     )

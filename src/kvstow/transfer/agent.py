@@ -28,6 +28,7 @@ from kvstow.transfer.channel.framing import DropReason
 from kvstow.transfer.channel.messages import AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
+from kvstow.transfer.digests import warm_up
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.lease import EndReason, Lease
 from kvstow.transfer.loop import Loop, Story
@@ -118,7 +119,7 @@ class Agent:
         request: int,
         *,
         num_tokens: int | None = None,
-        readers: int = 1,
+        readers: int | None = 1,
         lease_seconds: float | None = None,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
@@ -137,14 +138,16 @@ class Agent:
         blocks: Mapping[int, Blocks],
         num_tokens: int,
         *,
-        readers: int = 1,
+        readers: int | None = 1,
         lease_seconds: float | None = None,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
         """Let `readers` consumers pull these blocks, each once, while the lease runs.
 
-        The blocks are kept from being reused until the lease ends; then `on_end` is called
-        with the reason, in the thread of the blocks' owner.
+        None stands for all ranks of one consumer, whose number its first rank tells.
+        Their bytes must be there: on a device, whatever fills them has ended. The blocks are kept
+        from being reused until the lease ends; then `on_end` is called with the reason, in the
+        thread of the blocks' owner.
         """
         self.settle()
         endpoint = self.endpoint
@@ -170,7 +173,7 @@ class Agent:
         self,
         ticket: Ticket,
         *,
-        readers: int = 1,
+        readers: int | None = 1,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> None:
         """Keep what a ticket promises that somebody else has written in this agent's name.
@@ -191,7 +194,7 @@ class Agent:
         self._grant(ticket, readers, on_end)
 
     def _grant(
-        self, ticket: Ticket, readers: int, on_end: Callable[[EndReason], None] | None
+        self, ticket: Ticket, readers: int | None, on_end: Callable[[EndReason], None] | None
     ) -> None:
         """Let the lease of a ticket run whose blocks are shared already."""
 
@@ -247,11 +250,13 @@ class Agent:
         deadline: float | None = None,
         direction: Way | None = None,
         digest: DigestPolicy | None = None,
+        on_quiet: Callable[[], None] = lambda: None,
     ) -> Transfer:
         """Bring tokens `[start_token, num_tokens)` of a request into these rows.
 
         `tickets` are one per source rank; together they must hold all that this rank
-        holds. The rows must be held by the caller. `deadline` is in seconds from now.
+        holds. The rows must be held by the caller. `deadline` is in seconds from now. When
+        nothing writes to the rows any more, `on_quiet` is called in the agent's thread.
         """
         self.settle()
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
@@ -270,7 +275,7 @@ class Agent:
             digest=digest or self.options.digest,
         )
         now = self.endpoint.clock()
-        transfer = Transfer(order, now, self._settle_if_ours, self.pulls.abort)
+        transfer = Transfer(order, now, self._settle_if_ours, self.pulls.abort, on_quiet)
         self._submit(into, lambda: self.pulls.begin(transfer, listed, now + seconds))
         return transfer
 
@@ -370,8 +375,10 @@ class Agent:
     # ── its life ──────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the agent's thread."""
+        """Start the agent's thread; what digests need on a device is compiled meanwhile."""
         self.loop.run(self.endpoint.use_device)
+        if self.endpoint.kind == "VRAM":
+            self.endpoint.worker.submit(warm_up, self.endpoint.arena)
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
+from typing import get_args
+
+import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
 from kvstow.plan.layout import Layout
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Claim, Sample
 from kvstow.transfer.options import DigestPolicy
@@ -122,6 +125,21 @@ def digests(
 ) -> tuple[int, ...]:
     """The digest of each sample, taken now."""
     return prepared_digests(arena, blocks, wanted, claims)()
+
+
+def warm_up(arena: Arena) -> None:
+    """Compile what digests run on a device, by counting one row of every group."""
+    blocks: dict[int, Blocks] = {}
+    for g, rows in enumerate(arena.layout.groups):
+        size = rows.group.block_tokens
+        needed = [
+            range(t.first // size, -(-t.end // size)) for t in Tokens(0, 1).needed(rows.group)
+        ]
+        index = np.array([*chain(*needed)], np.int64)
+        blocks[g] = Blocks(np.full_like(index, rows.rows_per_slab), index)
+    for policy in get_args(DigestPolicy):
+        wanted = samples([arena.layout], 0, 1, policy, random=Random(0))
+        digests(arena, blocks, wanted, None)
 
 
 def mismatches(

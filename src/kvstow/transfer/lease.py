@@ -31,18 +31,19 @@ FAULT_OF: dict[EndReason, FaultKind] = {
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A promise to keep blocks until `deadline`, for `readers` more readers."""
+    """A promise to keep blocks until `deadline`, for `readers` more readers; None: as many as the
+    first consumer that comes has ranks."""
 
     id: int
     digest: bytes
     seconds: float
-    readers: int
+    readers: int | None
     deadline: float
     on_end: Callable[[EndReason], None]
     reading: set[Hashable] = field(default_factory=set[Hashable])
 
     def __post_init__(self) -> None:
-        if self.readers < 1 or not 0 < self.seconds < inf:
+        if (self.readers is not None and self.readers < 1) or not 0 < self.seconds < inf:
             raise SpecError(
                 f"lease {self.id}: {self.readers} readers for {self.seconds} s\n\n"
                 f"hint: at least one reader, and a time above 0"
@@ -88,11 +89,15 @@ class Leases:
             raise TransferError(f"lease {id}: never given out here", kind="ticket")
         raise TransferError(f"lease {id}: ended, {reason}", kind=FAULT_OF[reason])
 
-    def open(self, id: int, digest: bytes, reader: Hashable, *, now: float) -> Lease:
-        """Let one reader in, and renew the lease; TransferError if it may not."""
+    def open(
+        self, id: int, digest: bytes, reader: Hashable, *, now: float, ranks: int = 1
+    ) -> Lease:
+        """Let one reader in, one of `ranks`, and renew the lease; TransferError if it may not."""
         lease = self.find(id)
         if digest != lease.digest:
             raise TransferError(f"lease {id}: the ticket is not the one given out", kind="ticket")
+        if lease.readers is None:
+            lease.readers = ranks
         if reader not in lease.reading and len(lease.reading) >= lease.readers:
             raise TransferError(
                 f"lease {id}: {lease.readers} readers may still come, {len(lease.reading)} read "
@@ -110,7 +115,7 @@ class Leases:
         if lease is None or reader not in lease.reading:
             return
         lease.reading.discard(reader)
-        if accepted:
+        if accepted and lease.readers is not None:
             lease.readers -= 1
             if lease.readers == 0:
                 self.end(id, "read")

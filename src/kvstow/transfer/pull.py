@@ -372,6 +372,7 @@ class Transfer:
         started: float,
         settle: Callable[[], None],
         abort: "Callable[[Transfer], None]",
+        on_quiet: Callable[[], None],
     ) -> None:
         self.order = order
         self.started = started
@@ -379,6 +380,7 @@ class Transfer:
         self.stats: Stats | None = None
         self._settle = settle
         self._abort = abort
+        self._on_quiet = on_quiet
         self._ended = threading.Event()
         self._quiet = threading.Event()
 
@@ -429,3 +431,4 @@ class Transfer:
     def rest(self) -> None:
         """Nothing writes to the rows any more."""
         self._quiet.set()
+        self._on_quiet()

@@ -284,8 +284,14 @@ class Server:
 
     def opened(self, serving: Serving) -> Ticket:
         """The ticket under which a transfer begins; TransferError if it may not."""
-        begin = serving.begin
-        self.leases.open(begin.lease, begin.digest, begin.transfer, now=self.endpoint.clock())
+        begin, layout = serving.begin, serving.peer.layout
+        self.leases.open(
+            begin.lease,
+            begin.digest,
+            begin.transfer,
+            now=self.endpoint.clock(),
+            ranks=layout.tp[1] * layout.pp[1],
+        )
         return self._tickets[begin.lease]
 
     def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:

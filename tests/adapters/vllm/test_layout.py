@@ -16,10 +16,12 @@ from kvstow.adapters.vllm.layout import (
     declared_groups,
     declared_layout,
     identity_of,
+    retention_of,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
+from kvstow.plan.retention import Window
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import route
 from recorded_vllm import FULL, IDENTITY, gemma3, hybrid, pages, smollm2
@@ -142,6 +144,12 @@ def test_different_tokens_per_block_are_refused_because_pages_are_opaque():
     small = declared_layout(replace(other, groups=(halved,), regions=(region,)), base_align=64)
     with pytest.raises(RouteError, match="tokens per state"):
         route(declared_layout(smollm2("BLHNC"), base_align=64), small)
+
+
+def test_a_window_is_longer_where_speculation_computes_tokens_before_it_again():
+    """vLLM keeps `extra_retained_tokens` more: blocks that it keeps are blocks that must come."""
+    kind = type("SlidingWindowSpec", (SimpleNamespace,), {})  # kinds are known by name
+    assert retention_of(kind(sliding_window=8, extra_retained_tokens=3)) == Window(11)
 
 
 # ── which computation ─────────────────────────────────────────────────────────────────────

@@ -30,3 +30,31 @@ def test_times_and_digests_reach_the_agent():
 def test_a_disk_without_a_host_tier_is_refused():
     with pytest.raises(SpecError, match="disk tier"):
         ConnectorOptions.of({"disk_path": "/tmp/x", "disk_bytes": 1 << 30})
+
+
+@pytest.mark.parametrize(("value", "layout"), [(True, "BLHNC"), ("True", "BLHNC"), ("false", "")])
+def test_blocks_across_layers_are_a_layout(value: object, layout: str):
+    assert ConnectorOptions.of({"enable_cross_layers_blocks": value}).layout == layout
+
+
+def test_a_layout_that_says_otherwise_than_blocks_across_layers_is_refused():
+    with pytest.raises(SpecError, match="LBHNC"):
+        ConnectorOptions.of({"enable_cross_layers_blocks": True, "layout": "LBHNC"})
+
+
+def test_a_comparison_of_instances_is_always_made_and_cannot_be_turned_off():
+    assert ConnectorOptions.of({"enforce_handshake_compat": True}) == ConnectorOptions()
+    with pytest.raises(SpecError, match="hint: leave it out"):
+        ConnectorOptions.of({"enforce_handshake_compat": "False"})
+
+
+@pytest.mark.parametrize("name", ["enable_cross_layers_blocks", "enforce_handshake_compat"])
+def test_a_truth_value_that_is_none_is_refused(name: str):
+    with pytest.raises(SpecError, match="neither true nor false"):
+        ConnectorOptions.of({name: 3})
+
+
+@pytest.mark.parametrize("name", ["consumer_ranks", "cpu_bytes_to_use", "num_threads"])
+def test_an_option_of_another_connector_is_refused_with_what_to_write(name: str):
+    with pytest.raises(SpecError, match="hint: "):
+        ConnectorOptions.of({name: 2})

@@ -120,6 +120,19 @@ def test_a_request_that_is_aborted_gives_its_tickets_back():
     assert len(decode.take_step(idle=False).drops) == 1
 
 
+def test_a_request_that_vllm_has_rejected_gives_its_tickets_back():
+    """vLLM then queues an empty prompt with the same parameters, and aborts it."""
+    decode = side()
+    params = offered(side())
+    handover = handover_in(asked("d", params=params))
+    assert handover is not None
+    request = asked("d", [0], params=params)
+    decode.arrived(request)
+    assert decode.finished(request, ((), ()), 0) == (False, None)
+    drops = decode.take_step(idle=False).drops
+    assert [ticket.digest for ticket in drops] == [handover.tickets[0].digest]
+
+
 def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
     """vLLM counts its tokens as computed from the moment it has blocks."""
     decode = side(OFFLOADS)

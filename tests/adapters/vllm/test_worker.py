@@ -35,9 +35,11 @@ PROMPT = list(range(500, 518))
 """18 tokens: four whole blocks, and half of one."""
 
 
-def declaration(order: str) -> CacheDeclaration:
+def declaration(order: str, tp: tuple[int, int] = (0, 1)) -> CacheDeclaration:
     """Two layers with a window of 8 tokens over two with full attention, one set of ids."""
-    page = HEADS * TOKENS * CONTENT * 4
+    mine = HEADS // tp[1]
+    heads = Extent("head", HEADS, ((tp[0] * mine, tp[0] * mine + mine),))
+    page = mine * TOKENS * CONTENT * 4
     rows = order.startswith("B")
 
     def pages(names: tuple[str, ...], retention: Retention) -> tuple[DeclaredPage, ...]:
@@ -46,7 +48,7 @@ def declaration(order: str) -> CacheDeclaration:
                 layer=name,
                 retention=retention,
                 block_tokens=TOKENS,
-                heads=Extent.whole("head", HEADS),
+                heads=heads,
                 states=TOKENS,
                 content=CONTENT,
                 dtype=DType.FLOAT32,
@@ -70,6 +72,7 @@ def declaration(order: str) -> CacheDeclaration:
             )
             for names in groups
         ),
+        tp=tp,
     )
 
 
@@ -78,7 +81,7 @@ def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Te
     raw = torch.zeros(declared.regions[0].nbytes // 4)
     views = {
         name: raw.as_strided(
-            (NUM_BLOCKS, HEADS, TOKENS * CONTENT),
+            (NUM_BLOCKS, HEADS // declared.tp[1], TOKENS * CONTENT),
             (region.block_stride // 4, TOKENS * CONTENT, 1),
             (region.offset + i * region.layer_stride) // 4,
         )
@@ -104,8 +107,9 @@ class Engine:
         order: str,
         *,
         in_process: bool = False,
+        tp: tuple[int, int] = (0, 1),
     ) -> "Engine":
-        declared = declaration(order)
+        declared = declaration(order, tp)
         _, views = memory(declared)
         layout = declared_layout(declared, base_align=64)
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
@@ -266,6 +270,51 @@ def test_a_producer_that_is_gone_fails_the_load(engines: tuple[Engine, Engine]):
     decode.decode(params, HERE)
     found = decode.until(lambda found: bool(found.received))
     assert found.failed == {"d"}
+
+
+def test_a_failed_load_gives_the_blocks_back_before_their_lease_ends():
+    fabric, slow = Fabric(), ConnectorOptions(lease_seconds=300, transfer_seconds=5)
+    prefill, decode = (Engine.start(fabric, f"engine-{i}", slow, "BLHNC") for i in range(2))
+    try:
+        params = prefill.prefill(THERE)
+        prefill.step()
+        prefill.hands.agent.endpoint.owner.generations[1][10] += 1
+        decode.decode(params, HERE)
+        found = decode.until(lambda found: bool(found.received))
+        assert (found.failed, found.counts["pull fence"]) == ({"d"}, 1)
+        assert prefill.until(lambda found: "p" in found.sent).counts == {"lease aborted": 1}
+    finally:
+        prefill.hands.close()
+        decode.hands.close()
+
+
+def test_one_prefill_instance_serves_decode_instances_of_one_and_of_two_ranks():
+    """Each rank reads its own heads, and the lease ends with the last rank of either instance."""
+    fabric = Fabric()
+    prefill = Engine.start(fabric, "prefill", SETTINGS, "BLHNC")
+    pools = [
+        [
+            Engine.start(fabric, f"decode-{size}-{rank}", SETTINGS, "BLHNC", tp=(rank, size))
+            for rank in range(size)
+        ]
+        for size in (1, 2)
+    ]
+    try:
+        for seed, ranks in enumerate([pools[1], pools[0], pools[1]]):
+            prefill.fill(seed)
+            params = prefill.prefill(THERE)
+            for rank, decode in enumerate(ranks):
+                assert prefill.step().sent == frozenset()
+                decode.decode(params, HERE)
+                assert not decode.until(lambda found: bool(found.received)).failed
+                mine = slice(rank * HEADS // len(ranks), (rank + 1) * HEADS // len(ranks))
+                assert torch.equal(decode.views["f.1"][12], prefill.views["f.1"][11, mine])
+                assert torch.equal(decode.views["w.0"][18], prefill.views["w.0"][6, mine])
+            counts = prefill.until(lambda found: "p" in found.sent).counts
+            assert counts == {"lease read": 1}
+    finally:
+        for engine in (prefill, *pools[0], *pools[1]):
+            engine.hands.close()
 
 
 # ── engines whose scheduler and worker share a process ────────────────────────────────────

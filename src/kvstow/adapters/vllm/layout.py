@@ -324,7 +324,7 @@ def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> Decla
         dtype, content = DType.UINT8, spec.state_content_size_bytes
     return DeclaredPage(
         layer=layer,
-        retention=_retention(spec),
+        retention=retention_of(spec),
         block_tokens=spec.block_size,
         heads=_heads(layer, spec, tp, total_heads),
         states=spec.num_states,
@@ -333,10 +333,12 @@ def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> Decla
     )
 
 
-def _retention(spec: Any) -> Retention:
+def retention_of(spec: Any) -> Retention:
+    """What the next token sees of a cache that one of `KINDS` declares."""
     match type(spec).__name__:
         case "SlidingWindowSpec" | "SlidingWindowMLASpec":
-            return Window(spec.sliding_window)
+            # speculative decoding of several tokens computes some before the window again
+            return Window(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
         case "ChunkedLocalAttentionSpec":
             return Chunk(spec.attention_chunk_size)
         case _:

@@ -10,24 +10,28 @@ from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.options import DigestPolicy, Options
 
 FOREIGN = {
-    "enable_cross_layers_blocks": 'leave it out: "layout": "BLHNC" is the default and packs rows',
-    "enforce_handshake_compat": "leave it out: layouts and identities are always compared",
     "num_threads": "leave it out: rows are not split over threads",
     "cpu_bytes_to_use": "use host_bytes",
+    "consumer_ranks": "leave it out: decode says how many ranks it has when it connects",
 }
-"""Options of vLLM's own connectors, and what to write instead."""
+"""Options of vLLM's own connectors and of earlier versions, and what to write instead."""
+
+PACKED = "enable_cross_layers_blocks"
+"""An option of vLLM's connectors: true is our default layout, false is vLLM's own."""
+
+COMPARED = "enforce_handshake_compat"
+"""An option of vLLM's connectors: true is what we always do, false is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
     """What an operator may say.
 
-    `consumer_ranks` is how many ranks will pull each ticket. `host_bytes` above zero turns
-    offloading on; the disk tier lies below the host tier. With `host_shared`, a name, the host
-    tier lies in shared memory: it outlives the process, and ranks of the machine that hold the same
-    rows read each other's. `manifest_file` is where a rank writes its layout. `unverified` says
-    why the model's weights need not be looked at; without it, weights that cannot be found are
-    refused.
+    `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
+    `host_shared`, a name, the host tier lies in shared memory: it outlives the process, and ranks
+    of the machine that hold the same rows read each other's. `manifest_file` is where a rank
+    writes its layout. `unverified` says why the model's weights need not be looked at; without
+    it, weights that cannot be found are refused.
     """
 
     model: str = ""
@@ -39,7 +43,6 @@ class ConnectorOptions:
     transfer_seconds: float = 60.0
     contact_seconds: float = 5.0
     digest: DigestPolicy = "sample"
-    consumer_ranks: int = 1
     host_bytes: int = 0
     host_shared: str = ""
     disk_path: str = ""
@@ -48,7 +51,11 @@ class ConnectorOptions:
 
     @staticmethod
     def of(options: dict[str, Any]) -> "ConnectorOptions":
-        """The settings; SpecError for an option that is not known or of another type."""
+        """The settings; SpecError for an option that is not known or of another type.
+
+        Options of vLLM's own connectors that mean something here are taken in our words.
+        """
+        options = _in_our_words(options)
         known: dict[str, object] = {field.name: field.default for field in fields(ConnectorOptions)}
         for name, value in options.items():
             if name not in known:
@@ -62,8 +69,6 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
-        if self.consumer_ranks < 1:
-            raise SpecError(f"consumer_ranks is {self.consumer_ranks}, not above 0")
         if min(self.host_bytes, self.disk_bytes) < 0 or bool(self.disk_path) != (
             self.disk_bytes > 0 and self.host_bytes > 0
         ):
@@ -92,3 +97,29 @@ class ConnectorOptions:
             return None
         found = json.loads(Path(self.keys_file).read_text())
         return Keys(public=found["public"], secret=found["secret"], peers=frozenset(found["peers"]))
+
+
+def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those of vLLM's connectors; SpecError for one that cannot be obeyed."""
+    ours = dict(options)
+    if not _flag(ours, COMPARED, default=True):
+        raise SpecError(
+            f"option {COMPARED!r} is false, yet instances that do not fit are never joined\n\n"
+            "hint: leave it out, and compare both instances' manifest_file with `kvstow route`"
+        )
+    if PACKED in options:
+        layout = "BLHNC" if _flag(ours, PACKED, default=True) else ""
+        if ours.setdefault("layout", layout) != layout:
+            raise SpecError(
+                f"option {PACKED!r} is {options[PACKED]!r} and layout is {ours['layout']!r}\n\n"
+                "hint: leave the first one out; layout says it all"
+            )
+    return ours
+
+
+def _flag(options: dict[str, Any], name: str, *, default: bool) -> bool:
+    """Take out a truth value, which people also write as a string."""
+    value = options.pop(name, default)
+    if str(value).lower() not in ("true", "false"):
+        raise SpecError(f"option {name!r} is {value!r}, neither true nor false")
+    return str(value).lower() == "true"

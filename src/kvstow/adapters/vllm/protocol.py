@@ -11,6 +11,7 @@ tokens: the consumer takes the blocks only for the very same prompt. Whoever may
 write these parameters, so they are bounded by the prompt before anything is unpacked.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -176,9 +177,22 @@ def request_of(request: Any) -> EngineRequest:
     )
 
 
-@lru_cache(maxsize=1024)
 def _adapter(name: str, path: str) -> str:
     """What vLLM knows an adapter by, and a digest of its weights where they lie on disk."""
+    return _known_adapter(name, path, _changed_at(path))
+
+
+def _changed_at(path: str) -> int:
+    """When something in a folder was last written, 0 where there is none: an adapter may be
+    loaded again under its name."""
+    try:
+        return max((entry.stat().st_mtime_ns for entry in os.scandir(path)), default=0)
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1024)
+def _known_adapter(name: str, path: str, changed_at: int) -> str:
     try:
         return f"{name} {adapter_digest(path)}"
     except ModelError:
@@ -252,6 +266,18 @@ def handover_in(request: EngineRequest) -> Handover | None:
     if len({ticket.agent for ticket in tickets}) < len(tickets):
         raise _refused(f"{len(tickets)} tickets, some of them of the same agent")
     return Handover(tickets=tickets, num_tokens=carried.num_tokens, prompt=carried.prompt)
+
+
+def tickets_to_drop(request: EngineRequest, *, max_tokens: int) -> tuple[Ticket, ...]:
+    """The tickets of a request that will not be pulled; none where they cannot be read.
+
+    The prompt does not bound them: vLLM gives a request that it has rejected an empty one.
+    """
+    try:
+        carried = msgspec.convert((request.params or {}).get(OURS), _Carried)
+        return _unpacked(carried) if 1 <= carried.num_tokens <= max_tokens else ()
+    except (msgspec.ValidationError, ValueError, TransferError):
+        return ()
 
 
 def _check_prompt(request: EngineRequest, carried: _Carried) -> None:

@@ -26,6 +26,7 @@ from kvstow.adapters.vllm.protocol import (
     WorkerEndpoint,
     handover_in,
     prompt_digest,
+    tickets_to_drop,
 )
 from kvstow.adapters.vllm.recall import RecallKeys
 from kvstow.errors import BlockError, TransferError
@@ -87,6 +88,7 @@ class SchedulerSide:
         self._identity = identity
         self._recall = RecallKeys(groups, identity) if options.offloads else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
+        self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
         self._adopt: Callable[[OfferBlocks], object] | None = None
         self._incoming: dict[str, Handover] = {}
@@ -116,8 +118,8 @@ class SchedulerSide:
     # ── taking over ───────────────────────────────────────────────────────────────
 
     def arrived(self, request: EngineRequest) -> None:
-        """A request is queued. Bad tickets are counted here and then ignored: the engine
-        computes such a request itself."""
+        """A request is queued. Bad tickets are counted here and handed back: the engine computes
+        such a request itself, or has rejected it."""
         if self._carries(request):
             return
         if self._recall is not None:
@@ -132,6 +134,7 @@ class SchedulerSide:
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
+            self._drops += tickets_to_drop(request, max_tokens=self._max_tokens)
             return False
         if handover is None:
             return False

@@ -5,6 +5,7 @@ fence or anything else did not hold: then the engine must not use a single byte 
 """
 
 import logging
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from kvstow.transfer.transport.base import Transport
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
-"""An engine that only waits for us asks again and again: it may as well sleep this long."""
+"""An engine that only waits for us asks again and again: it may wait so long for a pull's end."""
 
 GRACE_SECONDS = 10.0
 """A ticket may be shown before the producer's worker has heard of it: ask again so long."""
@@ -108,6 +109,10 @@ class WorkerSide:
             fingerprint=fingerprint(arena.layout),
         )
         self._loading: dict[str, OpenPull] = {}
+        self._news = threading.Event()
+        """A pull has ended."""
+        self._was_news = False
+        """The engine looks at what it was told one step later: that step does not wait."""
         self._offload = OffloadJobs(arena, options) if options.offloads else None
         self._adopted: dict[int, AdoptedLease] = {}
         self._staying: Counter[str] = Counter()
@@ -140,8 +145,9 @@ class WorkerSide:
     # ── a step ────────────────────────────────────────────────────────────────────
 
     def promise(self, step: StepOrders) -> None:
-        """What needs no memory, at once, before the engine computes: somebody may show a
-        ticket already that the scheduler's side has just given out."""
+        """What does not wait for the engine to compute: somebody may show a ticket already that
+        the scheduler's side has just given out, and pulls write to blocks that nothing else uses.
+        """
         for store in step.stores:
             self._staying[store.request] += 1
         for offer in step.offers:
@@ -150,15 +156,15 @@ class WorkerSide:
             self.agent.keep(ticket)
         for ticket in step.drops:
             self.agent.drop(ticket)
-        if self._offload is not None:
-            self._present += [self._offload.look_up(lookup) for lookup in step.lookups]
-
-    def begin(self, step: StepOrders) -> None:
-        """Start to move what the scheduler's side has decided; `promise` comes first."""
         for pull in step.pulls:
             loading = OpenPull(pull, time.monotonic())
             self._loading[pull.request] = loading
             self._try(loading)
+        if self._offload is not None:
+            self._present += [self._offload.look_up(lookup) for lookup in step.lookups]
+
+    def begin(self, step: StepOrders) -> None:
+        """Start to load and store what the scheduler's side has decided; `promise` comes first."""
         if self._offload is not None:
             for load in step.loads:
                 self._offload.load(load)
@@ -167,8 +173,9 @@ class WorkerSide:
 
     def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
-        if idle and not self._present:
-            time.sleep(IDLE_SECONDS)
+        if idle and not self._present and not self._was_news:
+            self._news.wait(IDLE_SECONDS)
+        self._news.clear()
         self.agent.settle()
         for loading in tuple(self._loading.values()):
             self._follow(loading)
@@ -181,6 +188,7 @@ class WorkerSide:
             present=tuple(self._present),
             counts=dict(self._counts),
         )
+        self._was_news = bool(results.received)
         for told in (self._sent, self._received, self._failed, self._present, self._counts):
             told.clear()
         return results
@@ -229,7 +237,7 @@ class WorkerSide:
             self._counts[f"lease {reason}"] += 1
             self._let_go_if_over(adopted)
 
-        self.agent.adopt(mine, readers=self._options.consumer_ranks, on_end=ended)
+        self.agent.adopt(mine, readers=None, on_end=ended)  # all ranks of one decode instance
         return adopted
 
     def _ordered(self, adopted: AdoptedLease) -> None:
@@ -263,6 +271,7 @@ class WorkerSide:
                 into=self._blocks(pull),
                 start_token=pull.start_token,
                 num_tokens=pull.num_tokens,
+                on_quiet=self._news.set,
             )
         except KvstowError as error:
             self._over(loading, error)
@@ -318,6 +327,8 @@ class WorkerSide:
         log.warning("request %s: pull failed (%s): %s", request, kind, error)
         self._counts[f"pull {kind}"] += 1
         self._failed.add(request)
+        for ticket in loading.pull.tickets:  # the engine computes it: nobody will come again
+            self.agent.drop(ticket)
 
     # ── its end ───────────────────────────────────────────────────────────────────
 

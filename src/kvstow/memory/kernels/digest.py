@@ -3,7 +3,9 @@
 # ruff: noqa: N803
 """The digest's sum over the pages of many layers, in one launch."""
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +18,23 @@ CHUNK_BYTES = 256 << 10
 """What a program reads at most before it multiplies by keys and adds up."""
 
 
-@triton.jit
+VARYING = ("num_states", "low", "high", "low2", "high2", "num_blocks", "chunk")
+LISTS = ("index", "seeds", "keys", "state_keys", "ids", "offsets", "sums")
+"""Triton compiles another kernel where one of its numbers is 1 or a multiple of 16, and where a
+pointer is a multiple of 16: these change from transfer to transfer, and each would wait for it."""
+
+
+def _compiled_once(function: Callable[..., None]) -> Any:
+    """A kernel that is compiled once for all lengths."""
+    names = inspect.signature(function).parameters
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in names if name in VARYING],
+        do_not_specialize_on_alignment=[name for name in names if name in LISTS],
+    )
+
+
+@_compiled_once
 def _state_keys(index, seeds, keys, num_states, states, low, high, low2, high2, SIZE: tl.constexpr):
     """T of every state of every listed block, 0 where it does not count."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -32,7 +50,7 @@ def _state_keys(index, seeds, keys, num_states, states, low, high, low2, high2, 
     tl.store(keys + layer.to(tl.int64) * num_states + at, found, mask=there)
 
 
-@triton.jit
+@_compiled_once
 def _digest_cells(
     memory, keys, state_keys, ids, offsets, sums,
     num_blocks, chunk, states, cell_words, tiles_per_head, block_stride, head_stride, token_stride,

@@ -4,7 +4,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvstow.route.copies import Copies, chunks
-from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Story
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, SOON, Story
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def moved(
     Every post is put into `flights` before it starts: whoever gives up knows what is under way.
     """
     clock = endpoint.clock
+    pause = SOON if "VRAM" in kinds else AT_ONCE  # a device copies on its own
     # all posts before the first starts: afterwards caches are full of the bytes they move
     ready = deque(endpoint.post(direction, peer, kinds, part) for part in chunks(copies, chunk))
     running: list[Flight] = []
@@ -59,7 +60,7 @@ def moved(
             if len(left) < len(running):
                 running, moved_at = left, clock()
             if ready or running:
-                yield AT_ONCE if clock() - moved_at < STALLED_SECONDS else NOW_AND_THEN
+                yield pause if clock() - moved_at < STALLED_SECONDS else NOW_AND_THEN
     finally:
         for flight in ready:
             flight.drop()

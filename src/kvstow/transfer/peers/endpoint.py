@@ -180,10 +180,12 @@ class Endpoint:
         self.card = self._card()
 
     def use_device(self) -> None:
-        """Make the arena's device the current one of the calling thread."""
+        """Make the arena's device the current one of the calling thread, with a stream of its own:
+        in the default one, digests would wait for whatever the process computes."""
         if self.arena.device.type == "cuda":
             torch.cuda.set_device(self.arena.device)
             torch.cuda.synchronize(self.arena.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.arena.device))
 
     # ── the engine ────────────────────────────────────────────────────────────────
 
