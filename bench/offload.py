@@ -97,7 +97,7 @@ class Plain:
     def write(self) -> None:
         self.path.unlink(missing_ok=True)
         fd = self.files.open(self.path, create=True)
-        self.files.allocate(fd, self.nbytes)
+        self.files.allocate(fd, 0, self.nbytes)
         self._run(lambda t, offset: self.files.write(fd, [self.buffers[t]], offset))
         self.files.sync(fd)
         os.close(fd)
@@ -201,8 +201,8 @@ class Turns:
 class Sparse(Files):
     """Data files as long as they claim, without space on the disk."""
 
-    def allocate(self, fd: int, nbytes: int) -> None:
-        os.ftruncate(fd, nbytes)
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        os.ftruncate(fd, offset + nbytes)
 
     def free(self, path: Path) -> int:
         return 1 << 62

@@ -84,15 +84,27 @@ def test_the_table_of_every_catalogue_model_fits_80_columns(name):
     assert len(rows) == len({line.rstrip(" ←") for line in rows}) <= 18
 
 
-def test_rows_that_differ_only_in_their_order_are_one_and_the_best_is_marked():
+def test_rows_that_differ_only_in_order_or_packing_are_one_and_the_best_is_marked():
     lines = invoke("compare", "deepseek-v4-flash", "--memory", "60GiB").stdout.splitlines()
     rows = [line for line in lines if line.startswith(ORDERS)]
-    assert len(rows) == 6
+    assert len(rows) == 5
     (best,) = [line for line in rows if "←" in line]
     assert best.startswith("BLHNC BLNHC BHLNC   slab")
     document = compare("deepseek-v4-flash", "--memory", "60GiB")
     marked = {(each["order"], each["packing"]) for each in document["layouts"] if each["best"]}
     assert marked == {(order, "slab") for order in ("BLHNC", "BLNHC", "BHLNC")}
+
+
+def test_where_packing_makes_no_difference_any_of_them_is_one_row():
+    lines = invoke("compare", "llama-3.1-8b", "--memory", "20GiB").stdout.splitlines()
+    rows = [line.split("  ")[0] for line in lines if "any" in line]
+    assert rows == ["BLHNC BLNHC BHLNC", "LBHNC LBNHC", "LHBNC"]
+
+
+def test_a_split_that_cannot_be_is_named_once_with_its_reason():
+    done = invoke("compare", "llama-3.1-8b", "--memory", "20GiB", "--tp", "1,3")
+    assert done.stdout.count("32 attention heads cannot be split") == 1
+    assert "tp 3: 32 attention heads" in done.stdout
 
 
 def test_several_values_are_all_compared():

@@ -2,10 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from kvstow import plan_model
 
 KVSTOW = (sys.executable, "-m", "kvstow")
 
@@ -43,6 +47,50 @@ def test_planning_needs_no_torch():
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["num_slabs"] == 10240
     assert finished.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo"],
+        ["bench", "transfer"],
+        ["store", "convert", "STORE", "--to", "new", "--layout", "STORE/layout.json"],
+    ],
+)
+def test_what_needs_torch_names_the_extra_where_there_is_none(tmp_path, arguments):
+    from kvstow.plan.manifest import encode
+
+    layout = plan_model("gemma-3-1b", num_slabs=2).layout
+    (tmp_path / "layout.json").write_bytes(encode(layout))
+    words = [word.replace("STORE", str(tmp_path)) for word in arguments]
+    finished = run(sys.executable, "-c", WITHOUT, *words, cwd=tmp_path)
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    assert "torch is not installed" in finished.stderr
+    assert "hint: pip install 'kvstow[" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["layout.json"]
+
+
+def test_ctrl_c_ends_a_bench_and_its_processes():
+    pytest.importorskip("nixl")
+    process = subprocess.Popen(
+        [*KVSTOW, "bench", "transfer", "--rows", "8", "--layers", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stderr is not None
+    assert "moving" in process.stderr.readline()
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    shown, talk = process.communicate(timeout=60)  # ends when no child holds the pipe any more
+    assert process.returncode == 130
+    assert shown == ""
+    assert talk.endswith("interrupted\n")
+    assert "Traceback" not in talk
 
 
 @pytest.mark.parametrize("arguments", [["plan", "gpt-oss-20b", "--json"], ["compare", "qwen3-8b"]])

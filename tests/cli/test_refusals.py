@@ -6,10 +6,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvstow.cli import app
-from kvstow.cli.output import EXTRAS
-
-NEEDING = ("kvstow.demo.story", "kvstow.adapters.router")
-"""Modules that may have been loaded before, with what they need."""
 
 
 def invoke(*arguments: str) -> Result:
@@ -70,24 +66,42 @@ def test_a_bench_on_a_device_that_is_not_there_says_so():
     assert "--device cuda:99" in result.stderr
 
 
+@pytest.mark.parametrize("family", ["", "nosuchfamily"])
+def test_a_demo_of_no_family_names_the_families_before_anything_is_started(family):
+    result = invoke("demo", "--model", f"random:{family}")
+    assert result.exit_code == 2
+    assert "falcon_h1" in result.stderr
+
+
+def test_the_families_that_the_demo_knows_are_the_tiny_models():
+    pytest.importorskip("transformers")
+    from kvstow.demo.options import RANDOM_FAMILIES
+    from kvstow.testing.tiny_models import FAMILIES
+
+    assert tuple(FAMILIES) == RANDOM_FAMILIES
+
+
 @pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        ("torch", ["bench", "transfer"]),
-        ("torch", ["demo", "--model", "smollm2"]),
-        ("aiohttp", ["route-requests", "--prefill", "http://a", "--decode", "http://b"]),
-    ],
+    "arguments", [["top"], ["store", "inspect"], ["store", "verify"], ["store", "prune", "--to=1"]]
 )
-def test_a_command_without_what_it_needs_names_the_extra(monkeypatch, module, arguments):
+def test_a_store_that_is_not_there_is_not_made(tmp_path, arguments):
+    for directory in (tmp_path, tmp_path / "missing"):
+        result = invoke(*arguments, str(directory))
+        assert result.exit_code == 2
+        assert str(directory) in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_router_without_aiohttp_names_the_extra(monkeypatch):
     real = builtins.__import__
 
     def absent(name, *rest, **named):
-        if name.partition(".")[0] == module or name in NEEDING:
-            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        if name.partition(".")[0] == "aiohttp" or name == "kvstow.adapters.router":
+            raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    result = invoke(*arguments)
+    result = invoke("route-requests", "--prefill", "http://a", "--decode", "http://b")
     assert result.exit_code == 1
-    assert f"{module} is not installed" in result.stderr
-    assert f"kvstow[{EXTRAS[module]}]" in result.stderr
+    assert "aiohttp is not installed" in result.stderr
+    assert "kvstow[router]" in result.stderr

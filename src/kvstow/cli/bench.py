@@ -70,7 +70,7 @@ def transfer(
         found = measured(setting, direction)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
     if output is not None:
         import json as json_
 

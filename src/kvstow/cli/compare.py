@@ -33,8 +33,8 @@ from kvstow.plan.words import parse_order
 
 MOST_LAYOUTS = 1000
 Choices = list[tuple[Order, Packing]]
-Cell = Callable[[dict[str, Any], list[Order]], str]
-"""What a line, under one or several orders, shows in a column."""
+Cell = Callable[[dict[str, Any]], str]
+"""What a line shows in a column."""
 
 SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
@@ -225,49 +225,52 @@ def _report(first: RankLayers, layouts: list[dict[str, Any]]) -> list[str]:
         f"pp {asked.pp}" if "tp" in swept else f"rank {first.rank} of tp {asked.tp} × pp {asked.pp}"
     )
     said = [split, *([] if "kv_dtype" in swept else [first.kv_dtype]), _arena(first)]
-    columns = _columns(swept)
+    columns = _columns(swept, {layout["packing"] for layout in layouts})
     lines = alike(layouts)
-    fine = [(line, orders) for line, orders in lines if line["error"] is None]
-    rows = [[of(line, orders) for of in columns.values()] for line, orders in fine]
+    rows = [[of(line) for of in columns.values()] for line in lines if line["error"] is None]
     left = 2 + len(swept)
     legend = (
         "padding, and copies per block: of the worst group\n"
-        f"requests: of {USUAL_TOKENS:,} tokens, at once; ← most of them"
+        f"requests: of {USUAL_TOKENS:,} tokens, at once; ← the best"
     )
     parts = [f"{first.model.name}\n{', '.join(said)}"]
     if rows:
         parts += [table(list(columns), rows, num_left=left), legend]
-    return [*parts, *_reasons(lines, swept)]
+    choices = {(layout["order"], layout["packing"]) for layout in layouts}
+    return [*parts, *_reasons(lines, swept, len(choices))]
 
 
-def _columns(swept: list[str]) -> dict[str, Cell]:
+def _columns(swept: list[str], packings: set[str]) -> dict[str, Cell]:
     """What a line shows, by column; the slab only where there is room for it."""
-    columns: dict[str, Cell] = {
-        "order": lambda line, orders: " ".join(orders),
-        "packing": lambda line, orders: line["packing"],
-    }
+
+    def packing(line: dict[str, Any]) -> str:
+        every = len(packings) > 1 and len(line["packings"]) == len(packings)
+        return "any" if every else " ".join(line["packings"])
+
+    columns: dict[str, Cell] = {"order": lambda line: " ".join(line["orders"]), "packing": packing}
     for name in swept:
-        columns[SWEPT[name]] = lambda line, orders, name=name: str(line[name])
+        columns[SWEPT[name]] = lambda line, name=name: str(line[name])
     if not swept:
-        columns["slab"] = lambda line, orders: human(line["slab_bytes"])
+        columns["slab"] = lambda line: human(line["slab_bytes"])
     figures: dict[str, Cell] = {
-        "padding": lambda line, orders: f"{line['padding']:.2%}",
-        "copies": lambda line, orders: f"{max(line['descriptors_per_block'].values()):,}",
-        "requests": lambda line, orders: (
+        "padding": lambda line: f"{line['padding']:.2%}",
+        "copies": lambda line: f"{max(line['descriptors_per_block'].values()):,}",
+        "requests": lambda line: (
             f"{line['requests'][str(USUAL_TOKENS)]:,} {'←' if line['best'] else ' '}"
         ),
     }
     return columns | figures
 
 
-def _reasons(lines: list[tuple[dict[str, Any], list[Order]]], swept: list[str]) -> list[str]:
+def _reasons(lines: list[dict[str, Any]], swept: list[str], num_choices: int) -> list[str]:
     """Every reason once, with the layouts that it bars."""
     barred: dict[str, list[str]] = {}
-    for line, orders in lines:
+    for line in lines:
         if line["error"] is not None:
             which = [f"{SWEPT[name]} {line[name]}" for name in swept if line[name] is not None]
-            name = " ".join((*which, line["packing"], f"({' '.join(orders)})"))
-            barred.setdefault(line["error"].partition(HINT)[0], []).append(name)
+            if not which or len(line["orders"]) * len(line["packings"]) < num_choices:
+                which += [*line["packings"], f"({' '.join(line['orders'])})"]
+            barred.setdefault(line["error"].partition(HINT)[0], []).append(" ".join(which))
     return [
         "\n".join(wrapped(f"{', '.join(names)}: {why}") for why, names in barred.items())
     ] * bool(barred)

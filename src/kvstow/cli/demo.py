@@ -7,6 +7,7 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, INTERRUPTED, MISUSED, emit_json, refuse
+from kvstow.errors import BackendMissing
 from kvstow.plan.layout import Order
 
 USUAL_MEMORY = 256 << 20
@@ -96,6 +97,7 @@ def demo(
     from rich.console import Console
 
     _check_model(model)
+    _check_installed()
     from kvstow.demo.options import PROMPTS, DemoOptions
     from kvstow.demo.screen import Screen
     from kvstow.demo.story import run
@@ -132,12 +134,27 @@ def demo(
 
 def _check_model(model: str) -> None:
     """Ends with 2 on a model that is none, before any process is started."""
-    from kvstow.demo.options import PACKAGED_NAMES
+    from kvstow.demo.options import PACKAGED_NAMES, RANDOM_FAMILIES
 
-    if model in PACKAGED_NAMES or model.startswith("random:") or Path(model).is_dir():
-        return
-    refuse(
-        f"no model {model!r}\n\nhint: {', '.join(PACKAGED_NAMES)}, the directory of a checkpoint, "
-        "or random:FAMILY such as random:falcon_h1",
-        code=MISUSED,
-    )
+    kind, _, family = model.partition(":")
+    if kind == "random" and family not in RANDOM_FAMILIES:
+        refuse(
+            f"no family {family!r} of random models\n\n"
+            f"hint: random: and one of {', '.join(RANDOM_FAMILIES)}",
+            code=MISUSED,
+        )
+    if kind != "random" and model not in PACKAGED_NAMES and not Path(model).is_dir():
+        refuse(
+            f"no model {model!r}\n\nhint: {', '.join(PACKAGED_NAMES)}, the directory of a "
+            "checkpoint, or random:FAMILY such as random:falcon_h1",
+            code=MISUSED,
+        )
+
+
+def _check_installed() -> None:
+    """Raises what an import in one of the demo's processes would raise, before they start."""
+    from importlib.util import find_spec
+
+    for module in ("torch", "transformers", "safetensors"):
+        if find_spec(module) is None:
+            raise BackendMissing(module, "demo")

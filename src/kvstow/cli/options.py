@@ -17,7 +17,7 @@ import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
-from kvstow.plan.deployment import Deployment, RankLayers, repacked
+from kvstow.plan.deployment import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
 from kvstow.plan.layout import ORDERS, Layout, Order
 from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
 from kvstow.plan.words import counted, parse_order, parse_size
@@ -64,6 +64,7 @@ def alignment(wishes: Iterable[str]) -> Alignment:
     )
 
 
+MAX_SLABS = (1 << 63) - 1
 MODEL_HELP = "A catalogue name, a config.json or a directory that holds one."
 
 
@@ -88,7 +89,11 @@ Rank = Annotated[
 BlockTokens = Annotated[
     int | None,
     typer.Option(
-        "--block-tokens", min=1, help="Tokens per block.", show_default="16, or the model's own"
+        "--block-tokens",
+        min=1,
+        max=MAX_BLOCK_TOKENS,
+        help="Tokens per block.",
+        show_default="16, or the model's own",
     ),
 ]
 KvDtype = Annotated[
@@ -129,7 +134,11 @@ Memory = Annotated[
 NumSlabs = Annotated[
     int | None,
     typer.Option(
-        "--num-slabs", min=2, help="Slabs of the arena, in place of --memory.", show_default=False
+        "--num-slabs",
+        min=2,
+        max=MAX_SLABS,
+        help="Slabs of the arena, in place of --memory.",
+        show_default=False,
     ),
 ]
 Align = Annotated[
@@ -246,6 +255,13 @@ def check_agent(address: str) -> None:
         check_dialled(address)
     except TransferError as error:
         refuse(str(error), code=MISUSED)
+
+
+def check_store(path: Path) -> None:
+    """Ends with 2 where there is no store."""
+    if not (path / "layout.json").exists():
+        what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
+        refuse(f"{path}: {what}\n\nhint: name the directory of a store", code=MISUSED)
 
 
 # ── shorthand ───────────────────────────────────────────────────────────────────────

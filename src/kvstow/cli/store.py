@@ -29,6 +29,7 @@ def inspect(directory: Directory, json: options.Json = False) -> None:
     """
     from kvstow.offload.disk.inspect import survey
 
+    options.check_store(directory)
     found = survey(directory)
     if json:
         emit_json(found)
@@ -48,6 +49,7 @@ def verify(directory: Directory, json: options.Json = False) -> None:
     from kvstow.offload.disk.inspect import verify as verified
     from kvstow.offload.disk.tier import DiskTier
 
+    options.check_store(directory)
     tier = DiskTier(directory)
     try:
         with Progress(console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as bar:
@@ -112,6 +114,8 @@ def convert(
         what = "a store" if (to / "layout.json").exists() else "something else"
         refuse(f"{to}: there is {what} already", code=FAILED)
     wanted = _layout(layout)
+    for directory in directories:
+        options.check_store(directory)
     with ExitStack() as stack:
         old: list[DiskTier] = []
         for directory in directories:
@@ -164,15 +168,16 @@ def prune(
             "--to",
             parser=options.size,
             metavar="SIZE",
-            help="Bytes of data files.",
+            help="Disk space of the data files.",
             show_default=False,
         ),
     ],
     json: options.Json = False,
 ) -> None:
-    """Remove data files, coldest first, until at most SIZE is left."""
+    """Drop rows, those used longest ago first, until SIZE is enough for the rest."""
     from kvstow.offload.disk.tier import DiskTier
 
+    options.check_store(directory)
     tier = DiskTier(directory)
     try:
         before = tier.usage.nbytes
@@ -190,8 +195,8 @@ def _inspected(found: dict[str, Any]) -> list[str]:
     head = (
         f"{found['path']}: {found['model'] or 'a model'}, {found['order']}, tp rank "
         f"{found['tp'][0]} of {found['tp'][1]}\n"
-        f"{found['rows']:,} rows in {human(found['data_bytes'])} of {human(found['capacity'])}, "
-        f"data files of {human(found['segment_bytes'])}\nfingerprint {found['fingerprint']}"
+        f"{found['rows']:,} rows in {human(found['data_bytes'])} of {human(found['capacity'])}\n"
+        f"fingerprint {found['fingerprint']}"
     )
     groups = table(
         ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired", "files"],

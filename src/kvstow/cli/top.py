@@ -1,6 +1,7 @@
 """`kvstow top`: tiers of the processes that have stores open, live."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,11 @@ from kvstow.cli import options
 from kvstow.cli.output import WIDTH, emit_json, human, table
 
 RATES = ("hits", "misses", "stored_bytes", "loaded_bytes", "evicted_rows", "failures")
+
+LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed")
+"""Columns that are left out of a narrow terminal, one after the other."""
+
+GAP = 3
 
 Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR…", help="Stores.", show_default=False)
@@ -26,11 +32,13 @@ def top(
     Rows, bytes, hits, rates, evictions, failures.
     A process tells at most once a second what it has done, when it stores or loads.
     """
+    for directory in directories:
+        options.check_store(directory)
     before = _sample(directories)
     time.sleep(every)
     if once or json:
         lines = _lines(before, _sample(directories))
-        emit_json({"tiers": lines}) if json else typer.echo(_shown(lines))
+        emit_json({"tiers": lines}) if json else typer.echo(_shown(lines, _width()))
         return
     _watch(directories, before, every)
 
@@ -45,7 +53,7 @@ def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
         try:
             while True:
                 now = _sample(directories)
-                shown = _shown(_lines(before, now), width=console.width)
+                shown = _shown(_lines(before, now), console.width)
                 live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
                 time.sleep(every)
@@ -65,9 +73,13 @@ def _sample(directories: list[Path]) -> _Sample:
 
     sample = _Sample()
     for directory in directories:
-        for owner in survey(directory)["owners"]:
+        found = survey(directory)
+        on_disk = {"rows": found["rows"], "nbytes": found["data_bytes"]}
+        for owner in found["owners"]:
             told: list[dict[str, Any]] = owner["tiers"] if owner["alive"] else []
             for tier in told:
+                if tier["tier"] == "disk":  # all processes share it; what one told may be old
+                    tier |= on_disk
                 sample.tiers[str(directory), owner["pid"], tier["tier"]] = owner["beat"], tier
     return sample
 
@@ -87,38 +99,32 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
     return lines
 
 
-def _shown(lines: list[dict[str, Any]], *, width: int = WIDTH) -> str:
+def _width() -> int:
+    """Columns of the terminal; 80 where there is none and COLUMNS says nothing."""
+    from shutil import get_terminal_size
+
+    return get_terminal_size((WIDTH, 24)).columns
+
+
+def _shown(lines: list[dict[str, Any]], width: int) -> str:
     if not lines:
         return "no living process has told anything yet"
-    return table(
-        [
-            "store",
-            "pid",
-            "tier",
-            "rows",
-            "bytes",
-            "of",
-            "hit",
-            "in/s",
-            "out/s",
-            "evicted/s",
-            "failures",
-        ],
-        [
-            [
-                Path(line["store"]).name,
-                str(line["pid"]),
-                line["tier"],
-                f"{line['rows']:,}",
-                human(line["nbytes"]),
-                human(line["capacity"]),
-                "–" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
-                human(round(line["stored_bytes_per_s"])),
-                human(round(line["loaded_bytes_per_s"])),
-                f"{line['evicted_rows_per_s']:,.0f}",
-                f"{line['failures']:,}",
-            ]
-            for line in lines
-        ],
-        width=width,
-    )
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "store": lambda line: Path(line["store"]).name,
+        "pid": lambda line: str(line["pid"]),
+        "tier": lambda line: line["tier"],
+        "rows": lambda line: f"{line['rows']:,}",
+        "bytes": lambda line: human(line["nbytes"]),
+        "of": lambda line: human(line["capacity"]),
+        "hits": lambda line: "–" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
+        "in/s": lambda line: human(round(line["stored_bytes_per_s"])),
+        "out/s": lambda line: human(round(line["loaded_bytes_per_s"])),
+        "gone/s": lambda line: f"{line['evicted_rows_per_s']:,.0f}",
+        "failed": lambda line: f"{line['failures']:,}",
+    }
+    cells = {name: [of(line) for line in lines] for name, of in columns.items()}
+    for name in LESS_WANTED:
+        widths = [max(map(len, (name, *column))) for name, column in cells.items()]
+        if sum(widths) + GAP * (len(widths) - 1) > width:
+            del cells[name]
+    return table(list(cells), zip(*cells.values(), strict=True), width=width)

@@ -51,9 +51,9 @@ class _Unsynced:
 class FaultyFiles(Files):
     """Real files; `fault(operation, count)` says what goes wrong with the n-th operation.
 
-    Operations are "open", "allocate", "read", "write", "sync". With `keep_unsynced`, `cut()`
-    does what a power cut may do: any sector written since the last sync may have its old
-    bytes again.
+    Operations are "open", "allocate", "deallocate", "read", "write", "sync". With
+    `keep_unsynced`, `cut()` does what a power cut may do: any sector written since the last
+    sync may have its old bytes again.
     """
 
     def __init__(
@@ -83,9 +83,13 @@ class FaultyFiles(Files):
         self._raise_if_failing("open")
         return super().open(path, create=create)
 
-    def allocate(self, fd: int, nbytes: int) -> None:
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         self._raise_if_failing("allocate")
-        super().allocate(fd, nbytes)
+        super().allocate(fd, offset, nbytes)
+
+    def deallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        self._raise_if_failing("deallocate")
+        super().deallocate(fd, offset, nbytes)
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         fault = self._next("read")

@@ -1,3 +1,4 @@
+import errno
 import os
 import sqlite3
 import struct
@@ -192,9 +193,8 @@ def test_a_full_store_stays_within_its_capacity_and_serves_only_what_it_kept(tmp
     keys = [key(0, i) for i in range(700)]
     for lo in range(0, 700, 50):
         tier.store(0, keys[lo : lo + 50], rows[lo : lo + 50])
-    files = sum(file.stat().st_size for file in tmp_path.glob("segment-*.kv"))
-    assert files <= MIB
-    assert files == tier.usage.nbytes
+    assert disk_space(tmp_path) <= MIB
+    assert disk_space(tmp_path) == tier.usage.nbytes
     found, got = loaded(tier, 0, keys)
     assert 100 < found.sum() < 700
     assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
@@ -244,11 +244,78 @@ def test_a_data_file_passes_to_the_group_that_needs_it(tmp_path):
     tier.close()
 
 
-def test_prune_removes_files_and_forgets_their_rows(tmp_path):
+def disk_space(path):
+    return sum(file.stat().st_blocks * 512 for file in path.glob("segment-*.kv"))
+
+
+def test_data_files_grow_with_the_rows_that_are_kept(tmp_path):
+    layout = hybrid()
+    tier = DiskTier(tmp_path, layout, capacity=64 * MIB)
+    slot = tier.segments.slot_bytes[0]
+    stored(tier, 0, 1)
+    first = disk_space(tmp_path)
+    assert slot <= first <= 4 * MIB < tier.segments.segment_bytes
+    stored(tier, 0, 4 * MIB // slot + 1)
+    assert first < disk_space(tmp_path) <= 8 * MIB
+    assert tier.usage.nbytes == disk_space(tmp_path)
+    tier.close()
+    assert DiskTier(tmp_path).dropped == ()
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 60])
+def test_prune_keeps_the_rows_used_last_as_many_as_fit(tmp_path, room):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     keys, rows, _ = stored(tier, 0, 200)
+    recent = keys[10 : 10 + room]
+    assert loaded(tier, 0, recent)[0].all()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    size = room * tier.segments.slot_bytes[0] + len(tier.index.segments()) * 4096
+    assert tier.prune(size) == 200 - room
+    assert disk_space(tmp_path) <= size
+    assert tier.contains(0, recent).all()
+    found, got = loaded(tier, 0, keys)
+    assert found.sum() == room
+    assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)
+    assert tier.store(0, keys, rows).all()
+    found, got = loaded(tier, 0, keys)
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(rows, got, strict=False))
+    tier.close()
+
+
+def test_prune_leaves_prefixes_that_can_be_used(tmp_path):
+    import kvstow
+
+    layout = kvstow.plan_model("gemma-3-1b", memory="32MiB").layout
+    ledger, arena = kvstow.Ledger(kvstow.Pool(layout)), filled(layout)
+    request = ledger.admit(800).request
+    prompt, identity = kvstow.Prompt.of(range(800)), kvstow.Identity.unverified("a test")
+    with kvstow.Store(disk=tmp_path, disk_bytes="256MiB", identity=identity) as store:
+        store.save(arena, ledger.blocks(request), prompt)
+    tier = DiskTier(tmp_path)
+    needed = sum(tier.segments.slot_bytes[g] * len(tier.keys(g)) for g in (0, 1)) + 2 * 4096
+    tier.prune(needed // 2)
+    tier.close()
+    assert disk_space(tmp_path) <= needed // 2
+    with kvstow.Store(disk=tmp_path, identity=identity) as store:
+        assert 200 < store.bind(layout).stored_tokens(prompt) <= 400
+
+
+def test_prune_to_more_than_there_is_drops_nothing(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    keys, _rows, _ = stored(tier, 0, 20)
+    assert tier.prune(MIB) == 0
+    assert tier.contains(0, keys).all()
+    tier.close()
+
+
+def test_prune_removes_whole_files_where_the_file_system_cannot_give_back_a_part(tmp_path):
+    files = FaultyFiles(lambda op, n: Fails(errno.EOPNOTSUPP) if op == "deallocate" else None)
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB, files=files)
+    keys, rows, _ = stored(tier, 0, 200)
     dropped = tier.prune(MIB // 4)
-    assert sum(f.stat().st_size for f in tmp_path.glob("segment-*.kv")) <= MIB // 4
+    assert disk_space(tmp_path) <= MIB // 4
     found, got = loaded(tier, 0, keys)
     assert found.sum() == 200 - dropped
     assert all((a == b).all() for a, b, ok in zip(rows, got, found, strict=False) if ok)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.offload.disk.files import store_errors
+from kvstow.offload.disk.files import BLOCK, store_errors
 from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
 from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
@@ -132,21 +132,69 @@ class SlotAllocator:
             return sorted(found), write.tick(len(found))
 
     def _take_free(self, write: Transaction, group: int, count: int) -> list[int]:
-        places = write.free(group, count)
+        places = self._store.segments.set_aside(group, write.free(group, count))
         write.take(group, places, self._store.owner)
         return places
 
     def shrink(self, nbytes: int) -> int:
-        """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
-        segments = self._store.segments
+        """Drop rows until the data files take at most `nbytes`; how many were dropped.
+
+        Rows that are being written stay. Where a file system cannot give back a part of a file,
+        whole files go.
+        """
         rows = 0
         with store_errors(self._store.path), self._store.index.write() as write:
-            coldest = self._coldest(write, None, set())
-            count = len(write.ask("SELECT id FROM segments"))
-            for segment, _ in coldest[: max(0, count - nbytes // segments.segment_bytes)]:
-                rows += write.remove_segment(segment)
-                segments.remove(segment)
+            files = write.ask("SELECT id, grp FROM segments")
+            if nbytes < sum(self._store.segments.used(segment) for segment, _ in files):
+                self._recency.flush(write)
+                kept = self._hottest(write, nbytes)
+                for segment, group in files:
+                    rows += self._keep_only(write, segment, group, kept.get(segment, set()))
             write.note(f"pruned to {nbytes} bytes", rows)
+        return rows
+
+    def _hottest(self, write: Transaction, nbytes: int) -> dict[int, set[int]]:
+        """By data file, the places of the rows to keep if data files may take `nbytes`.
+
+        Every group keeps the same part of its rows: those stored or used last, of what was
+        stored together the first blocks, so that what is left are prefixes.
+        """
+        slot_bytes: tuple[int, ...] = self._store.segments.slot_bytes
+        sizes = dict(write.ask("SELECT grp, COUNT(*) FROM rows GROUP BY grp"))
+        total = sum(slot_bytes[group] * count for group, count in sizes.items())
+        (files,) = write.ask("SELECT COUNT(*) FROM segments")[0]
+        room = max(0, nbytes - files * BLOCK)
+        kept: dict[int, set[int]] = {}
+        for group, count in sizes.items():
+            for (place,) in write.ask(
+                "SELECT place FROM rows WHERE grp = ? ORDER BY seq - block DESC, block LIMIT ?",
+                group,
+                min(count, count * room // total),
+            ):
+                kept.setdefault(place >> SLOT_BITS, set()).add(place)
+        return kept
+
+    def _keep_only(self, write: Transaction, segment: int, group: int, kept: set[int]) -> int:
+        """Drop all rows of a data file but those; the file too, if nothing in it is used."""
+        segments, first = self._store.segments, segment << SLOT_BITS
+        end = (segment + 1) << SLOT_BITS
+        leased = write.ask(
+            "SELECT place FROM slots WHERE owner > 0 AND place >= ? AND place < ?", first, end
+        )
+        used = sorted(kept | {place for (place,) in leased})
+        if used:
+            places = write.ask("SELECT place FROM rows WHERE place >= ? AND place < ?", first, end)
+            rows = write.drop(group, (place for (place,) in places if place not in kept))
+            try:
+                segments.keep_only(segment, group, used)
+                return rows
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:
+                    raise
+        else:
+            rows = 0
+        rows += write.remove_segment(segment)
+        segments.remove(segment)
         return rows
 
     def _grow(self, write: Transaction, group: int) -> bool:

@@ -6,6 +6,7 @@ injected underneath (`kvstow.testing.faulty`). Files of a store are this user's,
 followed.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -23,6 +24,8 @@ BLOCK = 4096
 """Offsets, lengths and memory of direct I/O are multiples of it."""
 
 Bytes = npt.NDArray[np.uint8]
+
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 LOST = frozenset(
     {
@@ -146,9 +149,24 @@ class Files:
         # A file system without direct I/O refuses only after it has created the file.
         return open_own(path, flags & ~os.O_EXCL, create=create)
 
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Set disk space aside; raises `OSError` (ENOSPC) where there is not enough."""
-        os.posix_fallocate(fd, 0, nbytes)
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Set disk space aside for these bytes; the file reaches their end at least.
+
+        Raises `OSError` (ENOSPC) where there is not enough.
+        """
+        os.posix_fallocate(fd, offset, nbytes)
+
+    def deallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give the disk space of these bytes back; they read as zeros. The length stays."""
+        mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate64(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """The file ends after so many bytes."""
+        os.ftruncate(fd, nbytes)
 
     def read(self, fd: int, parts: Sequence[Bytes], offset: int) -> int:
         """Fill the parts, one after the other; how many bytes there were before the end."""
@@ -191,6 +209,14 @@ class Files:
             return path.lstat().st_size
         except FileNotFoundError:
             return None
+
+    def used(self, path: Path) -> int:
+        """Disk space of the file's bytes; none where there is no such file."""
+        try:
+            facts = path.lstat()
+        except FileNotFoundError:
+            return 0
+        return min(facts.st_size, facts.st_blocks * 512)
 
     def remove(self, path: Path) -> None:
         """The file is gone, whether it was there or not."""

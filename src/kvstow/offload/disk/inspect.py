@@ -14,7 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk.files import aligned, open_own, store_errors
+from kvstow.offload.disk.files import Files, aligned, open_own, store_errors
 from kvstow.offload.disk.format import segment_file, segment_numbers, slot_bytes
 from kvstow.offload.disk.index import SLOT_BITS
 from kvstow.offload.disk.opening import layout_in
@@ -103,7 +103,7 @@ def stored_layout(path: Path) -> Layout:
 
 def _data_bytes(path: Path) -> int:
     with store_errors(path):
-        return sum(segment_file(path, n).lstat().st_size for n in segment_numbers(path))
+        return sum(Files().used(segment_file(path, n)) for n in segment_numbers(path))
 
 
 Ask = Callable[..., Sequence[Any]]

@@ -272,7 +272,8 @@ class OpenStore:
             known = dict(write.ask("SELECT name, value FROM meta"))
             files = [file.lstat().st_size for file in _files(self.path)]
             size = known.get("segment_bytes") or _common_size(self.path, files)
-            most = self._wanted_capacity or known.get("capacity") or sum(files)
+            whole = (size or 0) * len(files)
+            most = self._wanted_capacity or known.get("capacity") or whole
             if size is None:
                 size = segment_bytes(self.layout, most)
             _check_size(self.layout, size)

@@ -107,19 +107,20 @@ def _checked_file(
     if nbytes is None:
         return [DroppedRows(f"{name} is missing", write.remove_segment(segment))]
     header = _header(segments, segment)
-    if nbytes >= segments.segment_bytes and header is not None and segments.owns(header):
+    if header is not None and segments.owns(header):
         if header.group != group:  # a process died while the file changed hands
             segments.restore(segment, group)
-        return []
-    if header is None or not segments.owns(header):
-        rows = write.remove_segment(segment)
-        write.add_segment(segment, group, segments.slots[group])
-        what = f"{name} has no valid header"
-    else:
         whole = max(0, (nbytes - BLOCK) // segments.slot_bytes[group])
-        lost = [place(segment, slot) for slot in range(whole, segments.slots[group])]
-        rows = write.drop(group, lost)
-        what = f"{name} has {nbytes} of {segments.segment_bytes} bytes"
+        lost = write.ask(
+            "SELECT place FROM rows WHERE place >= ? AND place < ?",
+            place(segment, whole),
+            place(segment + 1, 0),
+        )
+        rows = write.drop(group, (at for (at,) in lost))
+        return [DroppedRows(f"{name} ends after {nbytes} bytes", rows)] if rows else []
+    rows = write.remove_segment(segment)
+    write.add_segment(segment, group, segments.slots[group])
+    what = f"{name} has no valid header"
     try:
         segments.restore(segment, group)
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import groupby, repeat
 from pathlib import Path
 from threading import Lock, Semaphore
 from typing import ParamSpec, TypeVar
@@ -28,11 +28,15 @@ from kvstow.offload.disk.format import (
 )
 from kvstow.offload.disk.index import SLOT_BITS
 from kvstow.plan.layout import Layout
+from kvstow.plan.view import align_up
 
 CHUNK_BYTES = 4 << 20
 """Adjacent slots are read and written together up to this length."""
 
 INDEX_RESERVE = 16 << 20
+
+GROW_BYTES = 4 << 20
+"""A data file grows in steps of so many bytes, up to `segment_bytes`."""
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -109,17 +113,11 @@ class Segments:
         return self._files.size(self.file(segment))
 
     def create(self, segment: int, group: int) -> None:
-        """A new data file, its space set aside. Raises OSError, having left nothing.
-
-        The last of the disk is left to the index: a store that cannot write it is of no use.
-        """
-        reserve = min(INDEX_RESERVE, 4 * self.segment_bytes)
-        if self._files.free(self.path) < self.segment_bytes + reserve:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """A new data file with space for its first rows. Raises OSError, having left nothing."""
         path = self.file(segment)
         fd = self._files.open(path, create=True)
         try:
-            self._files.allocate(fd, self.segment_bytes)
+            self._grow(fd, BLOCK + self.slot_bytes[group])
             self._write_header(fd, group)
         except BaseException:
             self._files.close(fd)
@@ -129,11 +127,60 @@ class Segments:
             self._open[segment] = fd
             self._unsynced_names = True
 
+    def set_aside(self, group: int, places: Sequence[int]) -> list[int]:
+        """Those of the ascending places for which there is disk space, set aside if it was not.
+
+        Raises OSError, but not for want of space.
+        """
+        found: list[int] = []
+        for segment, part in groupby(places, lambda place: place >> SLOT_BITS):
+            ends = [(place, self._end(group, place)) for place in part]
+            fd = self._fd(segment)
+            try:
+                self._grow(fd, ends[-1][1])
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            size = os.fstat(fd).st_size
+            found += [place for place, end in ends if end <= size]
+        return found
+
+    def _grow(self, fd: int, nbytes: int) -> None:
+        """Make the file so long, or somewhat longer. Raises OSError.
+
+        The last of the disk is left to the index: a store that cannot write it is of no use.
+        """
+        size = os.fstat(fd).st_size
+        if nbytes <= size:
+            return
+        nbytes = min(align_up(nbytes, GROW_BYTES), self.segment_bytes)
+        reserve = min(INDEX_RESERVE, 4 * self.segment_bytes)
+        if self._files.free(self.path) < nbytes - size + reserve:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._files.allocate(fd, size, nbytes - size)
+
+    def keep_only(self, segment: int, group: int, places: Sequence[int]) -> None:
+        """Give back the disk space of all slots of a data file but these, ascending.
+
+        Raises OSError (EOPNOTSUPP) where the file system cannot.
+        """
+        fd, start = self._fd(segment), BLOCK
+        for place in places:
+            end = self._end(group, place)
+            if end - self.slot_bytes[group] > start:
+                self._files.deallocate(fd, start, end - self.slot_bytes[group] - start)
+            start = end
+        if os.fstat(fd).st_size > start:
+            self._files.truncate(fd, start)
+
+    def used(self, segment: int) -> int:
+        """Disk space of a data file."""
+        return self._files.used(self.file(segment))
+
     def restore(self, segment: int, group: int) -> None:
-        """A data file that was cut short, or lost its header, is whole again."""
+        """A data file has its header again."""
         fd = self._files.open(self.file(segment))
         try:
-            self._files.allocate(fd, self.segment_bytes)
             self._write_header(fd, group)
             self._files.sync(fd)
         finally:
@@ -286,8 +333,12 @@ class Segments:
 
     def _where(self, group: int, at: int) -> tuple[int, int]:
         """The descriptor and the offset of a place."""
+        return self._fd(at >> SLOT_BITS), self._end(group, at) - self.slot_bytes[group]
+
+    def _end(self, group: int, at: int) -> int:
+        """Where a slot ends in its data file."""
         slot = at & ((1 << SLOT_BITS) - 1)
-        return self._fd(at >> SLOT_BITS), BLOCK + slot * self.slot_bytes[group]
+        return BLOCK + (slot + 1) * self.slot_bytes[group]
 
     def _write_chunk(self, group: int, rows: Sequence[SlotRow]) -> list[SlotRecord | OSError]:
         step = self.slot_bytes[group]

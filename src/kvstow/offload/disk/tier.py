@@ -1,4 +1,4 @@
-"""The disk tier: rows in preallocated files, an index in SQLite, a checksum on every row.
+"""The disk tier: rows in files that grow, an index in SQLite, a checksum on every row.
 
     store   lease slots (index) → write rows → fdatasync → enter rows (index)
     load    look up (index) → read slots → record and checksum must match → used
@@ -190,7 +190,7 @@ class DiskTier:
             )
         except IndexBroken:
             rows, files = 0, []
-        nbytes = len(files) * self.segments.segment_bytes
+        nbytes = sum(self.segments.used(segment) for segment, _, _ in files)
         return Usage(rows=rows, nbytes=nbytes, capacity=self._open.capacity)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
@@ -310,10 +310,10 @@ class DiskTier:
             if self._unreleased:
                 self._give_back(write)
             entered = write.enter(group, entries, self._open.owner)
+            keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
+            nbytes = len(keys) * self.layout.row_bytes(group)
+            self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
             self._beat(write)
-        keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
-        nbytes = len(keys) * self.layout.row_bytes(group)
-        self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
         return keys
 
     def _release(self, places: Iterable[int]) -> None:
@@ -470,7 +470,7 @@ class DiskTier:
         return count
 
     def prune(self, nbytes: int) -> int:
-        """Remove data files, coldest first, until at most `nbytes` are left; rows dropped."""
+        """Drop rows, coldest first, until the data files take at most `nbytes`; how many."""
         count = self._attachment.retried(lambda: self._allocator.shrink(nbytes))
         self._counter.add(Counts(evicted_rows=count))
         return count

@@ -12,7 +12,7 @@ from typing import cast
 
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import checkpoint_name
-from kvstow.plan.models.catalogue import entry
+from kvstow.plan.models.catalogue import entry, is_known
 
 _MOST = 2**40
 MAX_CONFIG_BYTES = 16 << 20
@@ -176,7 +176,7 @@ def _looks_like_path(source: str) -> bool:
 def _from_file(path: Path) -> Config:
     with suppress(RuntimeError):  # `~nobody`: a path like any other
         path = path.expanduser()
-    file = path / "config.json" if path.is_dir() else path
+    file = _config_in(path) if path.is_dir() else path
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
@@ -184,11 +184,24 @@ def _from_file(path: Path) -> Config:
             raise ModelError(f"{file}: above {MAX_CONFIG_BYTES} bytes, no config.json is")
         facts: object = json.loads(data)
     except OSError as error:
-        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+        shadowed = is_known(str(path))
+        hint = f"\n\nhint: {path} here hides the model of that name" if shadowed else ""
+        raise ModelError(f"{file}: cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not JSON: {error}") from error
     name = checkpoint_name(file.parent.resolve()) if file.name == "config.json" else file.stem
     return _from_facts(name, facts)
+
+
+def _config_in(folder: Path) -> Path:
+    """The config.json of a folder; of a hub's folder for a model, that of its only snapshot."""
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    if not snapshots or (folder / "config.json").exists():
+        return folder / "config.json"
+    if len(snapshots) > 1:
+        names = ", ".join(str(file.parent) for file in snapshots)
+        raise ModelError(f"{folder}: {len(snapshots)} snapshots\n\nhint: name one of {names}")
+    return snapshots[0]
 
 
 def _from_facts(name: str, facts: object) -> Config:

@@ -97,13 +97,22 @@ def mark_best(layouts: Sequence[dict[str, Any]]) -> None:
         layout["best"] = merit(layout) == most and most[0] > 0
 
 
-def alike(layouts: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Order]]]:
-    """Lines that differ in nothing but their order, as one line and its orders."""
-    found: dict[str, tuple[dict[str, Any], list[Order]]] = {}
+def alike(layouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines that differ in nothing but order and packing as one line, with `orders[]` and
+    `packings[]`: every one of these orders under every one of these packings."""
+    lines: dict[str, dict[str, Any]] = {}
     for layout in layouts:
-        key = repr([value for name, value in layout.items() if name != "order"])
-        found.setdefault(key, (layout, []))[1].append(layout["order"])
+        line = lines.setdefault(_without(layout, "order"), {**layout, "orders": []})
+        line["orders"].append(layout["order"])
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines.values():
+        of = found.setdefault(_without(line, "order", "packing"), {**line, "packings": []})
+        of["packings"].append(line["packing"])
     return list(found.values())
+
+
+def _without(line: dict[str, Any], *names: str) -> str:
+    return repr([value for name, value in line.items() if name not in names])
 
 
 def catalogue_figures(name: str) -> dict[str, Any]:

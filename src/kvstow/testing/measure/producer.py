@@ -69,7 +69,7 @@ def serve(setting: Setting) -> None:
 
 
 class Producer:
-    """The child, from here."""
+    """The child, from here. Ctrl-C in a terminal reaches this process only."""
 
     def __init__(self, setting: Setting) -> None:
         numbers = [str(number) for number in (setting.rows, setting.layers, setting.piece)]
@@ -78,8 +78,13 @@ class Producer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        self.address = self._line()
+        try:
+            self.address = self._line()
+        except BaseException:
+            self.kill()
+            raise
         self.busy_seconds = 0.0
         self.connecting = 0.0
 
@@ -101,10 +106,15 @@ class Producer:
 
     def close(self) -> None:
         assert self._child.stdin is not None
+        assert self._child.stdout is not None
         self._child.stdin.close()
         self._child.wait(30)
-        if self._child.stdout is not None:
-            self._child.stdout.close()
+        self._child.stdout.close()
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._child.kill()
+        self.close()
 
 
 @contextmanager
@@ -112,8 +122,10 @@ def producing(setting: Setting) -> Generator[Producer]:
     producer = Producer(setting)
     try:
         yield producer
-    finally:
-        producer.close()
+    except BaseException:
+        producer.kill()
+        raise
+    producer.close()
 
 
 if __name__ == "__main__":
