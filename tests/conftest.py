@@ -18,7 +18,7 @@ if importlib.util.find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-OPT_IN_MARKERS = ("gpu", "slow", "vllm")
+OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo")
 
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("dev", deadline=None, max_examples=50)
@@ -55,11 +55,12 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 NOT_QUICK = (
-    "adapters", "browser", "cli", "demo", "docs", "e2e", "fuzz", "gpu", "schedules", "vllm",
+    "adapters", "browser", "cli", "demo", "docs", "dynamo", "e2e", "events", "fuzz", "gpu",
+    "schedules", "vllm",
     "laws/test_offload_jobs.py", "laws/test_offload_store.py",
     "memory/test_kernels.py", "memory/test_digest.py",
     "offload/disk", "offload/host", "offload/mover", "offload/test_layouts.py",
-    "offload/test_store.py",
+    "offload/test_events.py", "offload/test_store.py",
     "plan/models/test_against_transformers.py", "plan/models/test_every_family.py",
     "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
     "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",

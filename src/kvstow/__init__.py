@@ -9,8 +9,9 @@ that plan, route and simulate work without torch:
     arena = kvstow.Arena(plan.layout, device="cuda:0")
 
 The rooms behind it: `plan` (layouts), `route` (from layout to layout), `blocks` (who owns
-which row), `simulate`, `memory` (bytes on one machine), `transfer` (between processes),
-`offload` (kept elsewhere), `adapters` (engines), `render`, `cli`, `demo`, `testing`.
+which row), `simulate`, `memory` (bytes on one machine), `events` (told to routers), `transfer`
+(between processes), `offload` (kept elsewhere), `adapters` (engines), `render`, `cli`, `demo`,
+`testing`.
 """
 
 from importlib import import_module

@@ -9,5 +9,7 @@ staging   rows of an arena as a tier keeps them
 eviction  which rows go first, and which are worth keeping
 host      rows in host memory, alone or shared by processes
 disk      rows in data files with an index
+watch     which rows are in which tier, told as changes
+events    what a ledger and a store have cached, published for routers
 mover     rows moved between arena, host and disk in the background
 """

@@ -1,0 +1,163 @@
+"""Which rows are in which tier, told as changes.
+
+Tiers are asked, not listened to: a disk that several processes share loses rows by the eviction
+of any of them. New keys are looked for a few times, until every tier has had time to take them
+in; after that they are looked at again, a slice at a time. A remote store is asked for new keys
+only: its answers cost requests, and every instance finds the same there.
+"""
+
+import heapq
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from kvstow.offload.tier import Tier
+
+SLICE = 2048
+"""Known keys that one turn looks at in every tier."""
+
+LOOKS = (0.0, 0.5, 2.0, 8.0, 30.0)
+"""New keys are looked for after so many seconds each."""
+
+TURN_SECONDS = 0.25
+MOST_KEYS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """Rows of one group that a tier has from now on, or has no longer."""
+
+    tier: str
+    group: int
+    keys: tuple[bytes, ...]
+    stored: bool
+
+
+@dataclass(order=True, slots=True)
+class _Look:
+    """When keys that were noted at `since` are looked for, the how manieth time."""
+
+    due: float
+    number: int
+    since: float = field(compare=False)
+    nth: int = field(compare=False)
+    group: int = field(compare=False)
+    keys: tuple[bytes, ...] = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """In which tiers a key was last seen, and when it was last noted."""
+
+    tiers: set[str]
+    since: float
+
+
+class TierWatch:
+    """Keys that were stored or found, looked at again and again. `note` from any thread."""
+
+    def __init__(
+        self,
+        tiers: Mapping[str, Tier],
+        *,
+        slice_keys: int = SLICE,
+        most_keys: int = MOST_KEYS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers = dict(tiers)
+        self._local = [name for name in tiers if name != "remote"]
+        self._slice = slice_keys
+        self._most_keys = most_keys
+        self._clock = clock
+        self._noted: deque[tuple[int, tuple[bytes, ...]]] = deque()
+        self._looks: list[_Look] = []
+        self._numbers = count()
+        self._known: dict[int, OrderedDict[bytes, _Seen]] = {}
+        self._changes: deque[TierChange] = deque()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def note(self, group: int, keys: Iterable[bytes]) -> None:
+        """These rows may be in some tier, now or soon."""
+        self._noted.append((group, tuple(keys)))
+
+    def take(self) -> list[TierChange]:
+        """Changes since the last time, in order."""
+        return [self._changes.popleft() for _ in range(len(self._changes))]
+
+    def turn(self) -> None:
+        """Look for new keys, and look again at the next known ones."""
+        now = self._clock()
+        while self._noted:
+            group, keys = self._noted.popleft()
+            self._learn(group, keys, now)
+        while self._looks and self._looks[0].due <= now:
+            self._look_for(heapq.heappop(self._looks))
+        for group, known in self._known.items():
+            self._look(group, list(islice(known, self._slice)), self._local)
+            self._turn_over(known, now)
+
+    def _learn(self, group: int, keys: Sequence[bytes], now: float) -> None:
+        known = self._known.setdefault(group, OrderedDict())
+        for key in keys:
+            if key in known:
+                known[key].since = now
+            elif len(known) < self._most_keys:
+                known[key] = _Seen(set(), now)
+        new = tuple(dict.fromkeys(key for key in keys if key in known))
+        if new:
+            heapq.heappush(
+                self._looks, _Look(now + LOOKS[0], next(self._numbers), now, 0, group, new)
+            )
+
+    def _look_for(self, look: _Look) -> None:
+        """Look for new keys in all tiers, and again later for those that some tier lacks."""
+        known = self._known[look.group]
+        keys = [key for key in look.keys if key in known]
+        self._look(look.group, keys, list(self._tiers))
+        missing = tuple(key for key in keys if len(known[key].tiers) < len(self._tiers))
+        nth = look.nth + 1
+        if missing and nth < len(LOOKS):
+            due = look.since + LOOKS[nth]
+            again = _Look(due, next(self._numbers), look.since, nth, look.group, missing)
+            heapq.heappush(self._looks, again)
+
+    def _look(self, group: int, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
+        known = self._known[group]
+        for name in tiers if keys else ():
+            changed: dict[bool, list[bytes]] = {False: [], True: []}
+            present: list[bool] = self._tiers[name].contains(group, keys).tolist()
+            for key, there in zip(keys, present, strict=True):
+                if there != (name in known[key].tiers):
+                    changed[there].append(key)
+                    known[key].tiers.symmetric_difference_update((name,))
+            for stored, listed in changed.items():
+                if listed:
+                    self._changes.append(TierChange(name, group, tuple(listed), stored))
+
+    def _turn_over(self, known: "OrderedDict[bytes, _Seen]", now: float) -> None:
+        """The first keys were looked at: they go to the end, or away if they are nowhere."""
+        for key in list(islice(known, self._slice)):
+            known.move_to_end(key)
+            if not known[key].tiers and now - known[key].since > LOOKS[-1]:
+                del known[key]
+
+    # ── in the background ─────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Turn in a thread, a few times a second."""
+        self._thread = threading.Thread(target=self._run, name="kvstow-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(TURN_SECONDS):
+            self.turn()
+
+    def close(self) -> None:
+        """Stop the thread, if there is one; before the tiers are closed."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
