@@ -165,3 +165,34 @@ def tokenwise_groups(layout: Layout) -> list[tuple[int, Group]]:
         for g, rows in enumerate(layout.groups)
         if not isinstance(rows.group.retention, Encoder)
     ]
+
+
+# ── keys at every block end ───────────────────────────────────────────────────────────
+
+
+class PromptKeys:
+    """The keys of one prompt by the token that they end at.
+
+    A key is a hash, so a store cannot tell from the key of a block which blocks of another size
+    have the same tokens. Whoever knows the prompt can.
+    """
+
+    def __init__(self, identity: Identity, prompt: Prompt, sizes: Iterable[int]) -> None:
+        self.num_tokens = len(prompt)
+        ends = {end for size in sizes for end in range(size, len(prompt) + 1, size)}
+        ordered = sorted(ends | {len(prompt)}) if len(prompt) else []
+        self._keys = dict(zip(ordered, keys_at(identity, prompt, ordered), strict=True))
+        self._ends = {key: end for end, key in self._keys.items()}
+
+    @property
+    def keys(self) -> Iterable[bytes]:
+        """All keys, by their ends."""
+        return self._keys.values()
+
+    def key_at(self, end: int) -> bytes | None:
+        """The key of the first `end` tokens, if a block of one of the sizes ends there."""
+        return self._keys.get(end)
+
+    def end_of(self, key: bytes) -> int | None:
+        """How many tokens a key names; None for a key of another prompt."""
+        return self._ends.get(key)

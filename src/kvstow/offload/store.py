@@ -1,6 +1,6 @@
-"""A store: prefixes of prompts kept in host memory and on disk, for as long as there is room.
+"""A store: prefixes of prompts kept in host memory, on disk and on other machines.
 
-    arena ⇄ host tier ⇄ disk tier
+    arena ⇄ host tier ⇄ disk tier, remote tier
 
 It is made without a layout, and bound to one when it is first used. What is kept has keys that
 name the computation and all tokens (`keys`), so that another process, or another day, finds the
@@ -27,9 +27,11 @@ from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
 from kvstow.offload.mover.mover import Mover
+from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.staging import RowStage
-from kvstow.offload.tier import Bools, Tier, checked_keys, chosen, known_identity
+from kvstow.offload.tier import Bools, Tier, TierChain, checked_keys, chosen, known_identity
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State, can_hit
@@ -43,11 +45,13 @@ _NO_BLOCKS: Mapping[int, Blocks] = {}
 
 
 class Store:
-    """Rows by key in tiers: `host` bytes of host memory, and a directory on `disk`.
+    """Rows by key in tiers: `host` bytes of host memory, a directory on `disk`, a `remote` URL.
 
     `disk_bytes` is needed where there is no store in the directory yet. `identity` says which
     computation makes the rows, unless the layout that is bound does. Sizes are numbers or words
     such as "8GiB". Several ranks may be given one directory; each has a folder of its own there.
+    A remote store (`s3://…`, `redis://…`, `mooncake://…`, see `offload.remote.url`) is shared by
+    all ranks and machines, whatever their layout.
 
     Threads must not use one store at once; several stores may share a directory, in one process
     or in many.
@@ -59,24 +63,30 @@ class Store:
         host: int | str | None = None,
         disk: str | Path | None = None,
         disk_bytes: int | str | None = None,
+        remote: str | None = None,
         identity: Identity | None = None,
         policy: PolicyName = "lru",
         files: Files | None = None,
     ) -> None:
-        if host is None and disk is None:
+        if host is None and disk is None and remote is None:
             raise StoreError(
                 "a store without a place for rows\n\n"
-                'hint: Store(host="8GiB"), Store(disk="/var/cache/kvstow", disk_bytes="100GiB")'
+                'hint: Store(host="8GiB"), Store(disk="/var/cache/kvstow", disk_bytes="100GiB"), '
+                'Store(remote="s3://bucket/prefix")'
             )
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
         self._path = None if disk is None else Path(disk)
+        self._url = remote
+        if remote is not None:
+            parse(remote)
         self._wanted_identity = identity
         self._policy: PolicyName = policy
         self._files = files
         self._lock = RLock()
         self.host: HostTier | None = None
         self.disk: DiskTier | None = None
+        self.remote: RemoteTier | None = None
         self._identity: Identity | None = None
         self._stages: dict[tuple[int, int], tuple[Arena, RowStage]] = {}
         self._movers: dict[int, tuple[Arena, Mover]] = {}
@@ -134,11 +144,15 @@ class Store:
         try:
             if layout is not None:
                 check_joinable(layout, rows)
+            if self._url is not None:
+                self.remote = RemoteTier(self._url, rows)
             if self._host_bytes is not None:
                 self.host = HostTier(rows, capacity=self._host_bytes, policy=self._policy)
         except BaseException:
-            if disk is not None:
-                disk.close()
+            for tier in (disk, self.remote):
+                if tier is not None:
+                    tier.close()
+            self.remote = None
             raise
         self.disk = disk
         self._identity = rows.identity
@@ -156,11 +170,17 @@ class Store:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers, the fastest first."""
-        tiers: tuple[Tier | None, ...] = (self.host, self.disk)
+        tiers: tuple[Tier | None, ...] = (self.host, self.disk, self.remote)
         present = tuple(tier for tier in tiers if tier is not None)
         if not present:
             raise StoreError("the store has no layout yet\n\nhint: store.bind(arena.layout)")
         return present
+
+    @property
+    def _below(self) -> TierChain | None:
+        """All tiers but host memory, as one; None where there are none."""
+        lower = [tier for tier in self.tiers if tier is not self.host]
+        return TierChain(lower) if lower else None
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -211,7 +231,15 @@ class Store:
 
         An engine that needs the next token's logits asks for at most `len(prompt) - 1`.
         """
-        return self._longest(self.layout, identity or self.identity, prompt, most, None)
+        known = identity or self.identity
+        self.expect(prompt, known)
+        return self._longest(self.layout, known, prompt, most, None)
+
+    def expect(self, prompt: Prompt, identity: Identity | None = None) -> None:
+        """Rows of this prompt will be asked for by key. `stored_tokens` and `load` say so by
+        themselves; a remote store finds blocks of other sizes only so."""
+        if self.remote is not None:
+            self.remote.expect(identity or self.identity, prompt)
 
     def load(
         self,
@@ -229,6 +257,7 @@ class Store:
         """
         self.bind(arena.layout, self._wanted_identity)
         known = identity or self.identity
+        self.expect(prompt, known)
         limit = most
         for _ in range(3):  # rows may go while they are looked for
             length = self._longest(arena.layout, known, prompt, limit, into)
@@ -326,12 +355,14 @@ class Store:
             return self._mover(arena).store(group, ids, keys).result()
         blocks, stage = self._stage(arena, group, ids, keys)
         kept = np.zeros(len(blocks), bool)
-        assert self.disk is not None
         for lo in range(0, len(blocks), stage.num_rows):
             part = slice(lo, min(lo + stage.num_rows, len(blocks)))
             rows = stage.fetch(blocks[part])
             try:
-                kept[part] = self.disk.store(stage.tier_group, keys[part], rows, links[part])
+                if self.remote is not None:
+                    kept[part] = self.remote.store(stage.tier_group, keys[part], rows)
+                if self.disk is not None:
+                    kept[part] |= self.disk.store(stage.tier_group, keys[part], rows, links[part])
             except StoreError as error:
                 named = tuple((group, int(block)) for block in blocks[part])
                 raise StoreError(str(error), blocks=named) from error
@@ -348,11 +379,12 @@ class Store:
             return self._mover(arena).load(group, keys, ids).result()
         blocks, stage = self._stage(arena, group, ids, keys)
         found = np.zeros(len(blocks), bool)
-        assert self.disk is not None
+        below = self._below
+        assert below is not None
         for lo in range(0, len(blocks), stage.num_rows):
             part = slice(lo, min(lo + stage.num_rows, len(blocks)))
             rows = stage.room(blocks[part])
-            found[part] = self.disk.load(stage.tier_group, keys[part], rows)
+            found[part] = below.load(stage.tier_group, keys[part], rows)
             stage.deliver(blocks[part], found[part])
         return found
 
@@ -362,7 +394,7 @@ class Store:
         for _, mover in self._movers.values():
             mover.reap()
         if id(arena) not in self._movers:
-            self._movers[id(arena)] = arena, Mover(arena, self.host, self.disk)
+            self._movers[id(arena)] = arena, Mover(arena, self.host, self._below)
         return self._movers[id(arena)][1]
 
     def _stage(
@@ -380,20 +412,22 @@ class Store:
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Whether everything that was saved has gone on to the disk, within so many seconds."""
-        return all(mover.drain(timeout) for _, mover in self._movers.values())
+        """Whether everything that was saved has gone on to the tiers below host memory, or was
+        dropped, within so many seconds."""
+        drained = all(mover.drain(timeout) for _, mover in self._movers.values())
+        return (self.remote is None or self.remote.flush(timeout)) and drained
 
     def close(self) -> None:
-        """Bring to disk what is on its way there, and let go of memory and files."""
+        """Write what is on its way, and let go of memory, files and connections."""
         self.flush()
         for _, mover in self._movers.values():
             mover.close()
         self._movers.clear()
         self._stages.clear()
-        for tier in (self.host, self.disk):
+        for tier in (self.host, self.disk, self.remote):
             if tier is not None:
                 tier.close()
-        self.host = self.disk = None
+        self.host = self.disk = self.remote = None
 
     def __enter__(self) -> Self:
         return self

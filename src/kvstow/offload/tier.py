@@ -111,6 +111,65 @@ class Tier(Protocol):
         ...
 
 
+class TierChain:
+    """Several tiers of the same rows as one, the fastest first.
+
+    A row is stored in all of them and loaded from the first that has it.
+    """
+
+    name = "chain"
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+
+    @property
+    def layout(self) -> Layout:
+        return self.tiers[0].layout
+
+    @property
+    def usage(self) -> Usage:
+        """The sum of all."""
+        known = [tier.usage for tier in self.tiers]
+        return Usage(
+            rows=sum(usage.rows for usage in known),
+            nbytes=sum(usage.nbytes for usage in known),
+            capacity=sum(usage.capacity for usage in known),
+        )
+
+    @property
+    def counts(self) -> Counts:
+        """The sum of all."""
+        return Counts(*map(sum, zip(*(_numbers(tier.counts) for tier in self.tiers), strict=True)))
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        found = np.zeros(len(keys), bool)
+        for tier in self.tiers:
+            if not found.all():
+                found[~found] = tier.contains(group, chosen(keys, ~found))
+        return found
+
+    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        kept = np.zeros(len(keys), bool)
+        for tier in reversed(self.tiers):
+            kept |= tier.store(group, keys, rows)
+        return kept
+
+    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        found = np.zeros(len(keys), bool)
+        for tier in self.tiers:
+            left = np.flatnonzero(~found).tolist()
+            if left:
+                found[left] = tier.load(group, [keys[i] for i in left], [rows[i] for i in left])
+        return found
+
+    def evict(self, group: int, keys: Sequence[bytes]) -> int:
+        return max(tier.evict(group, keys) for tier in self.tiers)
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+
 def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
     """The identity given, else the layout's; StoreError where there is neither, or they differ."""
     if identity is None:

@@ -1,0 +1,15 @@
+"""Rows on stores that many machines reach: S3, Redis or Valkey, Mooncake.
+
+tier       RemoteTier: look-ups, loads and stores within time limits, never a wrong row
+url        which store a URL names, and the options it carries
+client     what we ask of a store: five verbs, each for many names at once
+s3         the client for S3 (obstore), the only module that imports it
+redis      the client for Redis and Valkey (redis), likewise
+mooncake   the client for Mooncake Store (mooncake), likewise
+objects    the bytes of a row object: header, checksums per layer and head, row
+directory  who writes here: manifests, each published once
+reading    rows of other layouts: which ranges of which objects make a row of ours
+calls      time limits and the circuit breaker
+writes     rows on their way out: bounded, and dropped rather than waited for
+collect    what a store holds by tenant, limits, and the collector
+"""

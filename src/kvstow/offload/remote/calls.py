@@ -1,0 +1,153 @@
+"""Time limits and the circuit breaker: a dead store costs one budget, and then nothing.
+
+    closed   every call goes out, and is waited for as long as its budget says
+    open     no call goes out; every question is answered "not there" at once
+
+The first call that fails or is late opens the breaker. From then on a thread of its own asks the
+store now and again, on nobody's time, and closes the breaker when there is an answer.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any, TypeVar
+
+from kvstow.offload.remote.client import StoreUnreachable
+
+log = logging.getLogger("kvstow.offload")
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+
+
+class Breaker:
+    """Whether a store is asked at all. `probe` raises StoreUnreachable while it is dead."""
+
+    def __init__(self, where: str, probe: Callable[[], object]) -> None:
+        self._where, self._probe = where, probe
+        self._lock = Lock()
+        self._reason = ""
+        self._since = 0.0
+        self._closing = Event()
+        self.times_opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._reason)
+
+    @property
+    def reason(self) -> str:
+        """Why the store is not asked; empty while it is."""
+        return self._reason
+
+    def trip(self, reason: str) -> None:
+        """Ask nothing more until the store answers a probe."""
+        with self._lock:
+            if self._reason or self._closing.is_set():
+                return
+            self._reason, self._since = reason or "no reason given", monotonic()
+            self.times_opened += 1
+        log.warning("%s is left alone until it answers: %s", self._where, reason)
+        Thread(target=self._watch, name="kvstow-remote-probe", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._closing.wait(pause):
+            pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                self._probe()
+            except StoreUnreachable:
+                continue
+            with self._lock:
+                self._reason = ""
+            log.warning("%s answers again after %.1f s", self._where, monotonic() - self._since)
+            return
+
+    def close(self) -> None:
+        """Probe no more."""
+        self._closing.set()
+
+
+class Calls:
+    """Calls on threads of their own, waited for within a budget.
+
+    A call that is given up may still run: it writes to memory of its own only, and whoever made
+    it never sees its result.
+    """
+
+    def __init__(self, breaker: Breaker, num_threads: int) -> None:
+        self._breaker = breaker
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=self._work, name=f"kvstow-remote-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, function: Callable[[], T]) -> "Future[T]":
+        """The call, begun as soon as a thread is free."""
+        future: Future[T] = Future()
+        self._queue.put((future, function))
+        return future
+
+    def result(self, future: "Future[T]", deadline: float) -> T:
+        """The call's result. Raises StoreUnreachable, and opens the breaker, if it failed or there
+        is none at the deadline, by `time.monotonic`."""
+        budget = max(0.0, deadline - monotonic())
+        try:
+            return future.result(budget)
+        except TimeoutError as error:
+            future.cancel()
+            reason = f"no answer within {budget:.2f} s"
+            self._breaker.trip(reason)
+            raise StoreUnreachable(reason) from error
+        except StoreUnreachable as error:
+            self._breaker.trip(str(error))
+            raise
+
+    def run(self, function: Callable[[], T], seconds: float) -> T:
+        """The result of a call within so many seconds, as `result` gives it."""
+        return self.result(self.start(function), monotonic() + seconds)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, function = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """End the threads; one that hangs in a call is left behind."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+
+
+class Tallies:
+    """Counts by reason that several threads add to."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = Lock()
+
+    def add(self, reason: str, count: int) -> None:
+        if count:
+            with self._lock:
+                self._counts[reason] += count
+
+    @property
+    def now(self) -> dict[str, int]:
+        """The counts at this moment, by reason."""
+        with self._lock:
+            return dict(sorted(self._counts.items()))

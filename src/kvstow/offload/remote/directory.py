@@ -1,0 +1,149 @@
+"""Who writes to a store: the layouts of all writers of one computation.
+
+    rows1/TENANT/IDENTITY/layout/000 …    entries, each the fingerprint of a writer's layout
+    rows1/TENANT/IDENTITY/manifest/FP     the manifest with that fingerprint
+    rows1/TENANT/IDENTITY/FP/GROUP/KEY    a row
+
+Nothing is agreed in advance and nothing is listed: a writer takes the first entry that is free,
+which works on every store that makes an object only if there is none, and a reader asks for the
+entries a few at a time until a whole batch is empty. Everything lies below the identity of the
+computation: another checkpoint, adapter or rope finds an empty directory.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from threading import Lock
+
+import numpy as np
+
+from kvstow.errors import ManifestError
+from kvstow.offload.remote.client import Blob, BlobClient
+from kvstow.offload.remote.objects import RowObjects
+from kvstow.offload.rows import row_layout
+from kvstow.offload.tier import Bytes
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import MAX_BYTES, decode, encode
+
+log = logging.getLogger("kvstow.offload")
+
+BATCH = 16
+"""Entries that are asked for at once."""
+
+MOST_ENTRIES = 1024
+
+ROWS = "rows1"
+"""Where objects of this version lie. Older and newer ones lie elsewhere."""
+
+_FINGERPRINT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class WriterLayout:
+    """A layout that rows were written in, and its fingerprint."""
+
+    layout: Layout
+    fingerprint: str
+    manifest: bytes = field(repr=False)
+
+    @staticmethod
+    def of(layout: Layout) -> "WriterLayout":
+        """The rows of an arena's layout, as `row_layout` makes them."""
+        rows = row_layout(layout)
+        manifest = encode(rows)
+        return WriterLayout(rows, blake2b(manifest, digest_size=32).hexdigest(), manifest)
+
+    def objects(self, group: int) -> RowObjects:
+        """Row objects of a group."""
+        return RowObjects(self.layout, bytes.fromhex(self.fingerprint), group)
+
+
+class Directory:
+    """The layouts of one computation's writers, as far as they have been looked at."""
+
+    def __init__(self, client: BlobClient, tenant: str, identity: Identity) -> None:
+        self._client = client
+        self._identity = identity
+        self.base = f"{ROWS}/{tenant}/{identity.digest.hex()[:32]}"
+        self._known: dict[str, WriterLayout] = {}
+        self._refused: set[str] = set()
+        self._lock = Lock()
+
+    def row_name(self, fingerprint: str, group: int, key: bytes) -> str:
+        """The name of a row object."""
+        return f"{self.base}/{fingerprint[:32]}/{group}/{key.hex()}"
+
+    @property
+    def layouts(self) -> tuple[WriterLayout, ...]:
+        """The layouts that are known here, in the order of their entries."""
+        with self._lock:
+            return tuple(self._known.values())
+
+    def publish(self, mine: WriterLayout) -> None:
+        """Make sure that others find this layout. Asks first, so that it may be called often."""
+        with self._lock:
+            self._known.setdefault(mine.fingerprint, mine)
+        name = f"{self.base}/manifest/{mine.fingerprint}"
+        self._client.put([Blob(name, np.frombuffer(mine.manifest, np.uint8))])
+        wanted = np.frombuffer(mine.fingerprint.encode(), np.uint8)
+        for first in range(0, MOST_ENTRIES, BATCH):
+            names = [self._entry(i) for i in range(first, first + BATCH)]
+            there = self._client.get(names, _FINGERPRINT)
+            if any(_text(entry) == mine.fingerprint for entry in there):
+                return
+            for entry, data in zip(names, there, strict=True):
+                if data is not None:
+                    continue
+                self._client.put([Blob(entry, wanted)])  # somebody else may be faster
+                if _text(self._client.get([entry], _FINGERPRINT)[0]) == mine.fingerprint:
+                    return
+        log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
+
+    def refresh(self) -> None:
+        """Look which layouts there are. Manifests that cannot be used are noted once."""
+        found: list[str] = []
+        for first in range(0, MOST_ENTRIES, BATCH):
+            names = [self._entry(i) for i in range(first, first + BATCH)]
+            entries = [_text(data) for data in self._client.get(names, _FINGERPRINT)]
+            found += [text for text in entries if text]
+            if not any(entries):
+                break
+        fresh = [
+            fp for fp in dict.fromkeys(found) if fp not in self._known and fp not in self._refused
+        ]
+        names = [f"{self.base}/manifest/{fp}" for fp in fresh]
+        manifests = self._client.get(names, 1 << 20) if fresh else []
+        for fingerprint, data in zip(fresh, manifests, strict=True):
+            if data is not None:
+                self._enter(fingerprint, data)
+
+    def _enter(self, fingerprint: str, data: Bytes) -> None:
+        """Keep a manifest that says what its name says, and is of this computation."""
+        manifest = data.tobytes()
+        trouble = ""
+        try:
+            layout = decode(manifest[: MAX_BYTES + 1])
+            if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
+                trouble = "its bytes are others than its fingerprint says"
+            elif layout.identity is None or layout.identity.digest != self._identity.digest:
+                trouble = "it is of another computation"
+            elif any(len(footprint.strips) != 1 for footprint in layout.footprints):
+                trouble = "its rows are not single runs"
+            else:
+                with self._lock:
+                    self._known[fingerprint] = WriterLayout(layout, fingerprint, manifest)
+                return
+        except ManifestError as error:
+            trouble = str(error)
+        self._refused.add(fingerprint)
+        log.warning("%s: manifest %s is not used: %s", self._client.where, fingerprint, trouble)
+
+    def _entry(self, number: int) -> str:
+        return f"{self.base}/layout/{number:03}"
+
+
+def _text(data: Bytes | None) -> str:
+    """A fingerprint; nothing where there is none."""
+    text = b"" if data is None else data.tobytes()
+    return text.decode() if len(text) == _FINGERPRINT and text.isalnum() else ""

@@ -1,0 +1,254 @@
+"""Objects or ranges of them fetched, verified, and turned into rows.
+
+Fetched bytes lie in memory of the fetch's own until they are verified: an answer that comes too
+late, or a store that returns something else, never touches a row. A row that two threads want at
+once is fetched once.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic
+
+import numpy as np
+
+from kvstow.offload.remote.calls import Calls, Tallies
+from kvstow.offload.remote.client import BlobClient, StoreUnreachable
+from kvstow.offload.remote.lookup import LookUps, Parts
+from kvstow.offload.remote.objects import BadObject, RowObjects
+from kvstow.offload.tier import Bytes
+from kvstow.plan.view import Ints
+
+LOT_BYTES = 16 << 20
+"""Objects are fetched in lots of about so many bytes, `LOTS` at a time."""
+LOTS = 3
+
+FORGET_SECONDS = 60.0
+
+WEIGHT = 0.25
+"""How much the newest measurement counts."""
+
+
+@dataclass(slots=True)
+class ReadRate:
+    """What loading has cost lately: seconds before the first byte, and bytes per second."""
+
+    latency: float = 0.0
+    bytes_per_second: float = 0.0
+    _at: float = 0.0
+    _lock: Lock = field(default_factory=Lock)
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """One call brought so many bytes. Small ones say what a call costs, large ones the rate."""
+        with self._lock:
+            self._at = monotonic()
+            if nbytes < 1 << 16:
+                self.latency += (seconds - self.latency) * (WEIGHT if self.latency else 1.0)
+            else:
+                rate = nbytes / max(seconds - self.latency, 1e-6)
+                weight = WEIGHT if self.bytes_per_second else 1.0
+                self.bytes_per_second += (rate - self.bytes_per_second) * weight
+
+    def seconds(self, nbytes: int) -> float:
+        """How long so many bytes would take; 0 where nothing was measured lately, so that a
+        store which was slow once is tried again."""
+        if not self.bytes_per_second or monotonic() - self._at > FORGET_SECONDS:
+            return 0.0
+        return self.latency + nbytes / self.bytes_per_second
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """An object to be fetched: all of it, or its head and some bands."""
+
+    name: str
+    objects: RowObjects
+    key: bytes
+    bands: Ints | None
+
+    @property
+    def nbytes(self) -> int:
+        if self.bands is None:
+            return self.objects.nbytes
+        return sum(end - start for start, end in self.objects.wanted(self.bands))
+
+
+class Fetcher:
+    """Rows of one reader's layout, out of the objects that make them."""
+
+    def __init__(
+        self, client: BlobClient, calls: Calls, look_ups: LookUps, misses: Tallies
+    ) -> None:
+        self._client, self._calls, self._look_ups = client, calls, look_ups
+        self._misses = misses
+        self._flights: dict[tuple[int, bytes], Future[Bytes | None]] = {}
+        self._lock = Lock()
+        self.rate = ReadRate()
+        self._bad: list[str] = []
+
+    def rows(
+        self,
+        group: int,
+        row_bytes: int,
+        keys: Sequence[bytes],
+        parts: Sequence[Parts],
+        seconds: float,
+    ) -> list[Bytes | None]:
+        """Per key its row, verified; None where it was not there, or not whole, or not in time."""
+        deadline = monotonic() + seconds
+        mine, flights = self._take_off(group, keys)
+        try:
+            made = self._made(
+                row_bytes, [keys[i] for i in mine], [parts[i] for i in mine], deadline
+            )
+        except StoreUnreachable:
+            self._misses.add("unreachable", len(mine))
+            made = [None] * len(mine)
+        except BaseException:
+            self._land(group, keys, mine, [None] * len(mine))
+            raise
+        self._land(group, keys, mine, made)
+        return [self._arrived(flight, deadline) for flight in flights]
+
+    def take_bad(self) -> list[str]:
+        """Names of objects that were not what they should be, each once, for the remover."""
+        with self._lock:
+            bad, self._bad = self._bad, []
+        return bad
+
+    # ── single flight ─────────────────────────────────────────────────────────────
+
+    def _take_off(
+        self, group: int, keys: Sequence[bytes]
+    ) -> tuple[list[int], list["Future[Bytes | None]"]]:
+        """Which keys are to be fetched here, and what all of them will be."""
+        mine: list[int] = []
+        flights: list[Future[Bytes | None]] = []
+        with self._lock:
+            for i, key in enumerate(keys):
+                if (group, key) not in self._flights:
+                    self._flights[group, key] = Future()
+                    mine.append(i)
+                flights.append(self._flights[group, key])
+        return mine, flights
+
+    def _land(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        mine: Sequence[int],
+        made: Sequence[Bytes | None],
+    ) -> None:
+        with self._lock:
+            flights = [self._flights.pop((group, keys[i])) for i in mine]
+        for flight, row in zip(flights, made, strict=True):
+            flight.set_result(row)
+
+    @staticmethod
+    def _arrived(flight: "Future[Bytes | None]", deadline: float) -> Bytes | None:
+        try:
+            return flight.result(max(0.0, deadline - monotonic()))
+        except TimeoutError:
+            return None
+
+    # ── objects ───────────────────────────────────────────────────────────────────
+
+    def _made(
+        self, row_bytes: int, keys: Sequence[bytes], parts: Sequence[Parts], deadline: float
+    ) -> list[Bytes | None]:
+        wanted = self._wanted(parts)
+        fetched = self._fetched(list(wanted.values()), deadline)
+        found: list[Bytes | None] = []
+        for each in parts:
+            sources = [fetched.get(self._look_ups.name(part)) for part in each]
+            found.append(_assembled(each, sources, row_bytes))
+        return found
+
+    def _wanted(self, parts: Sequence[Parts]) -> dict[str, _Wanted]:
+        """Every object once, with all bands that some row takes from it."""
+        wanted: dict[str, _Wanted] = {}
+        for part in (part for each in parts for part in each):
+            name, bands = self._look_ups.name(part), part.piece.bands
+            known = wanted.get(name)
+            if known is None:
+                wanted[name] = _Wanted(name, part.piece.objects, part.key, bands)
+            elif bands is None or known.bands is None:
+                known.bands = None
+            elif known.bands is not bands:
+                known.bands = np.union1d(known.bands, bands)
+        for each in wanted.values():
+            if each.bands is not None and len(each.bands) == each.objects.num_bands:
+                each.bands = None
+        return wanted
+
+    def _fetched(self, wanted: Sequence[_Wanted], deadline: float) -> dict[str, Bytes]:
+        """The rows of all objects that are there and whole, some lots at a time."""
+        found: dict[str, Bytes] = {}
+        lots = _lots(wanted)
+        under_way = [self._start(lot) for lot in lots[:LOTS]]
+        for number, lot in enumerate(lots):
+            answers = self._calls.result(under_way[number], deadline)
+            if number + LOTS < len(lots):
+                under_way.append(self._start(lots[number + LOTS]))
+            for each, row in zip(lot, answers, strict=True):
+                if isinstance(row, BadObject):
+                    self._misses.add(row.value, 1)
+                    if row is not BadObject.VERSION:
+                        self._bad.append(each.name)
+                elif row is None:
+                    self._misses.add("absent", 1)
+                else:
+                    found[each.name] = row
+        return found
+
+    def _start(self, lot: Sequence[_Wanted]) -> "Future[list[Bytes | BadObject | None]]":
+        return self._calls.start(lambda: self._fetch(lot))
+
+    def _fetch(self, lot: Sequence[_Wanted]) -> list[Bytes | BadObject | None]:
+        """Fetch and verify a lot, which wants either whole objects or ranges."""
+        started = monotonic()
+        if lot[0].bands is None:
+            most = max(each.objects.nbytes for each in lot)
+            blobs = self._client.get([each.name for each in lot], most)
+            nbytes = sum(blob.nbytes for blob in blobs if blob is not None)
+            self.rate.note(nbytes, monotonic() - started)
+            return [
+                None if blob is None else each.objects.read(each.key, blob)
+                for each, blob in zip(lot, blobs, strict=True)
+            ]
+        pairs = [(each, each.bands) for each in lot if each.bands is not None]
+        ranges = [(each.name, each.objects.wanted(bands)) for each, bands in pairs]
+        answers = self._client.get_ranges(ranges)
+        self.rate.note(sum(each.nbytes for each in lot), monotonic() - started)
+        return [
+            None if parts is None else each.objects.read_parts(each.key, parts, bands)
+            for (each, bands), parts in zip(pairs, answers, strict=True)
+        ]
+
+
+def _lots(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    """The objects in lots of about `LOT_BYTES`, whole ones and ranges apart."""
+    lots: list[list[_Wanted]] = []
+    for whole in (True, False):
+        nbytes = LOT_BYTES
+        for each in (each for each in wanted if (each.bands is None) == whole):
+            if nbytes >= LOT_BYTES:
+                lots.append([])
+                nbytes = 0
+            lots[-1].append(each)
+            nbytes += each.nbytes
+    return lots
+
+
+def _assembled(parts: Parts, sources: Sequence[Bytes | None], row_bytes: int) -> Bytes | None:
+    """A row out of the rows of its parts; None where one of them is missing."""
+    present = [source for source in sources if source is not None]
+    if len(present) < len(sources):
+        return None
+    if len(parts) == 1 and parts[0].piece.bands is None:
+        return present[0]
+    row = np.zeros(row_bytes, np.uint8)
+    for part, source in zip(parts, present, strict=True):
+        part.piece.bring(source, row)
+    return row

@@ -1,0 +1,163 @@
+"""Mooncake Store: the only module that imports it.
+
+Rows lie in the memory of many machines and go over RDMA or TCP. It is a cache and nothing else:
+a master that is started again knows no keys, and for some seconds after the owner of a copy has
+died a put of the same key is answered with success. Both are misses to us, since what counts is
+what a read returns.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, cast
+
+import numpy as np
+
+from kvstow.errors import BackendMissing
+from kvstow.offload.remote.client import Blob, Range, StoreUnreachable
+from kvstow.offload.tier import Bools, Bytes
+
+try:
+    from mooncake.store import (  # pyright: ignore[reportMissingImports]
+        MooncakeDistributedStore,  # pyright: ignore[reportUnknownVariableType]
+    )
+except ImportError as error:
+    if isinstance(error, ModuleNotFoundError):
+        raise BackendMissing("mooncake", "mooncake") from None
+    raise BackendMissing(
+        f"mooncake ({error})", install="and: apt install libibverbs1 libnl-3-200 libnl-route-3-200"
+    ) from None
+
+NOT_FOUND, TOO_SMALL = -704, -600
+"""Answers to a read: no such object; another size than was asked for."""
+
+GONE = -800
+"""The machine that had the object, or was to have it, is gone or has no room."""
+
+STAGE_BYTES = 64 << 20
+"""Registered memory that reads and writes go through."""
+
+
+class MooncakeClient:
+    """Objects whose names begin with one prefix, on the segments that a master knows."""
+
+    def __init__(
+        self,
+        master: str,
+        prefix: str,
+        *,
+        metadata: str,
+        local: str = "127.0.0.1",
+        protocol: str = "tcp",
+        device: str = "",
+        stage_bytes: int = STAGE_BYTES,
+    ) -> None:
+        self.where = f"mooncake://{master}/{prefix}"
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._store = cast("Any", MooncakeDistributedStore())
+        status = self._store.setup(local, metadata, 0, 16 << 20, protocol, device, master)
+        if status:
+            raise StoreUnreachable(f"{self.where}: setup ended with {status}")
+        self._stage: Bytes = np.zeros(stage_bytes, np.uint8)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._stage.data))
+        if status := self._store.register_buffer(self._address, stage_bytes):
+            raise StoreUnreachable(f"{self.where}: {stage_bytes} bytes not registered: {status}")
+        self._lock = Lock()
+
+    def put(self, blobs: Sequence[Blob]) -> None:
+        """Make objects. One for which no machine has room is not made, and that is no error."""
+        with self._lock:
+            for lot in _lots([blob.data.nbytes for blob in blobs], self._stage.nbytes):
+                names, places, sizes = self._placed([blobs[i] for i in lot])
+                answers = self._store.batch_put_from(names, places, sizes)
+                self._check([answer for answer in answers if answer != GONE])
+
+    def _placed(self, blobs: Sequence[Blob]) -> tuple[list[str], list[int], list[int]]:
+        """Blobs copied into the stage: their names, addresses and sizes."""
+        at, places = 0, list[int]()
+        for blob in blobs:
+            self._stage[at : at + blob.data.nbytes] = blob.data
+            places.append(self._address + at)
+            at += blob.data.nbytes
+        names = [self._prefix + blob.name for blob in blobs]
+        return names, places, [blob.data.nbytes for blob in blobs]
+
+    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
+        found: list[Bytes | None] = []
+        with self._lock:
+            for lot in _lots([most] * len(names), self._stage.nbytes):
+                keys = [self._prefix + names[i] for i in lot]
+                starts = [i * most for i in range(len(keys))]
+                places = [self._address + start for start in starts]
+                answers = self._store.batch_get_into(keys, places, [most] * len(keys))
+                found += [
+                    self._stage[start : start + answer].copy() if answer >= 0 else None
+                    for start, answer in zip(starts, self._check(answers), strict=True)
+                ]
+        return found
+
+    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        sizes = [sum(end - start for start, end in ranges) for _, ranges in wanted]
+        found: list[list[Bytes] | None] = []
+        with self._lock:
+            for lot in _lots(sizes, self._stage.nbytes):
+                found += self._ranges_of([wanted[i] for i in lot])
+        return found
+
+    def _ranges_of(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        at, places = 0, list[list[int]]()
+        for _, ranges in wanted:
+            places.append([])
+            for start, end in ranges:
+                places[-1].append(at)
+                at += end - start
+        answers = self._store.get_into_ranges(
+            [self._address],
+            [[self._prefix + name for name, _ in wanted]],
+            [places],
+            [[[start for start, _ in ranges] for _, ranges in wanted]],
+            [[[end - start for start, end in ranges] for _, ranges in wanted]],
+        )[0]
+        found: list[list[Bytes] | None] = []
+        for starts, sizes in zip(places, answers, strict=True):
+            missing = any(size in (NOT_FOUND, GONE) for size in self._check(sizes))
+            parts = [
+                self._stage[start : start + max(size, 0)].copy()
+                for start, size in zip(starts, sizes, strict=True)
+            ]
+            found.append(None if missing else parts)
+        return found
+
+    def exists(self, names: Sequence[str]) -> Bools:
+        answers = self._store.batch_is_exist([self._prefix + name for name in names])
+        return np.array(self._check(answers), np.int64) == 1
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._check(self._store.batch_remove([self._prefix + name for name in names], True))
+
+    def close(self) -> None:
+        with self._lock:
+            self._store.close()
+
+    def _check(self, answers: Sequence[int]) -> Sequence[int]:
+        """The answers; StoreUnreachable for one that means neither yes nor no."""
+        for answer in answers:
+            if answer < 0 and answer not in (NOT_FOUND, TOO_SMALL, GONE):
+                raise StoreUnreachable(f"{self.where}: error {answer}")
+        return answers
+
+
+def _lots(sizes: Sequence[int], most: int) -> list[range]:
+    """Neighbours that fit together into `most` bytes. Raises where one alone does not."""
+    lots, first, total = list[range](), 0, 0
+    for i, size in enumerate(sizes):
+        if size > most:
+            raise StoreUnreachable(
+                f"an object of {size} bytes does not fit the {most} bytes that are registered"
+                "\n\nhint: give the URL a larger stage=…"
+            )
+        if total + size > most:
+            lots.append(range(first, i))
+            first, total = i, 0
+        total += size
+    return [*lots, range(first, len(sizes))] if sizes else []

@@ -1,0 +1,112 @@
+"""Redis and Valkey, through `redis`: the only module that imports it.
+
+Every verb is one pipeline. Names are keys behind a prefix. Servers that evict by themselves
+(`maxmemory-policy allkeys-lru`) are fine: a row that is gone is a miss.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from kvstow.errors import BackendMissing
+from kvstow.offload.remote.client import Blob, BlobFacts, Range, StoreUnreachable
+from kvstow.offload.tier import Bools, Bytes
+
+try:
+    import redis
+except ImportError:
+    raise BackendMissing("redis", "redis") from None
+
+SCAN = 1000
+"""Keys per step of a listing."""
+
+
+class RedisClient:
+    """Keys of one database that begin with one prefix."""
+
+    def __init__(self, url: str, prefix: str, *, seconds: float) -> None:
+        self._prefix = f"{prefix}:" if prefix else ""
+        # A client for each thread that asks: a pool of connections, none of them shared.
+        self._redis: Any = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+            url, socket_timeout=seconds, socket_connect_timeout=min(seconds, 2.0), retry=None
+        )
+        where = self._redis.connection_pool.connection_kwargs
+        self.where = f"redis://{where.get('host', '')}:{where.get('port', '')}/{prefix}"
+
+    def put(self, blobs: Sequence[Blob]) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for blob in blobs:
+            pipe.set(self._prefix + blob.name, blob.data.data, nx=True)
+        self._sent(pipe)
+
+    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.get(self._prefix + name)
+        return [
+            None if data is None else np.frombuffer(data, np.uint8) for data in self._sent(pipe)
+        ]
+
+    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        pipe = self._redis.pipeline(transaction=False)
+        for name, ranges in wanted:
+            for start, end in ranges:
+                pipe.getrange(self._prefix + name, start, end - 1)
+        answers = iter(self._sent(pipe))
+        found: list[list[Bytes] | None] = []
+        for _, ranges in wanted:
+            parts = [np.frombuffer(next(answers), np.uint8) for _ in ranges]
+            found.append(parts if any(map(len, parts)) else None)
+        return found
+
+    def exists(self, names: Sequence[str]) -> Bools:
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(self._prefix + name)
+        return np.array(self._sent(pipe), bool)
+
+    def delete(self, names: Sequence[str]) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.unlink(self._prefix + name)
+        self._sent(pipe)
+
+    def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
+        """Keys with their lengths. Redis keeps no times: `modified` is when they were last used,
+        to ten seconds, or now where the server evicts by frequency."""
+        start = self._prefix + prefix
+        cursor = 0
+        while True:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.scan(cursor, match=_escaped(start) + "*", count=SCAN)
+            pipe.time()
+            (cursor, keys), (now, _) = self._sent(pipe)
+            yield from self._facts(keys, now)
+            if not cursor:
+                return
+
+    def _facts(self, keys: Sequence[bytes], now: int) -> Iterator[BlobFacts]:
+        pipe = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipe.strlen(key)
+            pipe.object("IDLETIME", key)
+        answers = self._sent(pipe, raises=False)
+        for key, nbytes, idle in zip(keys, answers[::2], answers[1::2], strict=True):
+            if isinstance(nbytes, int) and nbytes:
+                name = key.decode(errors="replace").removeprefix(self._prefix)
+                yield BlobFacts(name, nbytes, now - idle if isinstance(idle, int) else now)
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _sent(self, pipe: Any, *, raises: bool = True) -> list[Any]:
+        try:
+            return cast("list[Any]", pipe.execute(raise_on_error=raises))
+        except (redis.RedisError, OSError) as error:
+            raise StoreUnreachable(f"{self.where}: {error}") from error
+
+
+def _escaped(text: str) -> str:
+    """The text as a pattern of itself."""
+    return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in text)

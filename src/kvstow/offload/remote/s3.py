@@ -1,0 +1,154 @@
+"""S3 and whatever speaks it, through `obstore`: the only module that imports it.
+
+One event loop in a thread of its own has all requests of a batch under way at once. Credentials
+and region come from the URL or, as usual, from `AWS_ACCESS_KEY_ID` and the like.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstow.errors import BackendMissing
+from kvstow.offload.remote.client import Blob, BlobFacts, Range, StoreUnreachable
+from kvstow.offload.tier import Bools, Bytes
+
+try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError
+    from obstore.store import S3Store
+except ImportError:
+    raise BackendMissing("obstore", "s3") from None
+
+T = TypeVar("T")
+
+IN_FLIGHT = 64
+"""Requests under way at a time."""
+
+
+class S3Client:
+    """Objects of one bucket below one prefix."""
+
+    def __init__(
+        self, bucket: str, prefix: str, *, options: Mapping[str, str], seconds: float
+    ) -> None:
+        self.where = f"s3://{bucket}/{prefix}"
+        endpoint = options.get("endpoint", "")
+        config: dict[str, Any] = {
+            name: value for name, value in options.items() if name != "endpoint"
+        }
+        if endpoint:
+            config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+            config.setdefault("region", "us-east-1")
+        self._store = S3Store(
+            bucket,
+            prefix=prefix or None,
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": f"{min(seconds, 2.0)}s",
+                "timeout": f"{seconds}s",
+            },
+            retry_config={"max_retries": 0},
+            **config,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="kvstow-s3", daemon=True)
+        self._thread.start()
+        self._seconds = seconds
+
+    def put(self, blobs: Sequence[Blob]) -> None:
+        async def put(blob: Blob) -> None:
+            with suppress(AlreadyExistsError):
+                await obstore.put_async(
+                    self._store, blob.name, blob.data.data, mode="create", use_multipart=False
+                )
+
+        self._each(put, blobs)
+
+    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
+        async def get(name: str) -> Bytes | None:
+            try:
+                found = await obstore.get_async(self._store, name)
+                return np.frombuffer(memoryview(await found.bytes_async()), np.uint8)
+            except FileNotFoundError:
+                return None
+
+        return self._each(get, names)
+
+    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+        async def get(one: tuple[str, Sequence[Range]]) -> list[Bytes] | None:
+            name, ranges = one
+            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+            try:
+                parts = await obstore.get_ranges_async(self._store, name, starts=starts, ends=ends)
+            except FileNotFoundError:
+                return None
+            return [np.frombuffer(memoryview(part), np.uint8) for part in parts]
+
+        return self._each(get, wanted)
+
+    def exists(self, names: Sequence[str]) -> Bools:
+        async def head(name: str) -> bool:
+            try:
+                await obstore.head_async(self._store, name)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return np.array(self._each(head, names), bool)
+
+    def delete(self, names: Sequence[str]) -> None:
+        async def delete(some: list[str]) -> None:
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(self._store, some)
+
+        self._each(delete, [list(names[at : at + 1000]) for at in range(0, len(names), 1000)])
+
+    def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
+        try:
+            chunks: Iterator[Sequence[Any]] = obstore.list(  # pyright: ignore[reportUnknownMemberType]
+                self._store, prefix.rstrip("/") or None
+            )
+            for chunk in chunks:
+                for found in chunk:
+                    when = found["last_modified"].timestamp()
+                    yield BlobFacts(found["path"], found["size"], when)
+        except (BaseError, OSError) as error:
+            raise _unreachable(self.where, error) from error
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._seconds)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _each(self, function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
+        """The function's results for all items, some at a time; cancelled when one fails."""
+        gate = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(item: Any) -> T:
+            async with gate:
+                return await function(item)
+
+        async def all_of_them() -> list[T]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(item)) for item in items]
+            return [task.result() for task in tasks]
+
+        return self._run(all_of_them())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseExceptionGroup as errors:
+            raise _unreachable(self.where, errors.exceptions[0]) from errors
+        except (BaseError, OSError) as error:
+            raise _unreachable(self.where, error) from error
+
+
+def _unreachable(where: str, error: BaseException) -> StoreUnreachable:
+    lines = str(error).splitlines()
+    return StoreUnreachable(f"{where}: {lines[0] if lines else error!r}")

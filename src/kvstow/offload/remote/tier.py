@@ -1,0 +1,295 @@
+"""The remote tier: rows on a store that other machines and other layouts read.
+
+    contains   one batched question within the budget; where rows were found is remembered
+    load       objects or ranges of them → checksums → rows of this layout
+    store      copied, queued, written in the background; dropped when that is too much
+
+Everything that is not a verified row is a miss with a counted reason (`misses`).
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Event, Thread
+from time import monotonic
+
+import numpy as np
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.offload.remote.calls import Breaker, Calls, Tallies
+from kvstow.offload.remote.client import Blob, BlobClient, StoreUnreachable
+from kvstow.offload.remote.collect import Quota, last_usage
+from kvstow.offload.remote.directory import Directory, WriterLayout
+from kvstow.offload.remote.fetch import LOTS, Fetcher
+from kvstow.offload.remote.lookup import LookUps, Parts
+from kvstow.offload.remote.url import RemoteOptions, opened
+from kvstow.offload.remote.writes import WriteQueue
+from kvstow.offload.tier import (
+    Bools,
+    Bytes,
+    Counter,
+    Counts,
+    Usage,
+    checked_keys,
+    checked_rows,
+    known_identity,
+    note_unverified,
+)
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Encoder, State
+
+log = logging.getLogger("kvstow.offload")
+
+REFRESH_SECONDS = 15.0
+"""How often the directory of writers is read again, and the own entry renewed."""
+
+
+class RemoteTier:
+    """Rows of one layout on a remote store, named by a URL or reached through a client.
+
+    Threads may use it at once. A store that is dead or slow raises nothing: its rows are misses.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        store: str | BlobClient,
+        layout: Layout,
+        *,
+        identity: Identity | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:
+        known = known_identity(layout, identity, "a remote store")
+        if isinstance(store, str):
+            store, options = opened(store)
+        self.client, self.options = store, options or RemoteOptions()
+        note_unverified(known, self.client.where)
+        self._own = WriterLayout.of(layout.identified(known))
+        self.layout = self._own.layout
+        self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
+        self._directory = Directory(self.client, self.options.tenant, known)
+        self.misses = Tallies()
+        """Rows that were asked for and not given, by reason."""
+        self.breaker = Breaker(self.client.where, lambda: self.client.exists(["probe"]))
+        self._calls = Calls(self.breaker, num_threads=LOTS + 1)
+        self._look_ups = LookUps(
+            self.client,
+            self._calls,
+            self._directory,
+            self.layout,
+            self._own.fingerprint,
+            self.misses,
+        )
+        self._fetcher = Fetcher(self.client, self._calls, self._look_ups, self.misses)
+        self._quota = Quota(self.options)
+        self._counter = Counter()
+        self.writes = WriteQueue(
+            self.client,
+            self.breaker,
+            max_bytes=self.options.queue,
+            before=self._publish,
+            written=self._count_written,
+        )
+        self._published = float("-inf")
+        self.prefill_rate = PrefillRate(self.options.prefill)
+        self._closing = Event()
+        self.refresh()
+        self._thread = Thread(target=self._keep_looking, name="kvstow-remote-look", daemon=True)
+        self._thread.start()
+
+    # ── who else writes ───────────────────────────────────────────────────────────
+
+    def refresh(self) -> None:
+        """See which writers there are now, and how much the store holds where that is limited.
+
+        Nothing changes where the store does not answer.
+        """
+        if self.breaker.is_open:
+            return
+        try:
+            self._calls.run(self._read_directory, self.options.load)
+        except StoreUnreachable as error:
+            log.warning("%s: the directory was not read: %s", self.client.where, error)
+        self._look_ups.use_directory()
+
+    def _read_directory(self) -> None:
+        self._directory.refresh()
+        if self._quota.is_limited:
+            self._quota.use(last_usage(self.client))
+
+    def _keep_looking(self) -> None:
+        while not self._closing.wait(REFRESH_SECONDS):
+            self.refresh()
+
+    def _publish(self) -> None:
+        """Let others find the own layout: before the first row is written, and now and again,
+        since a store may lose it."""
+        if monotonic() - self._published < REFRESH_SECONDS:
+            return
+        self._directory.publish(self._own)
+        self._published = monotonic()
+        self._look_ups.use_directory()
+
+    # ── questions ─────────────────────────────────────────────────────────────────
+
+    @property
+    def counts(self) -> Counts:
+        return self._counter.now
+
+    @property
+    def usage(self) -> Usage:
+        """What this process has written; the store's own usage is what the collector counts."""
+        now = self._counter.now
+        limits = (self.options.tenant_bytes, self.options.max_bytes)
+        known = [limit for limit in limits if limit is not None]
+        return Usage(rows=now.stored_rows, nbytes=now.stored_bytes, capacity=min(known, default=0))
+
+    def expect(self, identity: Identity, prompt: Prompt) -> None:
+        """Rows of this prompt will be asked for. Needed only where writers have other block sizes:
+        without the tokens their blocks cannot be found."""
+        self._look_ups.expect(identity, prompt)
+
+    def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which rows can be loaded, as far as there is time to look and it pays to load them."""
+        checked_keys(self.layout, group, keys)
+        found = np.array([parts is not None for parts in self._where(group, keys)], bool)
+        if not self._pays(group, int(found.sum())):
+            self.misses.add("price", int(found.sum()))
+            found[:] = False
+        return found
+
+    def _where(self, group: int, keys: Sequence[bytes]) -> list[Parts | None]:
+        if self.breaker.is_open:
+            self.misses.add("unreachable", len(keys))
+            return [None] * len(keys)
+        return self._look_ups.look_up(group, keys, self.options.budget)
+
+    def _pays(self, group: int, num_rows: int) -> bool:
+        """Whether loading so many rows of a group, with what belongs to the same tokens in other
+        groups, takes less time than computing the tokens. Unknown prices speak for loading."""
+        tokens = num_rows * self.layout.groups[group].group.block_tokens
+        seconds = self._fetcher.rate.seconds(int(tokens * self._bytes_per_token))
+        return not num_rows or seconds <= self.prefill_rate.seconds(tokens)
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        return sum(
+            self.layout.row_bytes(g) / rows.group.block_tokens
+            for g, rows in enumerate(self.layout.groups)
+            if not isinstance(rows.group.retention, State | Encoder)
+        )
+
+    # ── rows ──────────────────────────────────────────────────────────────────────
+
+    def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        """Copy rows out; which of them were there, whole, and in time."""
+        checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
+        found = np.zeros(len(keys), bool)
+        parts = {i: each for i, each in enumerate(self._where(group, keys)) if each is not None}
+        if parts and not self.breaker.is_open:
+            asked = [keys[i] for i in parts]
+            row_bytes = self.layout.row_bytes(group)
+            made = self._fetcher.rows(
+                group, row_bytes, asked, list(parts.values()), self.options.load
+            )
+            for i, row in zip(parts, made, strict=True):
+                if row is not None:
+                    rows[i][:] = row
+                    found[i] = True
+            self._clean_up(group, [keys[i] for i in parts if not found[i]])
+        count = int(found.sum())
+        nbytes = count * self.layout.row_bytes(group)
+        self._counter.add(
+            Counts(hits=count, misses=len(keys) - count, loaded_rows=count, loaded_bytes=nbytes)
+        )
+        return found
+
+    def _clean_up(self, group: int, lost: Sequence[bytes]) -> None:
+        """Rows were not there, or not whole: look again next time, and remove what is broken, so
+        that it can be written again."""
+        self._look_ups.forget(group, lost)
+        self.writes.forget([self._name(group, key) for key in lost])
+        bad = self._fetcher.take_bad()
+        if bad:
+            what = f"{len(bad)} broken objects are removed, {bad[0]} first"
+            log.warning("%s: %s", self.client.where, what)
+            self._counter.add(Counts(failures=len(bad)))
+            self._calls.start(lambda: self.client.delete(bad))
+
+    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+        """Take copies of rows, to be written soon; which of them were taken or are there.
+
+        Never waits for the store. Rows that do not fit the queue or a limit are dropped, and
+        counted in `writes.dropped`.
+        """
+        checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
+        taken = np.zeros(len(keys), bool)
+        objects = self._objects[group]
+        for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            name = self._name(group, key)
+            if self.writes.is_known(name):
+                taken[i] = True
+            elif refusal := self._quota.refusal(objects.nbytes):
+                self.writes.drop("quota", refusal)
+            elif self.writes.admits(objects.nbytes):
+                taken[i] = self.writes.put(Blob(name, objects.written(key, row)))
+        return taken
+
+    def _name(self, group: int, key: bytes) -> str:
+        return self._directory.row_name(self._own.fingerprint, group, key)
+
+    def _count_written(self, rows: int, nbytes: int) -> None:
+        self._quota.add(nbytes)
+        self._counter.add(Counts(stored_rows=rows, stored_bytes=nbytes))
+
+    def evict(self, group: int, keys: Sequence[bytes]) -> int:
+        """Remove the objects that rows are made of; how many rows were there."""
+        checked_keys(self.layout, group, keys)
+        where = zip(keys, self._where(group, keys), strict=True)
+        found = [(key, parts) for key, parts in where if parts is not None]
+        names = list({self._look_ups.name(part) for _, parts in found for part in parts})
+        try:
+            self._calls.run(lambda: self.client.delete(names), self.options.load)
+        except StoreUnreachable:
+            return 0
+        self._look_ups.forget(group, [key for key, _ in found])
+        self.writes.forget(names)
+        self._counter.add(Counts(evicted_rows=len(found)))
+        return len(found)
+
+    # ── the end ───────────────────────────────────────────────────────────────────
+
+    def flush(self, seconds: float) -> bool:
+        """Whether everything that was taken has been written or dropped, within so many seconds."""
+        return self.writes.flush(seconds)
+
+    def close(self) -> None:
+        """Write what waits, within the time limit of a load, and let go of the store."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.writes.close(self.options.load)
+        self.breaker.close()
+        self._calls.close()
+        self._thread.join(1.0)
+        self.client.close()
+
+
+@dataclass(slots=True)
+class PrefillRate:
+    """Tokens that are computed in a second: given, or measured. 0 as long as it is not known."""
+
+    tokens_per_second: float = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so many seconds to compute."""
+        if tokens > 0 and seconds > 0:
+            weight = 0.25 if self.tokens_per_second else 1.0
+            self.tokens_per_second += (tokens / seconds - self.tokens_per_second) * weight
+
+    def seconds(self, tokens: int) -> float:
+        """How long so many tokens would take; for ever where that is not known."""
+        return tokens / self.tokens_per_second if self.tokens_per_second else float("inf")

@@ -1,0 +1,154 @@
+"""Which store a URL names, and the options it carries.
+
+    s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:8333&region=…
+    redis://HOST:PORT/DB?prefix=NAME            rediss:// with TLS
+    mooncake://MASTER:PORT/PREFIX?metadata=http://HOST:PORT/metadata&protocol=tcp
+
+Options of every store: `tenant`, `budget` and `load` (seconds), `queue` (bytes), `prefill`
+(tokens per second), `max_bytes` and `tenant_bytes` (limits). Passwords are better kept out of URLs:
+S3 takes them from `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, Redis from a file named by
+`password_file`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
+
+from kvstow.errors import KvstowError, StoreError
+from kvstow.offload.remote.client import BlobClient
+from kvstow.plan.words import parse_size
+
+FORMS = (
+    "s3://BUCKET/PREFIX?endpoint=URL, redis://HOST:PORT/DB?prefix=NAME, "
+    "mooncake://MASTER:PORT/PREFIX?metadata=URL"
+)
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """What an operator may say about a remote tier."""
+
+    tenant: str = "shared"
+    """Whose rows these are: tenants share nothing, and have limits of their own."""
+    budget: float = 0.25
+    """Seconds that a look-up may cost a request."""
+    load: float = 10.0
+    """Seconds that loading the rows of one batch may take."""
+    queue: int = 256 << 20
+    """Bytes that may wait to be written; more are dropped."""
+    prefill: float = 0.0
+    """Tokens that are computed in a second. Where it is given or measured, rows that would take
+    longer to load than to compute are not loaded."""
+    max_bytes: int | None = None
+    """The most that the whole store may hold, by the collector's last count."""
+    tenant_bytes: int | None = None
+    """The most that the tenant may hold."""
+
+    def __post_init__(self) -> None:
+        if not _TENANT.fullmatch(self.tenant):
+            raise StoreError(
+                f"tenant {self.tenant!r} is not 1 to 64 letters, digits, dots, dashes or "
+                "underscores"
+            )
+        for name, value in (("budget", self.budget), ("load", self.load)):
+            if not 0 < value <= 3600:
+                raise StoreError(f"{name}={value} is not in (0, 3600] seconds")
+
+
+_COMMON: dict[str, Callable[[str], object]] = {
+    "tenant": str,
+    "budget": float,
+    "load": float,
+    "queue": parse_size,
+    "prefill": float,
+    "max_bytes": parse_size,
+    "tenant_bytes": parse_size,
+}
+_S3 = ("endpoint", "region", "access_key_id", "secret_access_key", "session_token")
+_REDIS = ("prefix", "password_file")
+_MOONCAKE = ("metadata", "local", "protocol", "device", "stage")
+_OWN = {"s3": _S3, "redis": _REDIS, "rediss": _REDIS, "mooncake": _MOONCAKE}
+
+
+def is_remote(place: object) -> bool:
+    """Whether a place is a URL of a remote store, and not a directory."""
+    return isinstance(place, str) and "://" in place
+
+
+def parse(url: str) -> tuple[SplitResult, dict[str, str], RemoteOptions]:
+    """The parts of a URL: its address, the options of its store, the options of every store."""
+    parts = urlsplit(url)
+    if parts.scheme not in _OWN or not parts.netloc:
+        raise StoreError(f"{_shown(parts)} names no store\n\nhint: {FORMS}")
+    own: dict[str, str] = {}
+    common: dict[str, object] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in _OWN[parts.scheme]:
+            own[name] = value
+        elif name in _COMMON:
+            common[name] = _converted(name, value)
+        else:
+            known = ", ".join((*_OWN[parts.scheme], *_COMMON))
+            raise StoreError(f"{_shown(parts)}: no option {name!r}\n\nhint: one of {known}")
+    return parts, own, RemoteOptions(**common)  # pyright: ignore[reportArgumentType]
+
+
+def _converted(name: str, value: str) -> object:
+    try:
+        return _COMMON[name](value)
+    except (ValueError, KvstowError) as error:
+        raise StoreError(f"option {name}={value!r}: {error}") from error
+
+
+def _shown(parts: SplitResult) -> str:
+    """The URL without user, password and options."""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def opened(url: str) -> tuple[BlobClient, RemoteOptions]:
+    """A client for the store that a URL names, and the options it carries.
+
+    Raises BackendMissing where the store's package is not installed.
+    """
+    parts, own, options = parse(url)
+    prefix = parts.path.strip("/")
+    if parts.scheme == "s3":
+        from kvstow.offload.remote.s3 import S3Client
+
+        return S3Client(parts.netloc, prefix, options=own, seconds=options.load), options
+    if parts.scheme == "mooncake":
+        return _mooncake(parts.netloc, prefix, own), options
+    return _redis(parts, own, options.load), options
+
+
+def _redis(parts: SplitResult, own: dict[str, str], seconds: float) -> BlobClient:
+    from kvstow.offload.remote.redis import RedisClient
+
+    address = parts.netloc
+    if own.get("password_file"):
+        password = Path(own["password_file"]).read_text().strip()
+        address = f":{quote(password, safe='')}@{address.rpartition('@')[2]}"
+    url = f"{parts.scheme}://{address}{parts.path}"
+    return RedisClient(url, own.get("prefix", "kvstow"), seconds=seconds)
+
+
+def _mooncake(master: str, prefix: str, own: dict[str, str]) -> BlobClient:
+    from kvstow.offload.remote.mooncake import STAGE_BYTES, MooncakeClient
+
+    if not own.get("metadata"):
+        raise StoreError(
+            f"mooncake://{master}: no metadata server\n\n"
+            "hint: …?metadata=http://HOST:PORT/metadata, or P2PHANDSHAKE"
+        )
+    return MooncakeClient(
+        master,
+        prefix,
+        metadata=own["metadata"],
+        local=own.get("local", "127.0.0.1"),
+        protocol=own.get("protocol", "tcp"),
+        device=own.get("device", ""),
+        stage_bytes=parse_size(own["stage"]) if "stage" in own else STAGE_BYTES,
+    )

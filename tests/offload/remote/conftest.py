@@ -1,0 +1,37 @@
+"""Real servers, one of each kind per run, and an empty store for every test."""
+
+from uuid import uuid4
+
+import pytest
+
+from kvstow.testing.servers import Seaweed, Valkey
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory):
+    with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey_url(valkey):
+    """A Valkey store that nobody has written to."""
+    return f"{valkey.url}?prefix={uuid4().hex}&budget=10"
+
+
+@pytest.fixture
+def s3_url(seaweed):
+    """An S3 store that nobody has written to."""
+    return seaweed.url.replace("/rows?", f"/{uuid4().hex}?") + "&budget=10"
+
+
+@pytest.fixture(params=["valkey_url", "s3_url"])
+def url(request):
+    """A store that nobody has written to."""
+    return request.getfixturevalue(request.param)
