@@ -5,21 +5,26 @@ Only what the connector inherits or receives is stood in for; vLLM itself is in 
 
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvstow.errors import SpecError
+from kvstow.events.format import BlockStored, CacheEvent
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
 PAGE = HEADS * TOKENS * CONTENT * 4
 PROMPT = list(range(500, 518))
+HASHES = [bytes(24) + (0xFEED0000 + k).to_bytes(8, "big") for k in range(4)]
 
 
 class StandInBase:
@@ -110,7 +115,7 @@ class FullAttentionSpec:
     num_head_slots = None
 
 
-def vllm_config(**options: object) -> SimpleNamespace:
+def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace:
     given = {"unverified": "a test", "digest": "always", **options}
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given, engine_id="engine"),
@@ -125,6 +130,7 @@ def vllm_config(**options: object) -> SimpleNamespace:
             model="/models/tiny", dtype=torch.float32, get_total_num_kv_heads=lambda: HEADS
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=publishes),
     )
 
 
@@ -148,6 +154,7 @@ def cache_config() -> SimpleNamespace:
         num_blocks=NUM_BLOCKS,
         kv_cache_tensors=[rows],
         transfer_group_ids=(0,),
+        hash_block_size=TOKENS,
     )
 
 
@@ -168,6 +175,7 @@ def request(id: str, **changed: object) -> SimpleNamespace:
         "cache_salt": None,
         "mm_features": None,
         "prompt_embeds": None,
+        "block_hashes": HASHES,
         "status": Status.FINISHED_LENGTH_CAPPED,
         "num_computed_tokens": len(PROMPT),
         "num_in_flight_tokens": 0,
@@ -179,8 +187,8 @@ def request(id: str, **changed: object) -> SimpleNamespace:
 class Engine:
     """Two connectors of one engine, whose scheduler and worker share a process or do not."""
 
-    def __init__(self, connector: ModuleType, *, in_process: bool) -> None:
-        given = vllm_config(), cache_config()
+    def __init__(self, connector: ModuleType, *, in_process: bool, **options: object) -> None:
+        given = vllm_config(**options), cache_config()
         self.views = memory()
         self.scheduler = connector.KvstowConnector(given[0], Role.SCHEDULER, given[1])
         self.worker = connector.KvstowConnector(given[0], Role.WORKER, given[1])
@@ -257,3 +265,84 @@ def test_an_aborted_request_hands_nothing_over(connector: ModuleType):
         "p", kv_transfer_params={"do_remote_decode": True}, status=Status.FINISHED_ABORTED
     )
     assert scheduler.request_finished_all_groups(asking, ([1, 2],)) == (False, None)
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────
+
+
+def events_of(engine: Engine, count: int) -> list[CacheEvent]:
+    found: list[CacheEvent] = []
+    until = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < until:
+        engine.step()
+        found += engine.scheduler.take_events()
+        time.sleep(0.01)
+    return found
+
+
+def test_rows_that_come_to_host_and_disk_are_told_by_vllms_hashes(
+    connector: ModuleType, tmp_path: Path
+):
+    engine = Engine(
+        connector,
+        in_process=True,
+        host_bytes=1 << 20,
+        disk_path=str(tmp_path),
+        disk_bytes=1 << 24,
+        events=True,
+    )
+    stays, _ = engine.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
+    assert stays
+    events = events_of(engine, 2)
+    assert [event.medium for event in events if isinstance(event, BlockStored)] == [
+        "CPU",
+        "STORAGE",
+    ]
+    for event in events:
+        assert isinstance(event, BlockStored)
+        assert event.block_hashes == [0xFEED0000 + k for k in range(4)]
+        assert event.parent_block_hash is None
+        assert event.token_ids == PROMPT[:16]
+        assert (event.block_size, event.group_idx) == (4, 0)
+    engine.worker.shutdown()
+
+
+def test_a_restarted_engine_tells_of_what_a_request_finds_on_disk(
+    connector: ModuleType, tmp_path: Path
+):
+    tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
+    first = Engine(connector, in_process=True, events=True, **tiers)
+    first.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
+    events_of(first, 2)
+    first.worker.shutdown()
+    second = Engine(connector, in_process=True, events=True, **tiers)
+    second.scheduler.on_new_request(request("d"))
+    (event,) = events_of(second, 1)
+    assert isinstance(event, BlockStored)
+    assert (event.medium, event.token_ids) == ("STORAGE", PROMPT[:16])
+    second.worker.shutdown()
+
+
+def test_events_are_off_unless_asked_for(connector: ModuleType):
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
+    engine.step()
+    assert list(engine.scheduler.take_events()) == []
+    engine.worker.shutdown()
+
+
+def test_events_without_a_publisher_or_without_tiers_are_refused(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    def made(**options: object) -> object:
+        return connector.KvstowConnector(
+            vllm_config(events=True, **options), Role.SCHEDULER, cache_config()
+        )
+
+    with pytest.raises(SpecError, match="hint: --kv-events-config"):
+        made(publishes=False, host_bytes=1 << 20)
+    with pytest.raises(SpecError, match="hint: set host_bytes"):
+        made()
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    with pytest.raises(SpecError, match="as bytes"):
+        made(host_bytes=1 << 20)

@@ -164,6 +164,7 @@ def vllm_request(**changed: object) -> SimpleNamespace:
         "cache_salt": None,
         "mm_features": None,
         "prompt_embeds": None,
+        "block_hashes": [],
     }
     return SimpleNamespace(**given | changed)
 

@@ -12,6 +12,7 @@ scheduler   one per engine: which request hands over or takes over
 recall      one per engine: which beginnings of requests come back, which blocks are stored
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
+events      what the tiers hold, in vLLM's stream of KV events
 plugin      packed rows for vLLM's CPU attention, if the environment asks for them
 
 `KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM.

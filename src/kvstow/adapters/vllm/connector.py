@@ -8,6 +8,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvstow.adapters.vllm.events import TierEvents, check_published
 from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
@@ -38,6 +40,9 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
+from kvstow.events.format import CacheEvent
+from kvstow.offload.watch import TierChange
+from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.nixl import NixlTransport
 
@@ -62,14 +67,17 @@ class KvstowStep(KVConnectorMetadata):
 
 @dataclass
 class KvstowPresent(KVConnectorWorkerMetadata):
-    """Workers' answers to lookups, for the scheduler: what all ranks have."""
+    """Workers' answers to lookups, for the scheduler: what all ranks have; and what came to the
+    first rank's tiers and went."""
 
     present: dict[str, KeysPresent]
+    changes: tuple[TierChange, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowPresent":
         assert isinstance(other, KvstowPresent)
         return KvstowPresent(
-            {name: here.both(other.present[name]) for name, here in self.present.items()}
+            {name: here.both(other.present[name]) for name, here in self.present.items()},
+            self.changes + other.changes,
         )
 
 
@@ -125,14 +133,22 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
         self._present: dict[str, KeysPresent] = {}
+        self._changes: tuple[TierChange, ...] = ()
+        self._events: TierEvents | None = None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            groups = declared_groups(self._declared)
+            if self._options.events:
+                check_published(vllm_config.kv_events_config)
+                size = kv_cache_config.hash_block_size
+                self._events = TierEvents(groups, self._groups_taken, size or _gcd(groups))
             self._scheduler = SchedulerSide(
-                declared_groups(self._declared),
+                groups,
                 self._declared.num_blocks,
                 self._options,
                 identity=self._declared.identity,
+                events=self._events,
             )
 
     @classmethod
@@ -209,6 +225,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         for what, count in results.counts.items():
             self._stats[what] += count
         self._present = {answer.request: answer for answer in results.present}
+        self._changes = results.changes
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -216,7 +233,9 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KvstowPresent | None:
-        return KvstowPresent(self._present) if self._present else None
+        if not self._present and not self._changes:
+            return None
+        return KvstowPresent(self._present, self._changes)
 
     @property
     def _step(self) -> StepOrders:
@@ -282,11 +301,21 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         answers = connector_output.kv_connector_worker_meta
         if isinstance(answers, KvstowPresent):
             self._scheduler_side.present(tuple(answers.present.values()))
+            if self._events is not None:
+                self._events.changed(answers.changes)
         for request in connector_output.finished_sending or ():
             self._scheduler_side.sent(request)
 
+    def take_events(self) -> Sequence[CacheEvent]:
+        """Events of the tiers; vLLM publishes them with its own, in the same bytes."""
+        return self._events.take() if self._events is not None else ()
+
     def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
+
+
+def _gcd(groups: Sequence[Group]) -> int:
+    return gcd(*(group.block_tokens for group in groups))
 
 
 def _num_filled(request: Any) -> int:

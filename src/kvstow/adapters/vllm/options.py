@@ -31,7 +31,8 @@ class ConnectorOptions:
     `host_shared`, a name, the host tier lies in shared memory: it outlives the process, and ranks
     of the machine that hold the same rows read each other's. `manifest_file` is where a rank
     writes its layout. `unverified` says why the model's weights need not be looked at; without
-    it, weights that cannot be found are refused.
+    it, weights that cannot be found are refused. With `events`, what the tiers hold is published
+    in vLLM's own stream of KV events.
     """
 
     model: str = ""
@@ -48,6 +49,7 @@ class ConnectorOptions:
     disk_path: str = ""
     disk_bytes: int = 0
     manifest_file: str = ""
+    events: bool = False
 
     @staticmethod
     def of(options: dict[str, Any]) -> "ConnectorOptions":
@@ -67,6 +69,11 @@ class ConnectorOptions:
         return ConnectorOptions(**options)
 
     def __post_init__(self) -> None:
+        if self.events and not self.offloads:
+            raise SpecError(
+                "option 'events' is true, and there are no tiers to tell of\n\n"
+                "hint: set host_bytes, or leave it out: vLLM publishes what its device holds itself"
+            )
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
         if min(self.host_bytes, self.disk_bytes) < 0 or bool(self.disk_path) != (

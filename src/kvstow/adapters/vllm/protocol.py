@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvstow.errors import ModelError, TransferError
+from kvstow.offload.watch import TierChange
 from kvstow.plan.checkpoint import adapter_digest
 from kvstow.transfer.ticket import MAX_BODY_BYTES, Ticket
 
@@ -126,6 +127,7 @@ class StepResults:
     failed: frozenset[str] = frozenset()
     present: tuple[KeysPresent, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    changes: tuple[TierChange, ...] = ()
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────
@@ -140,7 +142,8 @@ class EngineRequest:
 
     `adapter`, `salt` and `extra` are what its cache depends on besides the tokens and the model.
     One that is not `shareable` depends on something that has no name (prompt embeddings): its
-    blocks are neither handed over nor stored, and never taken from elsewhere.
+    blocks are neither handed over nor stored, and never taken from elsewhere. `hashes` are the
+    engine's own, of its whole blocks; `adapter_name` is what clients call the adapter.
     """
 
     id: str
@@ -150,6 +153,8 @@ class EngineRequest:
     salt: str = ""
     extra: Extra = ()
     shareable: bool = True
+    hashes: Sequence[bytes] = ()
+    adapter_name: str = ""
 
     def extra_before(self, num_tokens: int) -> Extra:
         """What begins among the first tokens."""
@@ -174,6 +179,8 @@ def request_of(request: Any) -> EngineRequest:
             for part in request.mm_features or ()
         ),
         shareable=request.prompt_embeds is None,
+        hashes=request.block_hashes,
+        adapter_name=adapter.lora_name if adapter else "",
     )
 
 

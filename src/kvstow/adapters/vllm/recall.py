@@ -5,6 +5,7 @@ from math import lcm
 
 import numpy as np
 
+from kvstow.adapters.vllm.events import TierEvents
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -28,9 +29,12 @@ class RecallKeys:
     answers "later" to the engine meanwhile.
     """
 
-    def __init__(self, groups: Sequence[Group], identity: Identity) -> None:
+    def __init__(
+        self, groups: Sequence[Group], identity: Identity, events: TierEvents | None = None
+    ) -> None:
         self._groups = tuple(groups)
         self._identity = identity
+        self._events = events
         self._unit = lcm(*(group.block_tokens for group in groups))
         self._asked: dict[str, tuple[tuple[bytes, ...], ...]] = {}
         self._length: dict[str, int] = {}
@@ -106,4 +110,7 @@ class RecallKeys:
         )
         sizes = {group.block_tokens for group in self._groups}
         by_size = {size: tuple(block_keys(identity, prompt, size)) for size in sizes}
-        return tuple(by_size[group.block_tokens] for group in self._groups)
+        keys = tuple(by_size[group.block_tokens] for group in self._groups)
+        if self._events is not None:
+            self._events.know(request, keys)
+        return keys

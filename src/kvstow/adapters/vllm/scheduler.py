@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstow.adapters.vllm.events import TierEvents
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -82,11 +83,12 @@ class SchedulerSide:
         options: ConnectorOptions,
         *,
         identity: Identity,
+        events: TierEvents | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._options = options
         self._identity = identity
-        self._recall = RecallKeys(groups, identity) if options.offloads else None
+        self._recall = RecallKeys(groups, identity, events) if options.offloads else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()

@@ -1,7 +1,7 @@
 """The tiers of one rank: rows stored and loaded for its engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstow.adapters.vllm.options import ConnectorOptions
@@ -22,6 +22,7 @@ from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.rows import matching_group
 from kvstow.offload.tier import Tier
+from kvstow.offload.watch import TierChange, TierWatch
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,12 @@ class OffloadJobs:
             matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
         ]
         self._mover = Mover(arena, self._host, self._below)
+        self._watch: TierWatch | None = None
+        if options.events and layout.tp[0] == layout.pp[0] == 0:
+            tiers: dict[str, Tier] = {"host": self._host}
+            tiers |= {"disk": self._disk} if self._disk else {}
+            self._watch = TierWatch(tiers)
+            self._watch.start()
         self._stores: list[OffloadJob] = []
         self._loads: list[OffloadJob] = []
 
@@ -73,6 +80,8 @@ class OffloadJobs:
         """Which rows are in one of the tiers now."""
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
+            if self._watch is not None:
+                self._watch.note(g, keys)
             here = self._host.contains(g, keys)
             if self._below is not None and not here.all():
                 here = here | self._below.contains(g, keys)
@@ -81,6 +90,9 @@ class OffloadJobs:
 
     def store(self, order: StoreBlocks) -> None:
         """Begin to keep rows. The blocks must stay as they are until the job is over."""
+        if self._watch is not None:
+            for group, (keys, _) in order.rows.items():
+                self._watch.note(self._groups[group], keys)
         self._stores.append(self._begin(order.request, order.rows, loads=False))
 
     def load(self, order: LoadBlocks) -> None:
@@ -121,6 +133,14 @@ class OffloadJobs:
                 job.error = StoreError(f"{lost} rows were gone when they were fetched")
         return ended
 
+    def changes(self) -> tuple[TierChange, ...]:
+        """Rows that came to a tier or went since the last time, by the engine's groups."""
+        if self._watch is None:
+            return ()
+        return tuple(
+            replace(change, group=self._groups.index(change.group)) for change in self._watch.take()
+        )
+
     def _ended(self, jobs: list[OffloadJob]) -> list[OffloadJob]:
         self._mover.reap()
         ended = [job for job in jobs if job.over]
@@ -129,6 +149,8 @@ class OffloadJobs:
 
     def close(self) -> None:
         """Finish what has begun; what is on disk, or shared, stays there."""
+        if self._watch is not None:
+            self._watch.close()
         self._mover.drain(10.0)
         self._mover.close()
         if self._near is not None:

@@ -187,6 +187,7 @@ class WorkerSide:
             failed=frozenset(self._failed),
             present=tuple(self._present),
             counts=dict(self._counts),
+            changes=self._offload.changes() if self._offload is not None else (),
         )
         self._was_news = bool(results.received)
         for told in (self._sent, self._received, self._failed, self._present, self._counts):
