@@ -71,11 +71,7 @@ def transfer(
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
-    if output is not None:
-        import json as json_
-
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json_.dumps(found, indent=1) + "\n")
+    _write(found, output)
     if json:
         emit_json(found)
     else:
@@ -91,6 +87,66 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         refuse(f"--device {device}: {why}\n\nhint: cpu is always there", code=MISUSED)
+
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="The server, without /v1.", show_default=False)
+]
+Served = Annotated[
+    str | None,
+    typer.Option("--model", help="The model to ask.", show_default="the server's first"),
+]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=16, help="Of the long prompt.")]
+AtOnce = Annotated[int, typer.Option("--requests", min=1, max=4096, help="That decode at once.")]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens of an answer.")]
+
+
+@bench.command("serving")
+def serving(
+    url: Url,
+    model: Served = None,
+    prompt_tokens: PromptTokens = 4096,
+    requests: AtOnce = 32,
+    new_tokens: NewTokens = 64,
+    repeats: Repeats = 3,
+    output: Output = None,
+    json: options.Json = False,
+) -> None:
+    """Measure the rates of a server of the completions API.
+
+    `kvstow simulate --profile FILE` takes what --output writes. The server should have nothing
+    else to do, and room for the long prompt.
+    """
+    options.check_url(url)
+    from kvstow.testing.measure.serving import Engine, measured, served_model
+
+    engine = Engine(url=url, model=model or served_model(url))
+    found = measured(
+        engine,
+        prompt_tokens=prompt_tokens,
+        requests=requests,
+        tokens=new_tokens,
+        repeats=repeats,
+    )
+    _write(found, output)
+    if json:
+        emit_json(found)
+    else:
+        emit_text(
+            f"{found['model']} at {url}",
+            f"{found['prefill_rate']:,.0f} prompt tokens per second, from one prompt of "
+            f"{prompt_tokens:,}\n{found['decode_rate']:,.0f} output tokens per second, {requests} "
+            f"requests at once\n{1e3 * found['step_seconds']:.2f} ms from token to token, one "
+            "request alone",
+        )
+
+
+def _write(found: dict[str, Any], output: Path | None) -> None:
+    if output is not None:
+        import json
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 NAMES = {

@@ -257,6 +257,20 @@ def check_agent(address: str) -> None:
         refuse(str(error), code=MISUSED)
 
 
+def check_url(url: str) -> None:
+    """Ends with 2 on what is no address of an HTTP server."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_fine = is_fine and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_fine = False
+    if not is_fine:
+        refuse(f"{url!r} is no URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
+
+
 def check_store(path: Path) -> None:
     """Ends with 2 where there is no store."""
     if not (path / "layout.json").exists():

@@ -1,11 +1,10 @@
 """`kvstow route-requests`: a small router between prefill and decode instances."""
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
-from kvstow.cli.output import MISUSED, refuse
+from kvstow.cli.options import check_url
 
 Urls = list[str]
 
@@ -31,20 +30,8 @@ def route_requests(
     Speaks the OpenAI completions and chat APIs. Runs until interrupted.
     """
     for url in (*prefill, *decode):
-        _check_url(url)
+        check_url(url)
     from kvstow.adapters.router import RouterTimeouts, serve
 
     times = RouterTimeouts(prefill=prefill_seconds, rest=rest_seconds)
     serve(prefill, decode, host=host, port=port, times=times)
-
-
-def _check_url(url: str) -> None:
-    """Ends with 2 on what is no address of an HTTP server."""
-    try:
-        parts = urlsplit(url)
-        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_fine = is_fine and (parts.port is None or parts.port > 0)
-    except ValueError:
-        is_fine = False
-    if not is_fine:
-        refuse(f"{url!r} is no URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)

@@ -1,6 +1,7 @@
 """`kvstow simulate`: a trace of requests on the block ledger, under one or two policies."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from kvstow.cli.output import (
     wrapped,
 )
 from kvstow.errors import TraceError
-from kvstow.plan.deployment import Deployment
+from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
@@ -65,10 +66,16 @@ MaxSeconds = Annotated[
     ),
 ]
 Chunk = Annotated[
-    int, typer.Option("--chunk-tokens", min=1, help="Tokens of a prompt computed in one step.")
+    int | None,
+    typer.Option(
+        "--chunk-tokens",
+        min=1,
+        help="Tokens of a prompt computed in one step.",
+        show_default="2048",
+    ),
 ]
 PrefillRate = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--prefill-rate",
         min=0.001,
@@ -78,7 +85,7 @@ PrefillRate = Annotated[
     ),
 ]
 DecodeRate = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--decode-rate",
         min=0.001,
@@ -88,7 +95,23 @@ DecodeRate = Annotated[
     ),
 ]
 StepSeconds = Annotated[
-    float, typer.Option("--step-seconds", min=0.0001, help="The least time that a step takes.")
+    float | None,
+    typer.Option(
+        "--step-seconds",
+        min=0.0001,
+        help="The least time that a step takes.",
+        show_default="0.025",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="Rates of an engine as JSON, such as kvstow bench serving measures; the options "
+        "above go before it.",
+        show_default=False,
+    ),
 ]
 
 
@@ -100,10 +123,11 @@ def simulate(
     rate: Rate = None,
     seed: Seed = 0,
     seconds: MaxSeconds = None,
-    chunk_tokens: Chunk = 2048,
-    prefill_rate: PrefillRate = float("inf"),
-    decode_rate: DecodeRate = float("inf"),
-    step_seconds: StepSeconds = 0.025,
+    chunk_tokens: Chunk = None,
+    prefill_rate: PrefillRate = None,
+    decode_rate: DecodeRate = None,
+    step_seconds: StepSeconds = None,
+    profile: ProfileFile = None,
     tp: options.Tp = 1,
     pp: options.Pp = 1,
     rank: options.Rank = 0,
@@ -120,11 +144,6 @@ def simulate(
     A step takes the longer of --step-seconds and decoded tokens / --decode-rate, and
     prompt tokens / --prefill-rate on top.
     """
-    from kvstow.plan.pack import Site
-    from kvstow.render.slab_history import SlabHistory
-    from kvstow.simulate import MIXES, Pace
-    from kvstow.simulate.replay import layout_of
-
     check_arena(memory, num_slabs)
     deployment = Deployment(
         model=model,
@@ -136,41 +155,102 @@ def simulate(
         num_slabs=num_slabs,
         alignment=options.alignment(align or ()),
     )
-    what = on_rank(deployment, rank)
-    site = Site(model=what.model.name, alignment=deployment.alignment)
-    lines = _trace(trace, requests, rate, seed)
-    pace = Pace(
-        chunk_tokens=chunk_tokens,
-        prefill_rate=prefill_rate,
-        decode_rate=decode_rate,
-        step_seconds=step_seconds,
+    held = on_rank(deployment, rank)
+    made: dict[str, Any] = {"requests": requests, "rate": rate, "seed": seed}
+    asked = {
+        "prefill_rate": prefill_rate,
+        "decode_rate": decode_rate,
+        "chunk_tokens": chunk_tokens,
+        "step_seconds": step_seconds,
+    }
+    simulation = Simulation(
+        held=held,
+        trace_name=trace,
+        made=made,
+        trace=_trace(trace, **made),
+        pace=_pace(profile, asked),
+        policies=("slab",) if policy == "slab" else ("slab", policy),
     )
-    reports: dict[str, ReplayReport] = {}
-    histories: dict[str, SlabHistory] = {}
-    names: tuple[Policy, ...] = ("slab",) if policy == "slab" else ("slab", policy)
-    for name in names:
-        layout = layout_of(
-            name, what.groups, budget=deployment.budget, num_slabs=num_slabs, site=site
-        )
-        histories[name] = SlabHistory()
-        reports[name] = _replayed(name, layout, lines, pace, seconds, histories[name])
+    replays = simulation.run(seconds)
     if html is not None:
-        from kvstow.render.data import simulation_page
-
-        mix = {"requests": requests, "rate": rate, "seed": seed} if trace in MIXES else {}
-        about = _about(deployment, pace, {"trace": trace, "policy": policy} | mix)
-        about |= {"requests": len(lines), "seed": mix.get("seed")}
-        page = simulation_page(what.model.name, trace, reports, histories, about=about)
-        html.write_text(page, encoding="utf-8")
+        html.write_text(simulation.page(replays), encoding="utf-8")
         note(f"page written to {html}")
-    if json:
-        emit_json(_document(what.model.name, trace, len(lines), reports))
-    else:
-        emit_text(
-            f"{what.model.name}, {counted(len(lines), 'request')} of {trace}",
-            _table(reports),
-            _step_words(pace),
+    emit_json(simulation.document(replays)) if json else emit_text(*simulation.text(replays))
+
+
+Replays = Mapping[str, tuple["ReplayReport", "SlabHistory"]]
+"""By policy, what happened, and who held the slabs when."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A trace of requests on one rank of a deployment, at an engine's pace."""
+
+    held: RankLayers
+    trace_name: str
+    made: dict[str, Any]
+    """What shaped a trace that was made up: `requests`, `rate`, `seed`."""
+    trace: "list[TraceRequest]"
+    pace: "Pace"
+    policies: tuple[Policy, ...]
+
+    def run(self, seconds: float | None) -> Replays:
+        """Replay the trace under every policy, with bars on stderr."""
+        from kvstow.plan.pack import Site
+        from kvstow.simulate.replay import layout_of
+
+        asked = self.held.deployment
+        site = Site(model=self.held.model.name, alignment=asked.alignment)
+        layouts = {
+            name: layout_of(
+                name, self.held.groups, budget=asked.budget, num_slabs=asked.num_slabs, site=site
+            )
+            for name in self.policies
+        }
+        return {
+            name: _replayed(name, layout, self.trace, self.pace, seconds)
+            for name, layout in layouts.items()
+        }
+
+    def document(self, replays: Replays) -> dict[str, Any]:
+        return {
+            "model": self.held.model.name,
+            "trace": self.trace_name,
+            "requests": len(self.trace),
+            "policies": {name: report.figures() for name, (report, _) in replays.items()},
+        }
+
+    def text(self, replays: Replays) -> list[str]:
+        head = f"{self.held.model.name}, {counted(len(self.trace), 'request')} of {self.trace_name}"
+        reports = {name: report for name, (report, _) in replays.items()}
+        return [head, _table(reports), _step_words(self.pace)]
+
+    def page(self, replays: Replays) -> str:
+        from kvstow.render.data import simulation_page
+        from kvstow.simulate import MIXES
+
+        made = self.made if self.trace_name in MIXES else {}
+        settings = {"trace": self.trace_name, "policy": self.policies[-1], **made}
+        about = _about(self.held.deployment, self.pace, settings)
+        about |= {"requests": len(self.trace), "seed": made.get("seed")}
+        reports = {name: report for name, (report, _) in replays.items()}
+        histories = {name: history for name, (_, history) in replays.items()}
+        return simulation_page(
+            self.held.model.name, self.trace_name, reports, histories, about=about
         )
+
+
+def _pace(profile: Path | None, asked: dict[str, Any]) -> "Pace":
+    """The pace asked for; where nothing is, the profile's, then the usual one."""
+    from kvstow.simulate import Pace, read_profile
+
+    pace = Pace()
+    try:
+        if profile is not None:
+            pace = read_profile(profile).pace(pace)
+    except TraceError as error:
+        refuse(str(error), code=MISUSED)
+    return replace(pace, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _about(deployment: Deployment, pace: "Pace", settings: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +287,7 @@ def _step_words(pace: "Pace") -> str:
     return wrapped(f"{text}. Times follow from that.", indent="")
 
 
-def _trace(name: str, requests: int, rate: float | None, seed: int) -> "list[TraceRequest]":
+def _trace(name: str, *, requests: int, rate: float | None, seed: int) -> "list[TraceRequest]":
     from kvstow.simulate import MIXES, read_trace, synthetic
 
     if name in MIXES:
@@ -224,12 +304,12 @@ def _replayed(
     trace: "list[TraceRequest]",
     pace: "Pace",
     seconds: float | None,
-    history: "SlabHistory",
-) -> "ReplayReport":
+) -> "tuple[ReplayReport, SlabHistory]":
     """Replay with a bar on stderr, and remember its slabs."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from kvstow.render.slab_history import SlabHistory
     from kvstow.simulate import Replay, ReplayReport
 
     columns = (
@@ -239,7 +319,7 @@ def _replayed(
         TextColumn("requests"),
         TimeElapsedColumn(),
     )
-    replay = Replay(layout, trace, pace)
+    replay, history = Replay(layout, trace, pace), SlabHistory()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=len(trace))
 
@@ -253,18 +333,7 @@ def _replayed(
             )
 
         record = replay.run(max_seconds=seconds or float("inf"), progress=watch)
-    return ReplayReport.of(record)
-
-
-def _document(
-    model: str, trace: str, num_requests: int, reports: "Mapping[str, ReplayReport]"
-) -> dict[str, object]:
-    return {
-        "model": model,
-        "trace": trace,
-        "requests": num_requests,
-        "policies": {name: report.figures() for name, report in reports.items()},
-    }
+    return ReplayReport.of(record), history
 
 
 def _table(reports: "Mapping[str, ReplayReport]") -> str:

@@ -1,6 +1,7 @@
 """`kvstow size`: how many requests fit on GPUs, or what a load needs."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from kvstow.cli.output import (
 )
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment
+from kvstow.plan.sizing.cluster import StageSize
 from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 """Clusters that are listed as text; `--json` has all."""
+
+Answered = tuple[dict[str, Any], list[str]]
+"""The document, and what is shown below its answer."""
 
 
 def complete_gpu(start: str) -> list[str]:
@@ -108,12 +113,13 @@ class SizeQuestion:
     utilisation: float
     kv_dtypes: tuple[str | None, ...]
 
-    def document(self, question: str, answer: str) -> dict[str, Any]:
+    def document(self, question: str, answer: str, *, fits: bool) -> dict[str, Any]:
         """What all three questions have in common."""
         return {
             "model": self.deployment.facts().name,
             "question": question,
             "answer": answer,
+            "fits": fits,
             "tokens": self.tokens,
             "requests": self.requests,
             "gpu": None if self.gpu is None else {"name": self.gpu, "bytes": self.gpu_bytes},
@@ -196,7 +202,7 @@ def _weights(model: str, given: int | None, kv_dtypes: tuple[str | None, ...]) -
 # ── how many fit ──────────────────────────────────────────────────────────────────────
 
 
-def _fit(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
+def _fit(asked: SizeQuestion, dp: int) -> Answered:
     from kvstow.plan.sizing.cluster import sized
 
     found = sized(
@@ -209,9 +215,11 @@ def _fit(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
     )
     for line in found.notes:
         note(line)
-    answer = _fit_answer(asked, found)
-    document = asked.document("fit", answer) | _sizing(found) | {"fits": found.max_requests > 0}
-    return document, [_stage_table(found), *_repeated(found)]
+    document = asked.document("fit", _fit_answer(asked, found), fits=found.max_requests > 0)
+    return document | _sizing(found), [
+        _stage_table(found.stages, found.deployment.tp),
+        *_repeated(found),
+    ]
 
 
 def _fit_answer(asked: SizeQuestion, found: "Sizing") -> str:
@@ -244,53 +252,41 @@ def _gpus(asked: SizeQuestion, found: "Sizing") -> str:
 
 
 def _sizing(found: "Sizing") -> dict[str, Any]:
-    split = found.deployment
-    return {
-        "tp": split.tp,
-        "pp": split.pp,
-        "dp": found.dp,
-        "gpus": found.num_gpus,
-        "kv_dtype": found.kv_dtype,
-        "max_requests": found.max_requests,
-        "limiting_rank": found.limiting.rank,
+    return _split(found) | {
         "head_copies": found.head_copies,
-        "ranks": [
-            {
-                "rank": stage.rank + i,
-                "layers": stage.layers,
-                "weights_bytes": stage.weights_bytes,
-                "cache_bytes": stage.cache_bytes,
-                "request_bytes": stage.request_bytes,
-                "requests": stage.requests,
-            }
-            for stage in found.stages
-            for i in range(split.tp)
-        ],
+        "ranks": _ranks(found.stages, found.deployment.tp),
     }
 
 
-def _stage_table(found: "Sizing") -> str:
-    rows = [
-        (
-            _ranks(stage.rank, found.deployment.tp),
-            f"{stage.layers:,}",
-            human(stage.weights_bytes),
-            human(stage.cache_bytes) if stage.cache_bytes > 0 else "–",
-            human(stage.request_bytes),
-            f"{stage.requests:,}" + (" ←" if _is_limit(found, stage.requests) else ""),
-        )
-        for stage in found.stages
-    ]
-    columns = ("ranks", "layers", "weights", "cache", "one request", "requests")
-    return table(columns, rows)
+def _split(found: "Sizing") -> dict[str, Any]:
+    return {
+        "gpus": found.num_gpus,
+        "tp": found.deployment.tp,
+        "pp": found.deployment.pp,
+        "dp": found.dp,
+        "kv_dtype": found.kv_dtype,
+        "max_requests": found.max_requests,
+        "limiting_rank": found.limiting.rank,
+    }
 
 
-def _is_limit(found: "Sizing", requests: int) -> bool:
-    return len(found.stages) > 1 and requests == found.limiting.requests
+def _ranks(stages: "Sequence[StageNeed]", tp: int) -> list[dict[str, int]]:
+    """Every rank's part; tensor-parallel ranks of a stage hold equally much."""
+    return [asdict(stage) | {"rank": stage.rank + i} for stage in stages for i in range(tp)]
 
 
-def _ranks(first: int, tp: int) -> str:
-    return str(first) if tp == 1 else f"{first}–{first + tp - 1}"
+def _stage_table(stages: "Sequence[StageNeed]", tp: int) -> str:
+    """One line per stage, and a mark on those that limit how many requests fit."""
+    counts = [stage.requests for stage in stages if isinstance(stage, StageSize)]
+    rows: list[list[str]] = []
+    for stage in stages:
+        ranks = str(stage.rank) if tp == 1 else f"{stage.rank}–{stage.rank + tp - 1}"
+        sizes = (stage.weights_bytes, stage.cache_bytes, stage.request_bytes)
+        rows.append([ranks, f"{stage.layers:,}", *(human(n) if n > 0 else "–" for n in sizes)])
+    for row, count in zip(rows, counts, strict=False):
+        row.append(f"{count:,}" + (" ←" if len(rows) > 1 and count == min(counts) else ""))
+    columns = ["ranks", "layers", "weights", "cache", "one request"]
+    return table([*columns, "requests"] if counts else columns, rows)
 
 
 def _repeated(found: "Sizing") -> list[str]:
@@ -309,17 +305,16 @@ def _repeated(found: "Sizing") -> list[str]:
 # ── what a load needs ─────────────────────────────────────────────────────────────────
 
 
-def _memory(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
+def _memory(asked: SizeQuestion, dp: int) -> Answered:
     from kvstow.plan.sizing.cluster import needed
 
     requests = asked.requests or 1
-    each = -(-requests // dp)
+    split = asked.deployment
     stages = needed(
-        asked.deployment, weights=asked.weights.nbytes, tokens=asked.tokens, requests=each
+        split, weights=asked.weights.nbytes, tokens=asked.tokens, requests=-(-requests // dp)
     )
     most = max(stages, key=lambda stage: stage.weights_bytes + stage.cache_bytes)
     nbytes = most.weights_bytes + most.cache_bytes
-    split = asked.deployment
     gpus = split.num_ranks * dp
     answer = (
         f"{_load(asked, requests)} at once {'needs' if requests == 1 else 'need'} {human(nbytes)} "
@@ -327,57 +322,34 @@ def _memory(asked: SizeQuestion, dp: int) -> tuple[dict[str, Any], list[str]]:
         f"cache and {human(most.weights_bytes)} of weights. With {asked.utilisation:.0%} of a GPU "
         f"in use, it has to have {human(round(nbytes / asked.utilisation))}."
     )
-    document = asked.document("memory", answer) | {
-        "fits": True,
+    document = asked.document("memory", answer, fits=True) | {
         "requests": requests,
         "tp": split.tp,
         "pp": split.pp,
         "dp": dp,
         "bytes_per_gpu": nbytes,
         "limiting_rank": most.rank,
-        "ranks": [_need(stage, i) for stage in stages for i in range(split.tp)],
+        "ranks": _ranks(stages, split.tp),
     }
-    rows = [
-        (
-            _ranks(stage.rank, split.tp),
-            f"{stage.layers:,}",
-            human(stage.weights_bytes),
-            human(stage.cache_bytes),
-            human(stage.request_bytes),
-        )
-        for stage in stages
-    ]
-    return document, [table(("ranks", "layers", "weights", "cache", "one request"), rows)]
-
-
-def _need(stage: "StageNeed", i: int) -> dict[str, int]:
-    return {
-        "rank": stage.rank + i,
-        "layers": stage.layers,
-        "weights_bytes": stage.weights_bytes,
-        "cache_bytes": stage.cache_bytes,
-        "request_bytes": stage.request_bytes,
-    }
+    return document, [_stage_table(stages, split.tp)]
 
 
 # ── the smallest cluster ──────────────────────────────────────────────────────────────
 
 
-def _cluster(
-    asked: SizeQuestion, tp: int | None, pp: int | None, dp: int | None
-) -> tuple[dict[str, Any], list[str]]:
+def _cluster(asked: SizeQuestion, tp: int | None, pp: int | None, dp: int | None) -> Answered:
     found = _clusters(asked, tp, pp, dp)
     load = _load(asked, asked.requests or 1)
     if not found:
         answer = f"no split that was tried has room on {asked.gpu} for {load}."
-        return asked.document("cluster", answer) | {"fits": False, "clusters": []}, []
+        return asked.document("cluster", answer, fits=False) | {"clusters": []}, []
     best = found[0]
     answer = (
         f"{_gpus(asked, best)} {'is' if best.num_gpus == 1 else 'are'} the fewest for {load} at "
         f"once; {best.max_requests:,} would fit."
     )
-    document = asked.document("cluster", answer) | _sizing(best)
-    document |= {"fits": True, "clusters": [_line(each) for each in found]}
+    document = asked.document("cluster", answer, fits=True) | _sizing(best)
+    document |= {"clusters": [_split(each) for each in found]}
     return document, [_cluster_table(found), *_repeated(best)]
 
 
@@ -400,33 +372,18 @@ def _clusters(
     return tuple(each for each in found if dp is None or each.dp <= dp)
 
 
-def _line(each: "Sizing") -> dict[str, Any]:
-    return {
-        "gpus": each.num_gpus,
-        "tp": each.deployment.tp,
-        "pp": each.deployment.pp,
-        "dp": each.dp,
-        "kv_dtype": each.kv_dtype,
-        "max_requests": each.max_requests,
-        "limiting_rank": each.limiting.rank,
-    }
-
-
 def _cluster_table(found: "tuple[Sizing, ...]") -> str:
-    rows = [
-        (
-            each.kv_dtype,
-            f"{each.num_gpus:,}",
-            str(each.deployment.tp),
-            str(each.deployment.pp),
-            str(each.dp),
-            human(each.limiting.weights_bytes),
-            human(each.limiting.cache_bytes),
-            f"{each.max_requests:,}",
-        )
-        for each in found[:SHOWN]
-    ]
-    return table(("kv dtype", "GPUs", "tp", "pp", "dp", "weights", "cache", "requests"), rows)
+    columns: dict[str, Callable[[Sizing], str]] = {
+        "kv dtype": lambda each: each.kv_dtype,
+        "GPUs": lambda each: f"{each.num_gpus:,}",
+        "tp": lambda each: str(each.deployment.tp),
+        "pp": lambda each: str(each.deployment.pp),
+        "dp": lambda each: str(each.dp),
+        "weights": lambda each: human(each.limiting.weights_bytes),
+        "cache": lambda each: human(each.limiting.cache_bytes),
+        "requests": lambda each: f"{each.max_requests:,}",
+    }
+    return table(list(columns), [[of(each) for of in columns.values()] for each in found[:SHOWN]])
 
 
 def _basis(asked: SizeQuestion) -> str:

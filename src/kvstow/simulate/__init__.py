@@ -3,8 +3,10 @@
 trace    TraceRequest: requests by time of arrival, read from a file or made up
 replay   Replay: a trace on a ledger, step by step, and the bytes that it wastes
 report   ReplayReport: what a replay says about a policy
+profile  Profile: an engine's measured rates
 """
 
+from kvstow.simulate.profile import Profile, read_profile
 from kvstow.simulate.replay import (
     POLICIES,
     Pace,
@@ -22,12 +24,14 @@ __all__ = [
     "POLICIES",
     "Pace",
     "PackingPolicy",
+    "Profile",
     "Replay",
     "ReplayRecord",
     "ReplayReport",
     "ReplaySample",
     "TraceRequest",
     "layout_of",
+    "read_profile",
     "read_trace",
     "synthetic",
     "write_trace",

@@ -160,7 +160,7 @@ class SlotAllocator:
         stored together the first blocks, so that what is left are prefixes.
         """
         slot_bytes: tuple[int, ...] = self._store.segments.slot_bytes
-        sizes = dict(write.ask("SELECT grp, COUNT(*) FROM rows GROUP BY grp"))
+        sizes: dict[int, int] = dict(write.ask("SELECT grp, COUNT(*) FROM rows GROUP BY grp"))
         total = sum(slot_bytes[group] * count for group, count in sizes.items())
         (files,) = write.ask("SELECT COUNT(*) FROM segments")[0]
         room = max(0, nbytes - files * BLOCK)

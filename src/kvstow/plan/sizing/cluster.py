@@ -74,15 +74,22 @@ def gpu_bytes(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSize:
+class StageNeed:
     """The ranks `[rank, rank + tp)` of one pipeline stage: what each of them holds."""
 
     rank: int
     layers: int
     weights_bytes: int
     cache_bytes: int
-    """What is left for the cache; below 0 where the weights alone do not fit."""
+    """For a load, what its rows need. On a GPU, what is left; below 0 where the weights alone
+    do not fit."""
     request_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSize(StageNeed):
+    """The same on GPUs, and how many requests fit."""
+
     requests: int
 
 
@@ -179,17 +186,6 @@ def _head_copies(held: RankLayers) -> int:
 
 
 # ── what a load needs ─────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageNeed:
-    """What each rank of one stage needs for a load."""
-
-    rank: int
-    layers: int
-    weights_bytes: int
-    cache_bytes: int
-    request_bytes: int
 
 
 def needed(
