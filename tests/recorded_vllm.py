@@ -3,6 +3,7 @@
 tests/adapters/vllm uses it without vLLM; tests/vllm compares it with what running servers declare.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -104,3 +105,68 @@ def hybrid(order: str = "LBHNC", num_blocks: int = 5) -> CacheDeclaration:
             replace(region, layers=tuple(fulls)),
         ),
     )
+
+
+def one_group(num_blocks: int = 24) -> CacheDeclaration:
+    """Two layers with full attention, in rows of 4 tokens."""
+    page = 2 * 4 * 6 * 4
+    names = ["layers.0", "layers.1"]
+    return CacheDeclaration(
+        identity=IDENTITY,
+        order="BLHNC",
+        num_blocks=num_blocks,
+        groups=(pages(names, FULL, 2, 4, 6),),
+        regions=(
+            DeclaredRegion(
+                layers=tuple(names),
+                nbytes=2 * page * num_blocks,
+                layer_stride=page,
+                block_stride=2 * page,
+                offset=0,
+            ),
+        ),
+    )
+
+
+def v4(num_blocks: int = 512) -> CacheDeclaration:
+    """What vLLM 0.32 declares for a tiny DeepSeek-V4: five groups that overlay each other, blocks
+    of 4 to 256 tokens, of which only the retentions and tokens per block are as recorded."""
+    kinds = (Window(128), 64), (Window(128), 64), (FULL, 256), (Window(8), 4), (Window(128), 8)
+    groups = tuple(
+        pages([f"layers.{g}"], retention, heads=1, tokens=tokens, content=1024 // tokens)
+        for g, (retention, tokens) in enumerate(kinds)
+    )
+    return CacheDeclaration(
+        identity=IDENTITY,
+        order="BLHNC",
+        num_blocks=num_blocks,
+        groups=groups,
+        regions=tuple(
+            DeclaredRegion(
+                layers=(page.layer,),
+                nbytes=4096 * num_blocks,
+                layer_stride=4096,
+                block_stride=4096,
+                offset=0,
+            )
+            for (page,) in groups
+        ),
+    )
+
+
+class Pool:
+    """References to blocks, as an engine counts them."""
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self.references.update(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.references.subtract(blocks)
+        assert min(self.references.values(), default=0) >= 0
+
+    @property
+    def held(self) -> set[int]:
+        return {block for block, count in self.references.items() if count}

@@ -6,7 +6,7 @@ Only what the connector inherits or receives is stood in for; vLLM itself is in 
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -184,6 +184,25 @@ def request(id: str, **changed: object) -> SimpleNamespace:
     return SimpleNamespace(**given | changed)
 
 
+class BlockPool:
+    """References to blocks, as vLLM's pool counts them."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(ref_cnt=0) for _ in range(NUM_BLOCKS)]
+
+    def touch(self, blocks: Sequence[SimpleNamespace]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Sequence[SimpleNamespace]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+    @property
+    def held(self) -> list[int]:
+        return [id for id, block in enumerate(self.blocks) if block.ref_cnt]
+
+
 class Engine:
     """Two connectors of one engine, whose scheduler and worker share a process or do not."""
 
@@ -196,6 +215,8 @@ class Engine:
         told = self.worker.get_handshake_metadata()
         told = told if in_process else pickle.loads(pickle.dumps(told))
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        self.pool = BlockPool()
+        self.scheduler.bind_gpu_block_pool(self.pool)
 
     def prefill(self) -> dict[str, object]:
         """What a prefill's answer carries."""
@@ -212,12 +233,31 @@ class Engine:
         blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
         self.scheduler.update_state_after_alloc(asking, blocks, len(PROMPT))
 
-    def step(self) -> TransferResults:
-        output = SimpleNamespace(total_num_scheduled_tokens=0)
+    def compute(self, asking: SimpleNamespace, ids: list[int]) -> TransferResults:
+        """A step that computes a whole prompt in these blocks, and the request's end."""
+        self.scheduler.on_new_request(asking)
+        count, beside = self.scheduler.get_num_new_matched_tokens(asking, 0)
+        assert not beside
+        blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
+        self.scheduler.update_state_after_alloc(asking, blocks, count)
+        asking.num_computed_tokens = count
+        results = self.step({asking.request_id: len(PROMPT) - count}, ids)
+        asking.num_computed_tokens = len(PROMPT)
+        assert self.scheduler.request_finished_all_groups(asking, (ids,)) == (False, None)
+        return results
+
+    def step(self, computes: dict[str, int] | None = None, ids: Sequence[int] = ()) -> Any:
+        computes = computes or {}
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=sum(computes.values()),
+            num_scheduled_tokens=computes,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: (list(ids),)),
+        )
         self.worker.bind_connector_metadata(
             pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
         )
         self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
         told = SimpleNamespace(
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
@@ -267,6 +307,55 @@ def test_an_aborted_request_hands_nothing_over(connector: ModuleType):
     assert scheduler.request_finished_all_groups(asking, ([1, 2],)) == (False, None)
 
 
+# ── tiers ─────────────────────────────────────────────────────────────────────────────
+
+
+def drained(engine: Engine) -> None:
+    """Steps for as long as the engine is told that there is work."""
+    until = time.monotonic() + 20
+    while engine.scheduler.has_pending_push_work() and time.monotonic() < until:
+        engine.step()
+    assert engine.pool.held == []
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_prompt_is_stored_in_its_step_and_loaded_before_the_step_of_the_next(
+    connector: ModuleType, in_process: bool
+):
+    engine = Engine(connector, in_process=in_process, host_bytes=1 << 20)
+    there, here = [7, 8, 9, 10, 11], [1, 2, 3, 13, 12]
+    kept = engine.views["b"].clone()
+    engine.compute(request("p"), there)
+    assert engine.pool.held == there[:4]
+    drained(engine)
+    engine.views["b"].zero_()
+    results = engine.compute(request("d"), here)
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    for one, other in zip(there[:4], here[:4], strict=True):
+        assert torch.equal(engine.views["b"][other], kept[one])
+    assert engine.worker.get_block_ids_with_load_errors() == set()
+    assert engine.worker._stats["restored tokens"] == 16
+    engine.worker.shutdown()
+
+
+def test_rows_that_went_away_are_told_as_blocks_that_the_step_must_not_use(
+    connector: ModuleType,
+):
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
+    drained(engine)
+    host = engine.worker._worker_side._offload._host
+    host.evict(0, host.keys(0)[2:3])
+    engine.compute(request("d"), [1, 2, 3, 13, 12])
+    assert engine.worker.get_block_ids_with_load_errors() == {1, 2, 3, 13}
+    assert engine.worker._stats["restore failed"] == 1
+    drained(engine)
+    asking = request("e")
+    engine.scheduler.on_new_request(asking)
+    assert engine.scheduler.get_num_new_matched_tokens(asking, 0) == (8, False)
+    engine.worker.shutdown()
+
+
 # ── events ────────────────────────────────────────────────────────────────────────────
 
 
@@ -291,8 +380,7 @@ def test_rows_that_come_to_host_and_disk_are_told_by_vllms_hashes(
         disk_bytes=1 << 24,
         events=True,
     )
-    stays, _ = engine.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
-    assert stays
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
     events = events_of(engine, 2)
     assert [event.medium for event in events if isinstance(event, BlockStored)] == [
         "CPU",
@@ -312,7 +400,7 @@ def test_a_restarted_engine_tells_of_what_a_request_finds_on_disk(
 ):
     tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
     first = Engine(connector, in_process=True, events=True, **tiers)
-    first.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
+    first.compute(request("p"), [7, 8, 9, 10, 11])
     events_of(first, 2)
     first.worker.shutdown()
     second = Engine(connector, in_process=True, events=True, **tiers)
@@ -325,7 +413,7 @@ def test_a_restarted_engine_tells_of_what_a_request_finds_on_disk(
 
 def test_events_are_off_unless_asked_for(connector: ModuleType):
     engine = Engine(connector, in_process=True, host_bytes=1 << 20)
-    engine.scheduler.request_finished_all_groups(request("p"), ([7, 8, 9, 10, 11],))
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
     engine.step()
     assert list(engine.scheduler.take_events()) == []
     engine.worker.shutdown()

@@ -12,7 +12,6 @@ from kvstow.adapters.vllm.layout import (
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
-    KeysPresent,
     StepOrders,
     WorkerEndpoint,
     handover_in,
@@ -31,6 +30,7 @@ CARD = WorkerEndpoint(
     agent="p-0-0", start="s", address="tcp://127.0.0.1:1", key="", fingerprint="f" * 64
 )
 PROMPT = list(range(10))
+NAMED = Identity(model="m", weights="w", config=(("rope_theta", "10000"),), kv_dtype="fp8_e4m3")
 
 
 def side(
@@ -135,17 +135,16 @@ def test_a_request_that_vllm_has_rejected_gives_its_tickets_back():
 
 def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
     """vLLM counts its tokens as computed from the moment it has blocks."""
-    decode = side(OFFLOADS)
+    decode = side()
     request = asked("d", params={**offered(side()), "do_remote_decode": True})
     decode.arrived(request)
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
     assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
-    step = decode.take_step(idle=True)
-    assert (step.offers, step.stores) == ((), ())
+    assert decode.take_step(idle=True).offers == ()
 
 
 def test_a_request_that_was_loaded_and_then_computed_hands_over():
-    decode = side(OFFLOADS)
+    decode = side()
     request = asked("d", params={**offered(side()), "do_remote_decode": True})
     decode.arrived(request)
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
@@ -153,8 +152,7 @@ def test_a_request_that_was_loaded_and_then_computed_hands_over():
     stays, params = decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10)
     assert stays
     assert params is not None
-    step = decode.take_step(idle=True)
-    assert (len(step.offers), len(step.stores)) == (1, 1)
+    assert len(decode.take_step(idle=True).offers) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,141 +213,6 @@ def test_the_worker_of_this_process_adopts_an_offer_before_its_tickets_leave():
     prefill.meet([CARD], adopt=lambda offer: adopted.append(str(offer.tickets[0])))
     assert offered(prefill)["kvstow"]["tickets"] == adopted  # pyright: ignore
     assert len(prefill.take_step(idle=True).offers) == 1
-
-
-# ── coming back ───────────────────────────────────────────────────────────────────────────
-
-OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
-LONG = list(range(100, 125))
-NAMED = Identity(model="m", weights="w", config=(("rope_theta", "10000"),), kv_dtype="fp8_e4m3")
-
-
-def answered(desk: SchedulerSide, full: list[int], window: list[int], id: str = "d") -> None:
-    """Workers that have these logical blocks of 4 tokens, of the six asked for."""
-    lookup = desk.take_step(idle=True).lookups[0]
-    assert [len(keys) for keys in lookup.keys] == [6, 6]
-    present = tuple(tuple(k in have for k in range(6)) for have in (window, full))
-    desk.present([KeysPresent(request=id, present=present)])
-
-
-def test_the_engine_is_told_later_until_the_workers_have_answered():
-    desk = side(OFFLOADS)
-    desk.arrived(asked("d", LONG))
-    assert desk.matched("d", 0) is None
-    answered(desk, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
-    assert desk.matched("d", 0) == 24
-
-
-@pytest.mark.parametrize(
-    ("full", "window", "tokens"),
-    [
-        ([], [], 0),
-        ([0, 1, 2, 3], [0, 1, 2, 3], 16),
-        ([0, 1, 2, 3, 4, 5], [4, 5], 24),
-        ([0, 1, 2, 3, 4, 5], [2, 3], 16),
-        ([0, 1, 2, 3, 4, 5], [5], 0),
-        ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], 0),
-        ([0, 1, 3, 4, 5], [0, 1, 2, 3, 4, 5], 8),
-    ],
-)
-def test_a_hit_needs_all_blocks_of_full_groups_and_the_last_ones_of_windows(
-    full: list[int], window: list[int], tokens: int
-):
-    desk = side(OFFLOADS)
-    desk.arrived(asked("d", LONG))
-    answered(desk, full, window)
-    assert desk.matched("d", 0) == tokens
-
-
-def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks():
-    desk = side(OFFLOADS)
-    desk.arrived(asked("d", LONG))
-    lookup = desk.take_step(idle=True).lookups[0]
-    desk.present([KeysPresent(request="d", present=((True,) * 6, (True,) * 6))])
-    desk.allocated("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
-    restore = desk.take_step(idle=True).loads[0]
-    assert restore.rows[0] == (lookup.keys[0][4:], (7, 8))
-    assert restore.rows[1] == (lookup.keys[1][2:], (3, 4, 5, 6))
-    assert desk.matched("d", 0) == 0
-
-
-def test_whole_blocks_of_a_finished_request_are_stored_under_the_keys_of_a_later_lookup():
-    desk = side(OFFLOADS)
-    stays, params = desk.finished(
-        asked("r", LONG), ((0, 0, 0, 0, 3, 4, 1), (1, 2, 3, 4, 2, 3, 1)), 24
-    )
-    assert (stays, params) == (True, None)
-    store = desk.take_step(idle=True).stores[0]
-    desk.arrived(asked("d", LONG))
-    lookup = desk.take_step(idle=True).lookups[0]
-    assert store.rows[0] == (lookup.keys[0][4:], (3, 4))
-    assert store.rows[1][0] == lookup.keys[1]
-
-
-def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
-    desk = side(OFFLOADS)
-    desk.arrived(asked("d", [1, 2, 3, 4]))
-    assert desk.matched("d", 0) == 0
-    assert desk.finished(asked("d", [1, 2, 3]), ((1,), (2,)), 3) == (False, None)
-
-
-def test_what_two_ranks_have_alike_is_found():
-    one = KeysPresent(request="d", present=((True, True), (False, True)))
-    other = KeysPresent(request="d", present=((True, False), (True, True)))
-    assert one.both(other).present == ((True, False), (False, True))
-
-
-def keys_of(request: EngineRequest, identity: Identity = IDENTITY) -> tuple[bytes, ...]:
-    """The keys that a request's blocks of the full group are looked up by."""
-    desk = SchedulerSide(declared_groups(hybrid()), 5, OFFLOADS, identity=identity)
-    desk.arrived(request)
-    return desk.take_step(idle=True).lookups[0].keys[1]
-
-
-def test_a_block_key_names_everything_before_the_block():
-    first, second = keys_of(asked("d", LONG)), keys_of(asked("d", [9, *LONG[1:]]))
-    assert len(first) == len(second) == 6
-    assert not set(first) & set(second)
-    assert keys_of(asked("d", LONG[:9])) == first[:2]
-
-
-@pytest.mark.parametrize(
-    "change", [{"salt": "t"}, {"adapter": "t"}, {"extra": ((0, b"image"),)}], ids=str
-)
-def test_requests_that_differ_in_more_than_tokens_share_no_keys(change: dict[str, object]):
-    assert not set(keys_of(asked("d", LONG))) & set(keys_of(asked("d", LONG, **change)))
-
-
-def test_blocks_before_an_image_are_shared_and_those_from_it_on_are_not():
-    plain, image = keys_of(asked("d", LONG)), keys_of(asked("d", LONG, extra=((10, b"image"),)))
-    assert plain[:2] == image[:2]
-    assert not set(plain[2:]) & set(image[2:])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(NAMED, weights="another checkpoint"),
-        replace(NAMED, config=(("rope_theta", "5000"),)),
-        replace(NAMED, kv_dtype="fp8_e5m2"),
-        replace(NAMED, interior="cpu-transposed"),
-        replace(NAMED, tokenizer="another"),
-    ],
-    ids=["weights", "rope", "dtype", "interior", "tokenizer"],
-)
-def test_models_of_one_name_that_compute_otherwise_share_no_keys(other: Identity):
-    ours, theirs = keys_of(asked("d", LONG), NAMED), keys_of(asked("d", LONG), other)
-    assert not set(ours) & set(theirs)
-
-
-def test_a_request_with_embeddings_is_neither_looked_up_nor_stored_nor_offered():
-    """Its token ids say nothing about its cache."""
-    desk = side(OFFLOADS)
-    request = asked("e", LONG, shareable=False, params={"do_remote_decode": True})
-    desk.arrived(request)
-    assert desk.matched("e", 0) == 0
-    assert desk.finished(request, ((0, 0, 0, 0, 3, 4), (1, 2, 3, 4, 2, 3)), 24) == (False, None)
-    assert desk.take_step(idle=True) == StepOrders(idle=True)
 
 
 # ── generations ───────────────────────────────────────────────────────────────────────────

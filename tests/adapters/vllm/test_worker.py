@@ -7,7 +7,6 @@ itself is in tests/vllm.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from kvstow.adapters.vllm.layout import (
     declared_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import EngineRequest, Handover, StepResults, handover_in
+from kvstow.adapters.vllm.protocol import EngineRequest, OffloadReport, StepResults
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.memory.arena import Arena
@@ -121,10 +120,10 @@ class Engine:
     def step(self) -> StepResults:
         """What an engine does in a step in which it computes nothing."""
         step = self.desk.take_step(idle=True)
-        self.hands.promise(step)
         self.hands.begin(step)
+        self.hands.save(step)
         results = self.hands.results(idle=True)
-        self.desk.present(results.present)
+        self.desk.told(OffloadReport.of(self.hands.endpoint.agent, results))
         for request in results.sent:
             self.desk.sent(request)
         return results
@@ -374,99 +373,3 @@ def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_ag
     prefill.prefill(THERE)
     decode.decode(stale, HERE)
     assert decode.until(lambda found: bool(found.received)).failed == {"d"}
-
-
-def test_blocks_that_are_stored_too_stay_when_the_lease_ends_before_the_step(tmp_path: Path):
-    fabric = Fabric()
-    prefill = Engine.start(fabric, "p", offloading(tmp_path), "BLHNC", in_process=True)
-    decode = Engine.start(fabric, "d", SETTINGS, "BLHNC", in_process=True)
-    decode.decode(prefill.prefill(THERE), HERE)
-    decode.until(lambda found: bool(found.received))
-    wait_until_read(prefill)
-    prefill.hands.agent.settle()
-    assert prefill.hands.results(idle=True).sent == frozenset()
-    ended = prefill.until(lambda found: "p" in found.sent)
-    assert ended.counts["stored rows"] == 6
-    prefill.hands.close()
-    decode.hands.close()
-
-
-# ── tiers ─────────────────────────────────────────────────────────────────────────────────
-
-
-def offloading(folder: Path) -> ConnectorOptions:
-    return ConnectorOptions(host_bytes=8 << 20, disk_path=str(folder), disk_bytes=32 << 20)
-
-
-@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
-def test_stored_blocks_come_back_also_after_a_restart(tmp_path: Path, order: str):
-    first = Engine.start(Fabric(), "first", offloading(tmp_path), order)
-    first.fill(5)
-    kept = {name: view.clone() for name, view in first.views.items()}
-    request = EngineRequest(id="r", tokens=PROMPT, params=None)
-    assert first.desk.finished(request, THERE, len(PROMPT)) == (True, None)
-    stored = first.until(lambda found: "r" in found.sent)
-    assert stored.counts["stored rows"] == 6
-    check_restored(first, kept)
-    first.hands.close()
-    again = Engine.start(Fabric(), "again", offloading(tmp_path), order)
-    check_restored(again, kept)
-    again.hands.close()
-
-
-def check_restored(engine: Engine, kept: dict[str, torch.Tensor]) -> None:
-    for view in engine.views.values():
-        view.zero_()
-    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, params=None))
-    assert engine.desk.matched("d", 0) is None
-    engine.step()
-    assert engine.desk.matched("d", 0) == 16
-    engine.desk.allocated("d", HERE, 16)
-    found = engine.until(lambda found: bool(found.received))
-    assert not found.failed
-    assert found.counts["restored tokens"] == 16
-    for name, places in (("w.1", [(4, 20), (5, 19)]), ("f.1", [(7, 1), (8, 2), (9, 3), (10, 13)])):
-        for there, here in places:
-            assert torch.equal(engine.views[name][here], kept[name][there])
-
-
-def test_rows_that_went_away_fail_the_restore(tmp_path: Path):
-    engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
-    request = EngineRequest(id="r", tokens=PROMPT, params=None)
-    engine.desk.finished(request, THERE, len(PROMPT))
-    engine.until(lambda found: "r" in found.sent)
-    engine.desk.arrived(EngineRequest(id="d", tokens=PROMPT, params=None))
-    engine.step()
-    assert engine.desk.matched("d", 0) == 16
-    engine.desk.allocated("d", HERE, 16)
-    forget_everything(engine)
-    found = engine.until(lambda found: bool(found.received))
-    assert found.failed == {"d"}
-    engine.hands.close()
-
-
-def forget_everything(engine: Engine) -> None:
-    """Another tenant's rows have pushed ours out of both tiers."""
-    offload = engine.hands._offload
-    assert offload is not None
-    offload._mover.drain(10)
-    for tier in (offload._host, offload._disk):
-        assert tier is not None
-        for group in range(2):
-            keys = [key for order in [engine.desk._loads[0]] for key in order.rows[group][0]]
-            tier.evict(group, keys)
-
-
-def carried(params: dict[str, object]) -> Handover:
-    found = handover_in(EngineRequest(id="d", tokens=PROMPT, params=params))
-    assert found is not None
-    return found
-
-
-def test_a_request_that_is_offered_and_stored_is_let_go_once(tmp_path: Path):
-    engine = Engine.start(Fabric(), "e", offloading(tmp_path), "BLHNC")
-    handover = carried(engine.prefill(THERE))
-    assert engine.until(lambda found: "stored rows" in found.counts).sent == frozenset()
-    engine.hands.agent.withdraw(handover.tickets[0])
-    engine.until(lambda found: "p" in found.sent)
-    engine.hands.close()

@@ -10,6 +10,8 @@ layout      what vLLM declares of its cache → a layout; its memory, adopted
 protocol    what scheduler, workers and other instances tell each other
 scheduler   one per engine: which request hands over or takes over
 recall      one per engine: which beginnings of requests come back, which blocks are stored
+stored      which rows the tiers of all ranks keep; keys of requests
+stores      rows on their way to the tiers: held, in turn, within a bandwidth
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
 events      what the tiers hold, in vLLM's stream of KV events

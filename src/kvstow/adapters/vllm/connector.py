@@ -7,7 +7,7 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,17 @@ from kvstow.adapters.vllm.events import TierEvents, check_published
 from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
-    KeysPresent,
+    KeyLevels,
+    OffloadReport,
     StepOrders,
     StepResults,
     WorkerEndpoint,
     request_of,
 )
+from kvstow.adapters.vllm.recall import Recall
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.events.format import CacheEvent
-from kvstow.offload.watch import TierChange
 from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.nixl import NixlTransport
@@ -53,9 +54,10 @@ class KvstowEndpoint(KVConnectorHandshakeMetadata):
 
     endpoint: WorkerEndpoint
     worker: WorkerSide | None = None
+    kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
 
-    def __reduce__(self) -> tuple[type["KvstowEndpoint"], tuple[WorkerEndpoint]]:
-        return KvstowEndpoint, (self.endpoint,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KvstowEndpoint, (self.endpoint, None, self.kept)
 
 
 @dataclass
@@ -66,19 +68,14 @@ class KvstowStep(KVConnectorMetadata):
 
 
 @dataclass
-class KvstowPresent(KVConnectorWorkerMetadata):
-    """Workers' answers to lookups, for the scheduler: what all ranks have; and what came to the
-    first rank's tiers and went."""
+class KvstowReport(KVConnectorWorkerMetadata):
+    """What the workers' tiers tell the scheduler."""
 
-    present: dict[str, KeysPresent]
-    changes: tuple[TierChange, ...] = ()
+    report: OffloadReport
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowPresent":
-        assert isinstance(other, KvstowPresent)
-        return KvstowPresent(
-            {name: here.both(other.present[name]) for name, here in self.present.items()},
-            self.changes + other.changes,
-        )
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowReport":
+        assert isinstance(other, KvstowReport)
+        return KvstowReport(self.report.joined(other.report))
 
 
 class KvstowStats(KVConnectorStats):
@@ -132,8 +129,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups_taken = kv_cache_config.transfer_group_ids
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
-        self._present: dict[str, KeysPresent] = {}
-        self._changes: tuple[TierChange, ...] = ()
+        self._report = OffloadReport()
+        self._invalid: set[int] = set()
+        self._requests: dict[str, Any] = {}
+        """Requests of the engine that may be stored while they run."""
         self._events: TierEvents | None = None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -176,6 +175,9 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KvstowStats | None:
         """What was counted since the last call."""
         counts = self._stats if self._scheduler is None else self._scheduler.counts
+        if self._scheduler is not None and self._scheduler.recall is not None:
+            counts.update(self._scheduler.recall.counts)
+            self._scheduler.recall.counts.clear()
         found = dict(counts)
         counts.clear()
         return KvstowStats(data=found) if found else None
@@ -200,14 +202,14 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> KvstowEndpoint:
-        return KvstowEndpoint(self._worker_side.endpoint, self._worker)
+        return KvstowEndpoint(self._worker_side.endpoint, self._worker, self._worker_side.kept())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker_side.promise(self._step)
+        self._worker_side.begin(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker_side.begin(self._step)
+        """Nothing: loads were started with the step's metadata."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads end between steps."""
@@ -215,27 +217,29 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: rows are read after the request has finished."""
+        """Nothing: whole rows are read when the step has computed all layers."""
 
     def wait_for_save(self) -> None:
-        """Nothing: whoever reads rows keeps them from being reused."""
+        """Submits stores, and waits for none: their blocks are held."""
+        self._worker_side.save(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results: StepResults = self._worker_side.results(idle=self._step.idle)
         for what, count in results.counts.items():
             self._stats[what] += count
-        self._present = {answer.request: answer for answer in results.present}
-        self._changes = results.changes
+        self._report = OffloadReport.of(self._worker_side.endpoint.agent, results)
+        self._invalid = set(results.invalid)
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
 
-    def build_connector_worker_meta(self) -> KvstowPresent | None:
-        if not self._present and not self._changes:
-            return None
-        return KvstowPresent(self._present, self._changes)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._invalid
+
+    def build_connector_worker_meta(self) -> KvstowReport | None:
+        return KvstowReport(self._report) if self._report else None
 
     @property
     def _step(self) -> StepOrders:
@@ -264,18 +268,27 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.meet(
             [each.endpoint for each in workers], adopt=local.adopt if local else None
         )
+        kept = {each.endpoint.agent: each.kept for each in workers}
+        self._scheduler_side.told(OffloadReport(kept=kept))
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups_taken
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler_side.recall is not None:
+            self._scheduler_side.recall.stores.holds = PoolHolds(gpu_block_pool)
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler_side.arrived(request_of(request))
+        if self._scheduler_side.recall is not None:
+            self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         count = self._scheduler_side.matched(request.request_id, num_computed_tokens)
-        return count, bool(count)
+        beside = bool(count) and not self._scheduler_side.loads_at_once(request.request_id)
+        return count, beside
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = self._taken(blocks.get_block_ids())
@@ -283,11 +296,34 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
         idle = scheduler_output.total_num_scheduled_tokens == 0
+        if self._scheduler_side.recall is not None:
+            self._store(self._scheduler_side.recall, scheduler_output)
         return KvstowStep(self._scheduler_side.take_step(idle=idle))
+
+    def _store(self, recall: Recall, scheduler_output: Any) -> None:
+        """Blocks that the step fills are queued to be stored.
+
+        vLLM advances `num_computed_tokens` after this call.
+        """
+        tables = scheduler_output.kv_connector_block_state
+        for id, new in scheduler_output.num_scheduled_tokens.items():
+            filled = self._requests[id].num_computed_tokens + new if id in self._requests else 0
+            if recall.is_due(id, filled):
+                recall.computed(id, filled, self._taken(tables.get_block_ids(id)))
+        recall.scheduled(scheduler_output.num_scheduled_tokens)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether held blocks wait for another step, though no request does."""
+        return self.has_pending_block_frees()
+
+    def has_pending_block_frees(self) -> bool:
+        recall = self._scheduler_side.recall
+        return recall is not None and len(recall.stores) > 0
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
         return self._scheduler_side.finished(
             request_of(request), self._taken(block_ids), _num_filled(request)
         )
@@ -298,11 +334,11 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        answers = connector_output.kv_connector_worker_meta
-        if isinstance(answers, KvstowPresent):
-            self._scheduler_side.present(tuple(answers.present.values()))
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, KvstowReport):
+            self._scheduler_side.told(told.report)
             if self._events is not None:
-                self._events.changed(answers.changes)
+                self._events.changed(told.report.changes)
         for request in connector_output.finished_sending or ():
             self._scheduler_side.sent(request)
 
@@ -316,6 +352,19 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _gcd(groups: Sequence[Group]) -> int:
     return gcd(*(group.block_tokens for group in groups))
+
+
+class PoolHolds:
+    """vLLM's block pool: a block is held by one more reference."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
 
 def _num_filled(request: Any) -> int:

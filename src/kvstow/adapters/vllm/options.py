@@ -29,10 +29,11 @@ class ConnectorOptions:
 
     `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
     `host_shared`, a name, the host tier lies in shared memory: it outlives the process, and ranks
-    of the machine that hold the same rows read each other's. `manifest_file` is where a rank
-    writes its layout. `unverified` says why the model's weights need not be looked at; without
-    it, weights that cannot be found are refused. With `events`, what the tiers hold is published
-    in vLLM's own stream of KV events.
+    of the machine that hold the same rows read each other's. Each rank stores no more than
+    `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
+    layout. `unverified` says why the model's weights need not be looked at; without it, weights
+    that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
+    stream of KV events.
     """
 
     model: str = ""
@@ -48,6 +49,7 @@ class ConnectorOptions:
     host_shared: str = ""
     disk_path: str = ""
     disk_bytes: int = 0
+    store_bytes_per_second: int = 0
     manifest_file: str = ""
     events: bool = False
 
@@ -76,6 +78,11 @@ class ConnectorOptions:
             )
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
+        if self.store_bytes_per_second < 0:
+            raise SpecError(
+                f"store_bytes_per_second is {self.store_bytes_per_second}, below 0\n\n"
+                "hint: 0 stores as fast as it goes"
+            )
         if min(self.host_bytes, self.disk_bytes) < 0 or bool(self.disk_path) != (
             self.disk_bytes > 0 and self.host_bytes > 0
         ):

@@ -12,6 +12,7 @@ write these parameters, so they are bounded by the prompt before anything is unp
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,6 +32,11 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 KeyedBlocks = tuple[tuple[bytes, ...], tuple[int, ...]]
 """Keys of rows, and the blocks that hold them or are to hold them."""
+
+
+KeyLevels = Mapping[int, tuple[tuple[bytes, ...], bytes]]
+"""Per group, keys whose rows have come, moved or gone, and where each is now: a `stored.Level` in
+a byte per key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +95,24 @@ class KeysPresent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBlocks:
-    """Keep these blocks outside the arena."""
+    """Keep these blocks outside the arena. They stay as they are until all ranks have told that
+    the job is over."""
 
-    request: str
+    job: int
     rows: Mapping[int, KeyedBlocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadBlocks:
-    """Bring rows back into these blocks; `num_tokens` tokens are waiting for it."""
+    """Bring rows back into these blocks; `num_tokens` tokens are waiting for it.
+
+    One that is loaded `at_once` is computed with in the same step.
+    """
 
     request: str
     rows: Mapping[int, KeyedBlocks]
     num_tokens: int
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +131,69 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResults:
-    """What came of it, by request: blocks no longer needed here, loads over, loads failed."""
+    """What came of it, by request: blocks no longer needed here, loads over, loads failed.
+
+    `confirmed` says of loads that were computed with at once whether they succeeded; `invalid`
+    are the blocks of those that did not. `stored` are the jobs of stores that are over, `kept`
+    tells where rows are kept now, as far as that has changed.
+    """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     present: tuple[KeysPresent, ...] = ()
+    confirmed: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    invalid: frozenset[int] = frozenset()
+    stored: tuple[int, ...] = ()
+    kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     changes: tuple[TierChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What the tiers of some ranks have done and found in a step: `StepResults` of all of them.
+
+    By request `present` and `confirmed`, by rank `kept`; `stored` counts ranks by job.
+    """
+
+    present: Mapping[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
+    confirmed: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    kept: Mapping[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
+    stored: Mapping[int, int] = field(default_factory=dict[int, int])
+    changes: tuple[TierChange, ...] = ()
+
+    @staticmethod
+    def of(rank: str, results: StepResults) -> "OffloadReport":
+        """The report of one rank."""
+        return OffloadReport(
+            present={answer.request: answer for answer in results.present},
+            confirmed=results.confirmed,
+            kept={rank: results.kept} if results.kept else {},
+            stored=dict.fromkeys(results.stored, 1),
+            changes=results.changes,
+        )
+
+    def __bool__(self) -> bool:
+        told = self.present or self.confirmed or self.kept or self.stored or self.changes
+        return bool(told)
+
+    def joined(self, other: "OffloadReport") -> "OffloadReport":
+        """The report of both: what all ranks have, what has succeeded on all."""
+        alike = {
+            name: here.both(other.present[name]) if name in other.present else here
+            for name, here in self.present.items()
+        }
+        confirmed = dict(other.confirmed)
+        for request, ok in self.confirmed.items():
+            confirmed[request] = ok and confirmed.get(request, True)
+        return OffloadReport(
+            present={**other.present, **alike},
+            confirmed=confirmed,
+            kept={**self.kept, **other.kept},
+            stored=Counter(self.stored) + Counter(other.stored),
+            changes=self.changes + other.changes,
+        )
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────

@@ -1,11 +1,22 @@
-"""Which beginnings of requests come back from the tiers, and which blocks go there."""
+"""Which beginnings of requests come back from the tiers, and which blocks go there.
 
-from collections.abc import Sequence
+    matched    what all ranks have told that they keep → the longest beginning for every group
+    taken      before the step computes, where nobody else would wait for it; else beside it
+    computed   blocks that a step fills are queued to be stored while the request runs
+
+Full groups are stored block by block. Of window groups those blocks are stored that a return
+needs: one is only possible at a multiple of all groups' tokens per block.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
 
 from kvstow.adapters.vllm.events import TierEvents
+from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -13,104 +24,244 @@ from kvstow.adapters.vllm.protocol import (
     KeysPresent,
     LoadBlocks,
     LookUpKeys,
-    StoreBlocks,
 )
-from kvstow.blocks.prompt import Prompt
-from kvstow.offload.keys import block_keys
+from kvstow.adapters.vllm.stored import Level, Levels, RequestKeys, StoredKeys
+from kvstow.adapters.vllm.stores import RowToStore, StoreQueue
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
-from kvstow.plan.retention import can_hit, seen_blocks
+from kvstow.plan.retention import Full, can_hit, seen_blocks
 
 
-class RecallKeys:
-    """What is asked, known and planned for requests that may find their beginning again.
+@dataclass(slots=True, eq=False)
+class RecalledRequest:
+    """What is known and planned for one request."""
 
-    Whether rows are still there only the workers know: the scheduler's side asks them, and
-    answers "later" to the engine meanwhile.
-    """
+    request: EngineRequest
+    keys: RequestKeys
+    passed: list[int]
+    """Per group, how many blocks were looked at to be stored."""
+    asked: bool = False
+    answer: KeysPresent | None = None
+    length: int = 0
+    """Tokens that can be loaded, as the engine was told last."""
+    at_once: bool = False
+    tried: bool = False
+    """A load was ordered, and nothing computed since: there is no second one."""
+
+
+class Recall:
+    """Look-ups, loads and stores of one engine."""
 
     def __init__(
-        self, groups: Sequence[Group], identity: Identity, events: TierEvents | None = None
+        self,
+        groups: Sequence[Group],
+        identity: Identity,
+        options: ConnectorOptions,
+        *,
+        num_blocks: int,
+        events: TierEvents | None = None,
     ) -> None:
+        self._events = events
         self._groups = tuple(groups)
         self._identity = identity
-        self._events = events
+        self._options = options
         self._unit = lcm(*(group.block_tokens for group in groups))
-        self._asked: dict[str, tuple[tuple[bytes, ...], ...]] = {}
-        self._length: dict[str, int] = {}
+        self._sizes = {group.block_tokens for group in groups}
+        self._requests: dict[str, RecalledRequest] = {}
+        self._running: set[str] = set()
+        """Requests of the last step that have not ended."""
+        self._admitted = False
+        """Whether the step that is being planned has a request that the last one had not."""
+        self._unconfirmed: set[str] = set()
+        self.known = StoredKeys(len(groups))
+        self.stores = StoreQueue(
+            [sum(layer.page_bytes for layer in group.layers) for group in groups],
+            max_rows=max(1, num_blocks // 2),
+            bytes_per_second=options.store_bytes_per_second,
+        )
+        self.counts: Counter[str] = Counter()
+
+    def meet(self, ranks: Sequence[str]) -> None:
+        """These ranks have tiers."""
+        self.known.expect(ranks)
+        self.stores.num_ranks = len(ranks)
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
-    def ask(self, request: EngineRequest) -> LookUpKeys | None:
-        """What to ask the workers for a new request; None where it has no whole block to
-        spare (the last token is always computed anew)."""
-        limit = (len(request.tokens) - 1) // self._unit * self._unit
-        if limit <= 0 or not request.shareable:
+    def arrived(self, request: EngineRequest) -> LookUpKeys | None:
+        """A request is queued. What the workers are to be asked: whether rows are there that only
+        they can see, on disk or in other processes' memory."""
+        if not request.shareable:
             return None
-        keys = self._keys(request, limit)
-        self._asked[request.id] = keys
-        return LookUpKeys(request=request.id, keys=keys)
+        keys = RequestKeys(self._identity, request, self._sizes)
+        found = RecalledRequest(request, keys, [0] * len(self._groups))
+        self._requests[request.id] = found
+        limit = self._limit(found)
+        if not limit or not self._must_ask(found, limit):
+            return None
+        found.asked = True
+        self._announce(found, limit)
+        return LookUpKeys(
+            request=request.id,
+            keys=tuple(tuple(keys.of(g.block_tokens, limit)) for g in self._groups),
+        )
+
+    def _must_ask(self, request: RecalledRequest, limit: int) -> bool:
+        if not self._options.disk_path and not self._options.host_shared:
+            return False
+        levels = self._levels(request, limit)
+        near = self._longest(levels, limit, Level.HOST)
+        if self._options.host_shared:
+            return near < limit
+        return near < self._longest(levels, limit, Level.BELOW)
 
     def answer(self, answer: KeysPresent) -> None:
-        """Which rows are there: the longest beginning that every group can serve."""
-        keys = self._asked.get(answer.request)
-        if keys is None:
-            return
-        lengths = np.arange(0, len(keys[0]) * self._groups[0].block_tokens + 1, self._unit)
-        for group, present in zip(self._groups, answer.present, strict=True):
-            blocks = np.asarray(present, np.bool_)
-            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, blocks)]
-        self._length[answer.request] = int(lengths.max(initial=0))
+        """Which rows are there, by the workers' word."""
+        if answer.request in self._requests:
+            self._requests[answer.request].answer = answer
 
-    def matched(self, request: str, num_computed: int) -> int | None:
-        """Tokens beyond `num_computed` that can be brought back; None while it is not known."""
-        if request not in self._asked:
+    def matched(self, id: str, num_computed: int) -> int | None:
+        """Tokens beyond `num_computed` that can be brought back; None while it is not known.
+
+        Asked of a request that begins, or begins again after it was preempted.
+        """
+        request = self._requests.get(id)
+        if request is None or request.tried:
             return 0
-        if request not in self._length:
+        if request.asked and request.answer is None:
             return None
-        return max(0, self._length[request] - num_computed)
+        limit = self._limit(request)
+        levels = self._levels(request, limit)
+        near = self._longest(levels, limit, Level.HOST)
+        far = self._longest(levels, limit, Level.BELOW) if request.answer else near
+        request.length = far
+        request.at_once = near == far and len(self._groups) == 1 and self._is_alone
+        request.passed = [0] * len(self._groups)
+        return max(0, far - num_computed)
 
-    def taken(self, request: str, ids: BlockIds, num_external: int) -> LoadBlocks:
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other request would wait for a load before the next step computes."""
+        return not self._running and not self._admitted
+
+    def _limit(self, request: RecalledRequest) -> int:
+        """What could be loaded at most: the last token is always computed."""
+        return max(0, len(request.request.tokens) - 1) // self._unit * self._unit
+
+    def _levels(self, request: RecalledRequest, limit: int) -> list[Levels]:
+        found: list[Levels] = []
+        for g, group in enumerate(self._groups):
+            levels = self.known.levels(g, request.keys.of(group.block_tokens, limit))
+            if request.answer is not None:
+                told = np.asarray(request.answer.present[g], np.uint8)[: len(levels)]
+                levels[: len(told)] = np.where(told, np.maximum(levels[: len(told)], told), 0)
+            found.append(levels)
+        return found
+
+    def _longest(self, levels: Sequence[Levels], limit: int, least: Level) -> int:
+        """The longest beginning that every group can serve from rows of at least that level."""
+        lengths = np.arange(0, limit + 1, self._unit)
+        for group, each in zip(self._groups, levels, strict=True):
+            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, each >= least)]
+        return int(lengths.max(initial=0))
+
+    def loads_at_once(self, id: str) -> bool:
+        """Whether what `matched` told is loaded before the step computes, and not beside it."""
+        return id in self._requests and self._requests[id].at_once
+
+    def taken(self, id: str, ids: BlockIds, num_external: int) -> LoadBlocks:
         """The engine has given blocks for `num_external` tokens: what to bring where."""
-        keys, length = self._asked[request], self._length[request]
-        self.forget(request)
+        request = self._requests[id]
+        request.tried = True
+        if request.at_once:
+            self._unconfirmed.add(id)
+            self.stores.doubt()
+            self._admitted = True
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
-            sinks, rest = seen_blocks(group.retention, length, group.block_tokens)
-            first = (length - num_external) // group.block_tokens
+            keys = request.keys.of(group.block_tokens, request.length)
+            sinks, rest = seen_blocks(group.retention, request.length, group.block_tokens)
+            first = (request.length - num_external) // group.block_tokens
             places = [k for k in (*sinks, *rest) if k >= first and ids[g][k] > 0]
-            rows[g] = tuple(keys[g][k] for k in places), tuple(ids[g][k] for k in places)
-        return LoadBlocks(request=request, rows=rows, num_tokens=num_external)
+            rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
+        return LoadBlocks(request=id, rows=rows, num_tokens=num_external, at_once=request.at_once)
 
-    def forget(self, request: str) -> None:
-        """Whatever was asked for this request is no longer of interest."""
-        self._asked.pop(request, None)
-        self._length.pop(request, None)
+    def admitted(self) -> None:
+        """The engine computes a request in the step that it plans."""
+        self._admitted = True
+
+    def confirmed(self, id: str, *, ok: bool) -> None:
+        """A load before a step has succeeded on all ranks, or has not."""
+        self._unconfirmed.discard(id)
+        if not ok:
+            for request in self._requests.values():
+                request.passed = [0] * len(self._groups)
+        if not ok or not self._unconfirmed:
+            self.stores.settle(ok=ok)
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
-    def store(self, request: EngineRequest, num_tokens: int, ids: BlockIds) -> StoreBlocks | None:
-        """What to keep of a finished request: its whole blocks, as far as it holds them."""
-        if not request.shareable:
-            return None
-        rows: dict[int, KeyedBlocks] = {}
-        for g, keys in enumerate(self._keys(request, num_tokens)):
-            places = [k for k, id in enumerate(ids[g][: len(keys)]) if id > 0]
-            rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
-        if not any(keys for keys, _ in rows.values()):
-            return None
-        return StoreBlocks(request=request.id, rows=rows)
+    def scheduled(self, ids: Iterable[str]) -> None:
+        """The engine has planned a step with these requests."""
+        self._running = set(ids)
+        self._admitted = False
 
-    def _keys(self, request: EngineRequest, num_tokens: int) -> tuple[tuple[bytes, ...], ...]:
-        """Per group, the keys of the whole blocks among the first tokens."""
-        identity = self._identity.for_request(adapter=request.adapter, salt=request.salt)
-        prompt = Prompt.of(
-            np.asarray(request.tokens[:num_tokens], np.int64),
-            extra=request.extra_before(num_tokens),
+    def is_due(self, id: str, num_tokens: int) -> bool:
+        """Whether some block is full, with so many tokens, that was not when last looked at."""
+        request = self._requests.get(id)
+        return request is not None and any(
+            (passed + 1) * group.block_tokens <= num_tokens
+            for passed, group in zip(request.passed, self._groups, strict=True)
         )
-        sizes = {group.block_tokens for group in self._groups}
-        by_size = {size: tuple(block_keys(identity, prompt, size)) for size in sizes}
-        keys = tuple(by_size[group.block_tokens] for group in self._groups)
+
+    def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
+        """With the step that is planned, so many tokens of a request are in these blocks."""
+        request = self._requests.get(id)
+        if request is None:
+            return
+        request.tried = False
+        num_tokens = min(num_tokens, len(request.request.tokens))
+        self._announce(request, num_tokens)
+        for g in range(len(self._groups)):
+            self._queue(request, g, num_tokens, ids[g])
+
+    def _announce(self, request: RecalledRequest, num_tokens: int) -> None:
+        """Events may tell of these blocks from now on."""
         if self._events is not None:
-            self._events.know(request, keys)
-        return keys
+            keys = [request.keys.of(group.block_tokens, num_tokens) for group in self._groups]
+            self._events.know(request.request, keys)
+
+    def _queue(self, request: RecalledRequest, g: int, num_tokens: int, ids: Sequence[int]) -> None:
+        keys = request.keys.of(self._groups[g].block_tokens, num_tokens)
+        for k in range(request.passed[g], min(len(keys), len(ids))):
+            if self.stores.is_full:
+                return
+            request.passed[g] = k + 1
+            kept = self.known.has(g, keys[k]) or self.stores.contains(g, keys[k])
+            if ids[k] > 0 and not kept and self._returns(g, k):
+                self.stores.add(RowToStore(g, keys[k], ids[k]))
+
+    def _returns(self, g: int, block: int) -> bool:
+        """Whether a request that comes back needs this block of a group: at the next multiple
+        of the unit, if at any."""
+        group = self._groups[g]
+        if isinstance(group.retention, Full):
+            return True
+        length = -(-(block + 1) * group.block_tokens // self._unit) * self._unit
+        sinks, rest = seen_blocks(group.retention, length, group.block_tokens)
+        return block in sinks or block in rest
+
+    def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
+        """A request is over; the rest of its blocks is queued, as far as there is room."""
+        if num_tokens:
+            self.computed(id, num_tokens, ids)
+        self._running.discard(id)
+        request = self._requests.pop(id, None)
+        if request is None or not num_tokens:
+            return
+        left = sum(
+            max(0, num_tokens // group.block_tokens - passed)
+            for group, passed in zip(self._groups, request.passed, strict=True)
+        )
+        if left:
+            self.counts["not stored rows"] += left

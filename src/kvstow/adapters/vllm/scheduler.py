@@ -17,19 +17,18 @@ from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
     Handover,
-    KeysPresent,
     LoadBlocks,
     LookUpKeys,
     OfferBlocks,
+    OffloadReport,
     PullBlocks,
     StepOrders,
-    StoreBlocks,
     WorkerEndpoint,
     handover_in,
     prompt_digest,
     tickets_to_drop,
 )
-from kvstow.adapters.vllm.recall import RecallKeys
+from kvstow.adapters.vllm.recall import Recall
 from kvstow.errors import BlockError, TransferError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
@@ -88,7 +87,11 @@ class SchedulerSide:
         self._groups = tuple(groups)
         self._options = options
         self._identity = identity
-        self._recall = RecallKeys(groups, identity, events) if options.offloads else None
+        self.recall = (
+            Recall(groups, identity, options, num_blocks=num_blocks, events=events)
+            if options.offloads
+            else None
+        )
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
@@ -102,7 +105,6 @@ class SchedulerSide:
         self._drops: list[Ticket] = []
         self._pulls: list[PullBlocks] = []
         self._lookups: list[LookUpKeys] = []
-        self._stores: list[StoreBlocks] = []
         self._loads: list[LoadBlocks] = []
         self.counts: Counter[str] = Counter()
 
@@ -116,20 +118,21 @@ class SchedulerSide:
         very process and thread: it is told of an offer before its tickets leave."""
         self._workers = tuple(workers)
         self._adopt = adopt
+        if self.recall is not None:
+            self.recall.meet([worker.agent for worker in workers])
 
     # ── taking over ───────────────────────────────────────────────────────────────
 
     def arrived(self, request: EngineRequest) -> None:
         """A request is queued. Bad tickets are counted here and handed back: the engine computes
         such a request itself, or has rejected it."""
-        if self._carries(request):
-            return
-        if self._recall is not None:
-            lookup = self._recall.ask(request)
+        self._carries(request)
+        if self.recall is not None:
+            lookup = self.recall.arrived(request)
             self._lookups += [lookup] if lookup else []
 
-    def _carries(self, request: EngineRequest) -> bool:
-        """Whether the request came with tickets that may be used; they are kept alive then."""
+    def _carries(self, request: EngineRequest) -> None:
+        """Tickets that came with the request, and may be used, are kept alive."""
         try:
             handover = handover_in(request)
             self._check_identity(handover)
@@ -137,12 +140,10 @@ class SchedulerSide:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
             self._drops += tickets_to_drop(request, max_tokens=self._max_tokens)
-            return False
-        if handover is None:
-            return False
-        self._incoming[request.id] = handover
-        self._keeps += handover.tickets
-        return True
+            return
+        if handover is not None:
+            self._incoming[request.id] = handover
+            self._keeps += handover.tickets
 
     def _check_identity(self, handover: Handover | None) -> None:
         """Refuse tickets of another computation; those that name none are compared when met."""
@@ -155,18 +156,31 @@ class SchedulerSide:
                     kind="ticket",
                 )
 
-    def present(self, answers: Sequence[KeysPresent]) -> None:
-        """The workers' answers to what was looked up."""
-        for answer in answers:
-            if self._recall is not None:
-                self._recall.answer(answer)
+    def told(self, report: OffloadReport) -> None:
+        """What the workers' tiers have done and found in a step."""
+        if self.recall is None:
+            return
+        for answer in report.present.values():
+            self.recall.answer(answer)
+        for request, ok in report.confirmed.items():
+            self.recall.confirmed(request, ok=ok)
+        for rank, kept in report.kept.items():
+            self.recall.known.told(rank, kept)
+        for job, ranks in report.stored.items():
+            self.recall.stores.stored(job, ranks)
 
     def matched(self, request: str, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
         handover = self._incoming.get(request)
         if handover is not None:
             return max(0, handover.num_tokens - num_computed)
-        return self._recall.matched(request, num_computed) if self._recall else 0
+        return self.recall.matched(request, num_computed) if self.recall else 0
+
+    def loads_at_once(self, request: str) -> bool:
+        """Whether what `matched` told is there when the next step computes."""
+        if self.recall is None or request in self._incoming:
+            return False
+        return self.recall.loads_at_once(request)
 
     def allocated(self, request: str, ids: BlockIds, num_external: int) -> None:
         """The engine has given the request blocks, for `num_external` tokens to be loaded.
@@ -175,14 +189,18 @@ class SchedulerSide:
         """
         if num_external == 0:
             self._loading.discard(request)
-            self._forget(request)
+            self._give_back(request)
+            if self.recall is not None:
+                self.recall.admitted()
             return
-        self._loading.add(request)
         handover = self._incoming.pop(request, None)
         if handover is None:
-            assert self._recall is not None
-            self._loads.append(self._recall.taken(request, ids, num_external))
+            assert self.recall is not None
+            order = self.recall.taken(request, ids, num_external)
+            self._loads.append(order)
+            self._loading |= set() if order.at_once else {request}
             return
+        self._loading.add(request)
         self._pulls.append(
             PullBlocks(
                 request=request,
@@ -203,25 +221,17 @@ class SchedulerSide:
         Whether its blocks must stay, and what its answer carries. One that ends while it is
         being loaded has nothing to give.
         """
-        self._forget(request.id)
-        if request.id in self._loading:
-            self._loading.discard(request.id)
+        loading = request.id in self._loading
+        self._loading.discard(request.id)
+        self._give_back(request.id)
+        if self.recall is not None:
+            self.recall.finished(request.id, 0 if loading else num_tokens, ids)
+        if loading or not request.asks_for_tickets or num_tokens < 1:
             return False, None
-        stays = self._stored(request, ids, num_tokens)
-        if not request.asks_for_tickets or num_tokens < 1:
-            return stays, None
         if not request.shareable or not self._workers:
             self.counts["not offered"] += 1
-            return stays, None
+            return False, None
         return True, self._offered(request, ids, num_tokens).params()
-
-    def _stored(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> bool:
-        """Whether some of the request goes to the tiers."""
-        if self._recall is None:
-            return False
-        order = self._recall.store(request, num_tokens, ids)
-        self._stores += [order] if order else []
-        return order is not None
 
     def _offered(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> Handover:
         """Tickets for the request's blocks.
@@ -269,30 +279,29 @@ class SchedulerSide:
         if blocks is not None:
             self._pinned.unpin(blocks)
 
-    def _forget(self, request: str) -> None:
+    def _give_back(self, request: str) -> None:
+        """Tickets that will not be pulled are dropped."""
         handover = self._incoming.pop(request, None)
         if handover is not None:
             self._drops += handover.tickets
-        if self._recall is not None:
-            self._recall.forget(request)
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
     def take_step(self, *, idle: bool) -> StepOrders:
         """What the workers are to do now; told once."""
+        store = self.recall.stores.take() if self.recall else None
         step = StepOrders(
             offers=tuple(self._offers),
             keeps=tuple(self._keeps),
             drops=tuple(self._drops),
             pulls=tuple(self._pulls),
-            stores=tuple(self._stores),
+            stores=(store,) if store else (),
             loads=tuple(self._loads),
             lookups=tuple(self._lookups),
             idle=idle,
         )
         for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):
             told.clear()
-        self._stores.clear()
         self._loads.clear()
         return step
 

@@ -1,17 +1,30 @@
-"""The tiers of one rank: rows stored and loaded for its engine."""
+"""The tiers of one rank: rows stored and loaded for its engine, and what is told of them.
 
-from collections.abc import Mapping
+On CUDA, rows between arena and host memory are submitted by the engine's own thread and polled:
+neither a queue nor another thread's turn lies between. Disks, and copies between host arenas, have
+the mover's threads.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event, Thread
+from typing import TypeVar
+
+import numpy as np
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyedBlocks,
+    KeyLevels,
     KeysPresent,
     LoadBlocks,
     LookUpKeys,
     StoreBlocks,
 )
+from kvstow.adapters.vllm.stored import Level
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
@@ -21,25 +34,146 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.rows import matching_group
-from kvstow.offload.tier import Tier
+from kvstow.offload.tier import Tier, chosen, log
 from kvstow.offload.watch import TierChange, TierWatch
+
+LOOK_SECONDS = 1.0
+"""How often the disk is asked for rows that this or another process has stored."""
+
+POLL_SECONDS = 0.0002
 
 
 @dataclass(slots=True, eq=False)
 class OffloadJob:
-    """Rows of one request on their way to or from the tiers: a part per group."""
+    """Rows on their way to or from the tiers: a part per group."""
 
-    request: str
     parts: list[MoverJob] = field(default_factory=list[MoverJob])
-    num_tokens: int = 0
     error: StoreError | None = None
 
     @property
     def over(self) -> bool:
         return all(part.over for part in self.parts)
 
+    @property
+    def num_moved(self) -> int:
+        return sum(int(part.moved.sum()) for part in self.parts)
 
-class OffloadJobs:
+    def end(self) -> None:
+        """Note what went wrong in some part."""
+        for part in self.parts:
+            self.error = self.error or part.error
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob(OffloadJob):
+    number: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob(OffloadJob):
+    """Complete when all rows have come."""
+
+    order: LoadBlocks | None = None
+
+    def end(self) -> None:
+        super(LoadJob, self).end()
+        lost = sum(len(part.keys) for part in self.parts) - self.num_moved
+        if self.error is None and lost:
+            self.error = StoreError(f"{lost} rows were gone when they were fetched")
+
+
+AnyJob = TypeVar("AnyJob", bound=OffloadJob)
+
+
+class KeptKeys:
+    """Where rows are kept, and what of that was not told yet.
+
+    `touch` may be called in any thread; everything else belongs to the engine's.
+    """
+
+    def __init__(self, groups: Sequence[int], host: HostTier | None = None) -> None:
+        self.host = host
+        self._group = {there: here for here, there in enumerate(groups)}
+        self._there = tuple(groups)
+        self._touched: deque[tuple[int, Sequence[bytes]]] = deque()
+        self._told: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
+        self.below: tuple[set[bytes], ...] = tuple(set[bytes]() for _ in groups)
+        """Per group of the tiers, rows on disk, as far as they were looked up."""
+
+    def touch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows of a group of the tiers have come, moved or gone."""
+        self._touched.append((group, keys))
+
+    def changes(self) -> KeyLevels:
+        """What was not told yet; told once."""
+        touched: dict[int, dict[bytes, None]] = {}
+        while self._touched:
+            group, keys = self._touched.popleft()
+            touched.setdefault(group, {}).update(dict.fromkeys(keys))
+        return {
+            self._group[group]: changed
+            for group, keys in touched.items()
+            if (changed := self._changed(group, list(keys)))[0]
+        }
+
+    def _changed(self, group: int, keys: Sequence[bytes]) -> tuple[tuple[bytes, ...], bytes]:
+        assert self.host is not None
+        near, told = self.host.contains(group, keys), self._told[self._group[group]]
+        news: dict[bytes, int] = {}
+        for key, here in zip(keys, near.tolist(), strict=True):
+            level = Level.HOST if here else Level(key in self.below[group])
+            if level != told.get(key, Level.GONE):
+                news[key] = level
+        told.update(news)
+        for key in [key for key, level in news.items() if level == Level.GONE]:
+            del told[key]
+        return tuple(news), bytes(news.values())
+
+
+class DiskWatch:
+    """Looks for rows that any process has brought to the disk tier, in a thread of its own."""
+
+    def __init__(self, disk: DiskTier, kept: KeptKeys) -> None:
+        self._disk, self._kept = disk, kept
+        self._seen = [0] * len(disk.layout.groups)
+        self._end = Event()
+        self.look()
+        self._thread = Thread(target=self._work, name="kvstow-disk-watch", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Enter rows that are new, and find out which are gone where many are."""
+        known = 0
+        for group, below in enumerate(self._kept.below):
+            while True:
+                keys, self._seen[group] = self._disk.keys_since(group, self._seen[group])
+                if not keys:
+                    break
+                below.update(keys)
+                self._kept.touch(group, keys)
+            known += len(below)
+        if known > 1024 + 1.25 * self._disk.usage.rows:
+            self._forget_the_gone()
+
+    def _forget_the_gone(self) -> None:
+        for group, below in enumerate(self._kept.below):
+            gone = below.difference(self._disk.keys(group))
+            below.difference_update(gone)
+            self._kept.touch(group, tuple(gone))
+
+    def _work(self) -> None:
+        while not self._end.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except StoreError as error:
+                log.warning("disk tier: not looked at: %s", error)
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+class WorkerTiers:
     """A host tier, and below it a disk tier where a path is set."""
 
     def __init__(self, arena: Arena, options: ConnectorOptions) -> None:
@@ -50,107 +184,147 @@ class OffloadJobs:
             self._disk = DiskTier(
                 Path(options.disk_path) / ranks, layout, capacity=options.disk_bytes
             )
-        kept = self._disk.layout if self._disk else layout
+        rows = self._disk.layout if self._disk else layout
+        self._groups = [matching_group(layout, g, rows) for g in range(len(layout.groups))]
+        self._kept = KeptKeys(self._groups)
         self._host = HostTier(
-            kept,
+            rows,
             capacity=options.host_bytes,
             numa_node=node_of(arena.device),
             shared=options.host_shared or None,
+            on_change=self._kept.touch,
         )
+        self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._below: Tier | None = self._near or self._disk
-        self._groups = [
-            matching_group(layout, g, self._host.layout) for g in range(len(layout.groups))
-        ]
         self._mover = Mover(arena, self._host, self._below)
-        self._watch: TierWatch | None = None
+        self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
+        self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
             tiers: dict[str, Tier] = {"host": self._host}
             tiers |= {"disk": self._disk} if self._disk else {}
-            self._watch = TierWatch(tiers)
-            self._watch.start()
-        self._stores: list[OffloadJob] = []
-        self._loads: list[OffloadJob] = []
-
-    def __len__(self) -> int:
-        """Jobs under way."""
-        return len(self._stores) + len(self._loads)
+            self._events = TierWatch(tiers)
+            self._events.start()
+        self._direct = arena.device.type == "cuda"
+        self._stores: list[StoreJob] = []
+        self._loads: list[LoadJob] = []
 
     def look_up(self, lookup: LookUpKeys) -> KeysPresent:
         """Which rows are in one of the tiers now."""
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
-            if self._watch is not None:
-                self._watch.note(g, keys)
+            self._note(g, keys)
             here = self._host.contains(g, keys)
             if self._below is not None and not here.all():
                 here = here | self._below.contains(g, keys)
+                self._gone(g, chosen(keys, ~here))
             present.append(tuple(bool(found) for found in here))
         return KeysPresent(request=lookup.request, present=tuple(present))
 
-    def store(self, order: StoreBlocks) -> None:
-        """Begin to keep rows. The blocks must stay as they are until the job is over."""
-        if self._watch is not None:
-            for group, (keys, _) in order.rows.items():
-                self._watch.note(self._groups[group], keys)
-        self._stores.append(self._begin(order.request, order.rows, loads=False))
+    def _note(self, group: int, keys: Sequence[bytes]) -> None:
+        """Keys of whose rows events may tell."""
+        if self._events is not None:
+            self._events.note(group, keys)
 
-    def load(self, order: LoadBlocks) -> None:
-        """Begin to bring rows back."""
-        job = self._begin(order.request, order.rows, loads=True)
-        job.num_tokens = order.num_tokens
-        self._loads.append(job)
+    def _gone(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows that were looked for and not found."""
+        self._kept.below[group].difference_update(keys)
+        self._kept.touch(group, keys)
 
-    def _begin(self, request: str, rows: Mapping[int, KeyedBlocks], *, loads: bool) -> OffloadJob:
-        job = OffloadJob(request)
-        for group, (keys, ids) in rows.items():
-            if not keys:
-                continue
-            try:
-                part = (
-                    self._mover.load(group, keys, ids)
-                    if loads
-                    else self._mover.store(group, ids, keys)
-                )
-                job.parts.append(part)
-            except StoreError as error:
-                job.error = error
-        return job
-
-    def stored(self) -> list[OffloadJob]:
-        """Stores that are over since the last time."""
-        return self._ended(self._stores)
-
-    def loaded(self) -> list[OffloadJob]:
-        """Loads that are over since the last time; `error` says that not all rows came."""
-        ended = self._ended(self._loads)
-        for job in ended:
-            failed = next((part.error for part in job.parts if part.error is not None), None)
-            lost = sum(int((~part.moved).sum()) for part in job.parts)
-            if job.error is None and failed is not None:
-                job.error = failed
-            elif job.error is None and lost:
-                job.error = StoreError(f"{lost} rows were gone when they were fetched")
-        return ended
+    def kept(self) -> KeyLevels:
+        """Where rows are kept now, as far as it was not told yet."""
+        return self._kept.changes()
 
     def changes(self) -> tuple[TierChange, ...]:
-        """Rows that came to a tier or went since the last time, by the engine's groups."""
-        if self._watch is None:
+        """Rows that came to a tier or went since the last time, by the engine's groups, for
+        events."""
+        if self._events is None:
             return ()
         return tuple(
-            replace(change, group=self._groups.index(change.group)) for change in self._watch.take()
+            replace(change, group=self._groups.index(change.group))
+            for change in self._events.take()
         )
 
-    def _ended(self, jobs: list[OffloadJob]) -> list[OffloadJob]:
-        self._mover.reap()
-        ended = [job for job in jobs if job.over]
-        jobs[:] = [job for job in jobs if not job.over]
+    # ── jobs ──────────────────────────────────────────────────────────────────────
+
+    def store(self, order: StoreBlocks) -> None:
+        """Begin to keep rows, after what the engine has been given to compute. The blocks must
+        stay as they are until the job is over."""
+        job = StoreJob(number=order.job)
+        for group, (keys, ids) in _filled(order.rows):
+            self._note(self._groups[group], keys)
+            try:
+                if self._direct:
+                    job.parts.append(self._mover.direct.store(group, np.array(ids), keys))
+                else:
+                    job.parts.append(self._mover.store(group, ids, keys))
+            except StoreError as error:
+                job.error = error
+        self._stores.append(job)
+
+    def load(self, order: LoadBlocks) -> None:
+        """Begin to bring rows back: before what the engine is given to compute from now on, or
+        beside it."""
+        job = LoadJob(order=order)
+        for group, (keys, ids) in _filled(order.rows):
+            try:
+                job.parts.append(self._load(group, keys, np.array(ids), at_once=order.at_once))
+            except StoreError as error:
+                job.error = error
+        self._loads.append(job)
+
+    def _load(
+        self, group: int, keys: Sequence[bytes], ids: np.ndarray, *, at_once: bool
+    ) -> MoverJob:
+        if at_once:
+            return self._mover.direct.load(group, keys, ids, before_compute=True)
+        if self._direct and self._host.contains(self._groups[group], keys).all():
+            return self._mover.direct.load(group, keys, ids)
+        return self._mover.load(group, keys, ids)
+
+    def stored(self) -> list[StoreJob]:
+        """Stores that are over since the last time."""
+        self._poll()
+        ended, self._stores = _parted(self._stores)
+        for job in ended:
+            job.end()
         return ended
+
+    def loaded(self) -> list[LoadJob]:
+        """Loads that are over since the last time, and all that were computed with already."""
+        if any(job.order is not None and job.order.at_once for job in self._loads):
+            self._mover.direct.wait()
+        self._poll()
+        ended, self._loads = _parted(self._loads)
+        for job in ended:
+            job.end()
+            for part in job.parts:
+                self._gone(self._groups[part.group], chosen(part.keys, ~part.moved))
+        return ended
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
+    def await_load(self, seconds: float, news: Event) -> None:
+        """Return when some load is over, when there is other news, or after so many seconds."""
+        until = time.monotonic() + seconds
+        while not any(job.over for job in self._loads):
+            if time.monotonic() > until or news.wait(POLL_SECONDS):
+                return
+            self._poll()
+
+    def _poll(self) -> None:
+        self._mover.direct.poll()
+        self._mover.reap()
 
     def close(self) -> None:
         """Finish what has begun; what is on disk, or shared, stays there."""
         if self._watch is not None:
             self._watch.close()
+        if self._events is not None:
+            self._events.close()
+        self._mover.direct.wait()
         self._mover.drain(10.0)
         self._mover.close()
         if self._near is not None:
@@ -158,3 +332,14 @@ class OffloadJobs:
         self._host.close()
         if self._disk is not None:
             self._disk.close()
+
+
+def _parted(jobs: Sequence[AnyJob]) -> tuple[list[AnyJob], list[AnyJob]]:
+    """Jobs that are over, and the others; each is asked once, for it may end meanwhile."""
+    over = [job.over for job in jobs]
+    ended = [job for job, is_over in zip(jobs, over, strict=True) if is_over]
+    return ended, [job for job, is_over in zip(jobs, over, strict=True) if not is_over]
+
+
+def _filled(rows: Mapping[int, KeyedBlocks]) -> list[tuple[int, KeyedBlocks]]:
+    return [(group, listed) for group, listed in rows.items() if listed[0]]

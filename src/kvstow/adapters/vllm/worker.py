@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
+    KeyLevels,
     KeysPresent,
+    LoadBlocks,
     OfferBlocks,
     PullBlocks,
     StepOrders,
@@ -20,8 +22,8 @@ from kvstow.adapters.vllm.protocol import (
     WorkerEndpoint,
 )
 from kvstow.adapters.vllm.scheduler import held
-from kvstow.adapters.vllm.tiers import OffloadJobs
-from kvstow.errors import KvstowError, TransferError
+from kvstow.adapters.vllm.tiers import WorkerTiers
+from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import Ints
@@ -113,12 +115,15 @@ class WorkerSide:
         """A pull has ended."""
         self._was_news = False
         """The engine looks at what it was told one step later: that step does not wait."""
-        self._offload = OffloadJobs(arena, options) if options.offloads else None
+        self._offload = WorkerTiers(arena, options) if options.offloads else None
         self._adopted: dict[int, AdoptedLease] = {}
         self._staying: Counter[str] = Counter()
-        """Per request, leases and stores that still need its blocks."""
+        """Per request, leases that still need its blocks."""
         self._sent: set[str] = set()
         self._present: list[KeysPresent] = []
+        self._confirmed: dict[str, bool] = {}
+        self._invalid: set[int] = set()
+        self._stored: list[int] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -144,12 +149,11 @@ class WorkerSide:
 
     # ── a step ────────────────────────────────────────────────────────────────────
 
-    def promise(self, step: StepOrders) -> None:
+    def begin(self, step: StepOrders) -> None:
         """What does not wait for the engine to compute: somebody may show a ticket already that
-        the scheduler's side has just given out, and pulls write to blocks that nothing else uses.
+        the scheduler's side has just given out, and pulls and loads write to blocks that nothing
+        else uses.
         """
-        for store in step.stores:
-            self._staying[store.request] += 1
         for offer in step.offers:
             self._ordered(self.adopt(offer))
         for ticket in step.keeps:
@@ -162,19 +166,23 @@ class WorkerSide:
             self._try(loading)
         if self._offload is not None:
             self._present += [self._offload.look_up(lookup) for lookup in step.lookups]
-
-    def begin(self, step: StepOrders) -> None:
-        """Start to load and store what the scheduler's side has decided; `promise` comes first."""
-        if self._offload is not None:
-            for load in step.loads:
+            for load in sorted(step.loads, key=lambda load: not load.at_once):
                 self._offload.load(load)
+
+    def save(self, step: StepOrders) -> None:
+        """Start to store what the scheduler's side has decided, after the engine's computation."""
+        if self._offload is not None:
             for store in step.stores:
                 self._offload.store(store)
+
+    def kept(self) -> KeyLevels:
+        """Where rows are kept, as far as no step's results have told."""
+        return self._offload.kept() if self._offload else {}
 
     def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
         if idle and not self._present and not self._was_news:
-            self._news.wait(IDLE_SECONDS)
+            self._rest()
         self._news.clear()
         self.agent.settle()
         for loading in tuple(self._loading.values()):
@@ -186,31 +194,54 @@ class WorkerSide:
             received=frozenset(self._received),
             failed=frozenset(self._failed),
             present=tuple(self._present),
+            confirmed=dict(self._confirmed),
+            invalid=frozenset(self._invalid),
+            stored=tuple(self._stored),
+            kept=self._offload.kept() if self._offload else {},
             counts=dict(self._counts),
             changes=self._offload.changes() if self._offload is not None else (),
         )
         self._was_news = bool(results.received)
         for told in (self._sent, self._received, self._failed, self._present, self._counts):
             told.clear()
+        for told in (self._confirmed, self._invalid, self._stored):
+            told.clear()
         return results
 
-    def _settle(self, offload: OffloadJobs) -> None:
+    def _rest(self) -> None:
+        if self._offload is not None and self._offload.is_loading:
+            self._offload.await_load(IDLE_SECONDS, self._news)
+        else:
+            self._news.wait(IDLE_SECONDS)
+
+    def _settle(self, offload: WorkerTiers) -> None:
         for job in offload.stored():
-            rows = sum(int(part.moved.sum()) for part in job.parts)
-            self._counts["stored rows"] += rows
-            self._counts["store failed"] += int(job.error is not None)
-            self._let_go(job.request)
+            self._stored.append(job.number)
+            self._counts["stored rows"] += job.num_moved
+            if job.error is not None:
+                log.warning("store failed: %s", job.error)
+                self._counts["store failed"] += 1
         for job in offload.loaded():
-            self._received.add(job.request)
-            if job.error is None:
-                self._counts["restored tokens"] += job.num_tokens
-            else:
-                log.warning("request %s: restore failed: %s", job.request, job.error)
-                self._counts["restore failed"] += 1
-                self._failed.add(job.request)
+            assert job.order is not None
+            self._loaded(job.order, job.error)
+
+    def _loaded(self, order: LoadBlocks, error: StoreError | None) -> None:
+        if order.at_once:
+            self._confirmed[order.request] = error is None
+        else:
+            self._received.add(order.request)
+        if error is None:
+            self._counts["restored tokens"] += order.num_tokens
+            return
+        log.warning("request %s: restore failed: %s", order.request, error)
+        self._counts["restore failed"] += 1
+        if order.at_once:
+            self._invalid.update(*(ids for _, ids in order.rows.values()))
+        else:
+            self._failed.add(order.request)
 
     def _let_go(self, request: str) -> None:
-        """One lease or store less; the last one frees the request's blocks."""
+        """One lease less; the last one frees the request's blocks."""
         self._staying[request] -= 1
         if self._staying[request] == 0:
             del self._staying[request]

@@ -210,6 +210,16 @@ class StoreIndex:
         rows = self.ask("SELECT key FROM rows WHERE grp = ? ORDER BY place", group)
         return [_key(key) for (key,) in rows]
 
+    def keys_since(self, group: int, seq: int, most: int) -> tuple[list[bytes], int]:
+        """Keys of the first rows entered or used after `seq`, and how far that is."""
+        rows = self.ask(
+            "SELECT key, seq FROM rows WHERE grp = ? AND seq > ? ORDER BY seq LIMIT ?",
+            group,
+            seq,
+            most,
+        )
+        return [_key(key) for key, _ in rows], rows[-1][1] if rows else seq
+
     def num_rows(self) -> int:
         return self.ask("SELECT COUNT(*) FROM rows")[0][0]
 

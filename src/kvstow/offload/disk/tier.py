@@ -204,6 +204,11 @@ class DiskTier:
         """The keys of all rows of a group, by place."""
         return self._attachment.retried(lambda: self.index.keys(group))
 
+    def keys_since(self, group: int, seq: int, most: int = 10_000) -> tuple[list[bytes], int]:
+        """Keys of rows of a group that any process has entered or used after `seq`, at most so
+        many, and the `seq` to go on from; 0 is the beginning."""
+        return self._attachment.retried(lambda: self.index.keys_since(group, seq, most))
+
     # ── store ─────────────────────────────────────────────────────────────────────
 
     def store(

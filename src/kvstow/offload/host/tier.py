@@ -5,7 +5,7 @@ and held rows are never given up. With `shared=NAME` the arena lies in shared me
 there for the process that comes next, and other processes of the machine read them (`processes`).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -52,6 +52,8 @@ class HostTier:
     """Rows of one layout in one host arena of at most `capacity` bytes.
 
     A shared tier must know which computation makes its rows: `identity`, or the layout's.
+    `on_change` is called with a group and keys whose rows have come or gone, in whichever thread
+    that happens, while the tier is locked.
     """
 
     name = "host"
@@ -65,6 +67,7 @@ class HostTier:
         numa_node: int | None = None,
         shared: str | None = None,
         identity: Identity | None = None,
+        on_change: Callable[[int, Sequence[bytes]], None] | None = None,
     ) -> None:
         if shared is not None or identity is not None:
             known = known_identity(layout, identity, f"shared host tier {shared!r}")
@@ -89,6 +92,7 @@ class HostTier:
         self._keys: tuple[dict[int, bytes], ...] = tuple({} for _ in groups)
         self._lock = RLock()
         self._counter = Counter()
+        self._on_change = on_change
         if self._part is not None:
             for group, (keys, rows) in enumerate(self._part.index.take_over()):
                 self._slots.occupy(group, rows)
@@ -123,6 +127,11 @@ class HostTier:
         ids = self._ids[group]
         with self._lock:
             return np.fromiter(map(ids.__contains__, keys), bool, len(keys))
+
+    def keys(self, group: int) -> list[bytes]:
+        """The keys of all rows of a group."""
+        with self._lock:
+            return list(self._ids[group])
 
     def views(self, group: int, ids: Ints) -> list[Bytes]:
         """The bytes of rows, in place."""
@@ -176,6 +185,8 @@ class HostTier:
         self._policies[group].size = max(1, self._slots.num_rows(group))
         self._policies[group].insert(rows, map(mark, keys))
         self._slots.touch(group, rows)
+        if self._on_change is not None and keys:
+            self._on_change(group, keys)
 
     def abandon(self, reservation: Reservation) -> None:
         """The rows were not filled."""
@@ -267,10 +278,13 @@ class HostTier:
     def _forget(self, group: int, rows: Ints) -> None:
         if self._part is not None:
             self._part.index.withdraw(group, rows)
-        ids, keys = self._ids[group], self._keys[group]
-        for row in rows.tolist():
-            del ids[keys.pop(row)]
+        ids = self._ids[group]
+        gone = list(map(self._keys[group].pop, rows.tolist()))
+        for key in gone:
+            del ids[key]
         self._slots.give_back(group, rows)
+        if self._on_change is not None and gone:
+            self._on_change(group, gone)
         self._counter.add(Counts(evicted_rows=len(rows)))
 
     def check(self) -> None:

@@ -31,6 +31,7 @@ from kvstow.memory.copy import copy
 from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import mark
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.direct import DirectCopies
 from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
 from kvstow.offload.mover.streams import StreamOrder, fences
@@ -99,6 +100,15 @@ class Mover:
                 _check_same(host, below, g)
         self._fences: StreamOrder = fences(arena)
         self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
+        self.direct = DirectCopies(
+            arena,
+            host,
+            host_group=self._host_group,
+            mappings=self._mappings,
+            order=self._fences,
+            on_stored=self._begin_demotion,
+        )
+        """Copies without a queue, for whoever owns this mover's thread."""
         self._queues = {
             urgent.inward: JobQueue(
                 urgent=urgent,
@@ -175,6 +185,7 @@ class Mover:
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has."""
+        self.direct.wait()
         for queue in self._queues.values():
             for part in queue.close():
                 part.job.cancel()

@@ -1,0 +1,150 @@
+"""Rows on their way to the tiers: held, in turn, within a bandwidth, never twice.
+
+added     the engine's block is held, so that nobody writes to it
+taken     one job per step for the workers, as much as the limits allow
+stored    every rank has ended the job: the block is the engine's alone again
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstow.adapters.vllm.protocol import KeyedBlocks, StoreBlocks
+
+MAX_BYTES_UNDER_WAY = 1 << 30
+"""Bytes of one rank that the workers may be given before they have told of earlier ones."""
+
+
+class BlockHolds(Protocol):
+    """What is asked of the engine's block pool."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Nobody is given these blocks until they are released."""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowToStore:
+    """A block of the engine, and the key of what it holds."""
+
+    group: int
+    key: bytes
+    block: int
+
+
+class StoreQueue:
+    """Rows that wait to be stored, and those that are."""
+
+    def __init__(
+        self,
+        row_bytes: Sequence[int],
+        *,
+        max_rows: int,
+        bytes_per_second: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._row_bytes = tuple(row_bytes)
+        self._max_rows = max_rows
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._credit = 0.0
+        self._credited_at = clock()
+        self.holds: BlockHolds | None = None
+        self.num_ranks = 1
+        self._keys: set[tuple[int, bytes]] = set()
+        self._waiting: deque[RowToStore] = deque()
+        self._doubtful: list[RowToStore] = []
+        self._in_doubt = False
+        self._jobs: dict[int, list[RowToStore]] = {}
+        self._ranks_left: dict[int, int] = {}
+        self._bytes_under_way = 0
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Rows that wait or are under way; their blocks are held."""
+        return len(self._keys)
+
+    @property
+    def is_full(self) -> bool:
+        return self.holds is None or len(self._keys) >= self._max_rows
+
+    def contains(self, group: int, key: bytes) -> bool:
+        return (group, key) in self._keys
+
+    def add(self, row: RowToStore) -> None:
+        """Hold the row's block; the row waits for its turn."""
+        assert self.holds is not None
+        self.holds.hold([row.block])
+        self._keys.add((row.group, row.key))
+        (self._doubtful if self._in_doubt else self._waiting).append(row)
+
+    # ── loads that a step computes with before it is known whether they succeed ───────
+
+    def doubt(self) -> None:
+        """Rows added from now on may be computed from a failed load: they wait for `settle`."""
+        self._in_doubt = True
+
+    def settle(self, *, ok: bool) -> None:
+        """The load has succeeded, or what was computed with it is worth nothing."""
+        rows, self._doubtful = self._doubtful, []
+        self._in_doubt = False
+        if ok:
+            self._waiting.extend(rows)
+        else:
+            self._let_go(rows)
+
+    # ── in turn ───────────────────────────────────────────────────────────────────
+
+    def take(self) -> StoreBlocks | None:
+        """The next job for the workers; None where there is nothing to do or no room for more."""
+        self._earn()
+        rows: list[RowToStore] = []
+        while self._waiting and self._affordable(self._row_bytes[self._waiting[0].group]):
+            row = self._waiting.popleft()
+            rows.append(row)
+            self._bytes_under_way += self._row_bytes[row.group]
+            self._credit -= self._row_bytes[row.group]
+        if not rows:
+            return None
+        self._number += 1
+        self._jobs[self._number] = rows
+        self._ranks_left[self._number] = self.num_ranks
+        return StoreBlocks(job=self._number, rows=_by_group(rows))
+
+    def _earn(self) -> None:
+        now = self._clock()
+        earned = self._credit + self._rate * (now - self._credited_at)
+        self._credit = min(float(self._rate), earned)  # no more than a second's worth
+        self._credited_at = now
+
+    def _affordable(self, nbytes: int) -> bool:
+        if self._rate and self._credit <= 0:
+            return False
+        return not self._bytes_under_way or self._bytes_under_way + nbytes <= MAX_BYTES_UNDER_WAY
+
+    def stored(self, job: int, ranks: int) -> None:
+        """So many ranks more have ended a job."""
+        self._ranks_left[job] -= ranks
+        if self._ranks_left[job] > 0:
+            return
+        del self._ranks_left[job]
+        rows = self._jobs.pop(job)
+        self._bytes_under_way -= sum(self._row_bytes[row.group] for row in rows)
+        self._let_go(rows)
+
+    def _let_go(self, rows: Sequence[RowToStore]) -> None:
+        assert self.holds is not None
+        self.holds.release([row.block for row in rows])
+        self._keys.difference_update((row.group, row.key) for row in rows)
+
+
+def _by_group(rows: Sequence[RowToStore]) -> dict[int, KeyedBlocks]:
+    found: dict[int, KeyedBlocks] = {}
+    for group in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == group]
+        found[group] = tuple(row.key for row in own), tuple(row.block for row in own)
+    return found

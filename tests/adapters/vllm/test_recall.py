@@ -1,0 +1,400 @@
+"""What comes back and what is stored, asked as vLLM's scheduler asks it; no engine is needed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvstow.adapters.vllm.layout import CacheDeclaration, declared_groups
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import EngineRequest, KeyLevels, KeysPresent
+from kvstow.adapters.vllm.recall import Recall
+from kvstow.adapters.vllm.stored import Level, RequestKeys
+from kvstow.plan.identity import Identity
+from kvstow.plan.retention import Full, Window
+from recorded_vllm import IDENTITY, Pool, hybrid, pages, smollm2, v4
+
+OFFLOADS = ConnectorOptions(host_bytes=1 << 20)
+WITH_DISK = ConnectorOptions(host_bytes=1 << 20, disk_path="/store", disk_bytes=1 << 20)
+LONG = list(range(100, 125))
+"""25 tokens: six blocks of four, and the token that is always computed."""
+NAMED = Identity(model="m", weights="w", config=(("rope_theta", "10000"),), kv_dtype="fp8_e4m3")
+
+
+def made(
+    options: ConnectorOptions = OFFLOADS,
+    declared: CacheDeclaration | None = None,
+    identity: Identity = IDENTITY,
+    num_blocks: int = 1000,
+) -> tuple[Recall, Pool]:
+    groups = declared_groups(declared or hybrid())
+    recall, pool = Recall(groups, identity, options, num_blocks=num_blocks), Pool()
+    recall.meet(["0"])
+    recall.stores.holds = pool
+    return recall, pool
+
+
+def asked(id: str, tokens: list[int] = LONG, **more: Any) -> EngineRequest:
+    return EngineRequest(id=id, tokens=tokens, **more)
+
+
+def keys(tokens: list[int] = LONG, size: int = 4, **more: Any) -> list[bytes]:
+    return RequestKeys(IDENTITY, asked("k", tokens, **more), {size}).of(size, len(tokens))
+
+
+def kept(
+    window: list[int], full: list[int], level: Level = Level.HOST, tokens: list[int] = LONG
+) -> KeyLevels:
+    """A rank's word that it keeps these blocks of the two groups."""
+    every = keys(tokens)
+    return {
+        g: (tuple(every[k] for k in have), bytes([level] * len(have)))
+        for g, have in enumerate((window, full))
+    }
+
+
+ALL = [0, 1, 2, 3, 4, 5]
+
+
+# ── coming back ───────────────────────────────────────────────────────────────────────────
+
+
+def test_the_engine_is_answered_at_once_from_what_workers_have_told():
+    recall, _ = made()
+    recall.known.told("0", kept(ALL, ALL))
+    assert recall.arrived(asked("d")) is None
+    assert recall.matched("d", 0) == 24
+    assert recall.matched("d", 8) == 16
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "tokens"),
+    [
+        ([], [], 0),
+        ([0, 1, 2, 3], [0, 1, 2, 3], 16),
+        (ALL, [4, 5], 24),
+        (ALL, [2, 3], 16),
+        (ALL, [5], 0),
+        ([1, 2, 3, 4, 5], ALL, 0),
+        ([0, 1, 3, 4, 5], ALL, 8),
+    ],
+)
+def test_a_hit_needs_all_blocks_of_full_groups_and_the_last_ones_of_windows(
+    full: list[int], window: list[int], tokens: int
+):
+    recall, _ = made()
+    recall.known.told("0", kept(window, full))
+    recall.arrived(asked("d"))
+    assert recall.matched("d", 0) == tokens
+
+
+def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks():
+    recall, _ = made()
+    recall.known.told("0", kept(ALL, ALL))
+    recall.arrived(asked("d"))
+    assert recall.matched("d", 8) == 16
+    order = recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
+    every = tuple(keys())
+    assert order.rows == {0: (every[4:], (7, 8)), 1: (every[2:], (3, 4, 5, 6))}
+
+
+def test_a_load_is_tried_once_until_the_request_has_computed():
+    recall, _ = made()
+    recall.known.told("0", kept(ALL, ALL))
+    recall.arrived(asked("d"))
+    recall.matched("d", 0)
+    recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 24)
+    assert recall.matched("d", 0) == 0
+    recall.computed("d", 25, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
+    assert recall.matched("d", 0) == 24
+
+
+def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
+    recall, _ = made(WITH_DISK)
+    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
+    lookup = recall.arrived(asked("d"))
+    assert lookup is not None
+    assert lookup.keys == (tuple(keys()), tuple(keys()))
+    assert recall.matched("d", 0) is None
+    present = (True,) * 6, (True,) * 4 + (False,) * 2
+    recall.answer(KeysPresent(request="d", present=present))
+    assert recall.matched("d", 0) == 16
+    assert not recall.loads_at_once("d")
+
+
+def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
+    recall, _ = made(WITH_DISK)
+    assert recall.arrived(asked("nowhere")) is None
+    assert recall.matched("nowhere", 0) == 0
+    recall.known.told("0", kept(ALL, ALL))
+    assert recall.arrived(asked("near")) is None
+    assert recall.matched("near", 0) == 24
+
+
+def test_workers_of_a_shared_tier_are_asked_for_what_other_processes_may_have():
+    recall, _ = made(replace(OFFLOADS, host_shared="name"))
+    assert recall.arrived(asked("d")) is not None
+    recall.known.told("0", kept(ALL, ALL))
+    assert recall.arrived(asked("e")) is None
+
+
+# ── at once, or beside the engine's steps ─────────────────────────────────────────────────
+
+ONE = replace(smollm2("BLHNC", 100), groups=(pages(["a"], Full(), heads=1, tokens=4, content=8),))
+BLOCKS = ((1, 2, 3, 4, 5, 6, 7),)
+
+
+def alone(num_blocks: int = 1000) -> Recall:
+    recall, _ = made(declared=ONE, num_blocks=num_blocks)
+    every = tuple(keys())
+    recall.known.told("0", {0: (every, bytes([Level.HOST] * 6))})
+    return recall
+
+
+def at_once(recall: Recall, id: str) -> bool:
+    recall.arrived(asked(id))
+    assert recall.matched(id, 0) == 24
+    return recall.loads_at_once(id)
+
+
+def test_a_request_that_is_alone_is_loaded_before_its_step():
+    recall = alone()
+    assert at_once(recall, "d")
+    assert recall.taken("d", BLOCKS, 24).at_once
+
+
+def test_nobody_waits_for_the_load_of_another_request():
+    recall = alone()
+    recall.scheduled(["running"])
+    assert not at_once(recall, "d")
+    recall.scheduled([])
+    recall.admitted()
+    assert not at_once(recall, "e")
+    recall.scheduled(["f"])
+    recall.finished("f", 0, ((),))
+    assert at_once(recall, "g")
+
+
+def test_of_two_requests_in_one_step_one_is_loaded_before_it():
+    recall = alone()
+    assert at_once(recall, "d")
+    recall.taken("d", BLOCKS, 24)
+    assert not at_once(recall, "e")
+
+
+def test_several_groups_are_never_loaded_before_their_step():
+    """vLLM cannot be told which blocks of several groups have failed."""
+    recall, _ = made()
+    recall.known.told("0", kept(ALL, ALL))
+    assert not at_once(recall, "d")
+
+
+def test_what_is_computed_with_a_load_is_stored_when_it_is_known_to_have_succeeded():
+    recall = alone()
+    recall.stores.holds = pool = Pool()
+    tokens = [*LONG, 1, 2, 3]
+    recall.arrived(asked("d", tokens))
+    recall.matched("d", 0)
+    recall.taken("d", BLOCKS, 24)
+    recall.computed("d", 28, BLOCKS)
+    assert pool.held == {7}
+    assert recall.stores.take() is None
+    recall.confirmed("d", ok=True)
+    order = recall.stores.take()
+    assert order is not None
+    assert order.rows == {0: ((keys(tokens)[6],), (7,))}
+
+
+def test_what_is_computed_with_a_failed_load_is_stored_when_it_is_computed_again():
+    recall = alone()
+    recall.stores.holds = pool = Pool()
+    recall.arrived(asked("d", [*LONG, 1, 2, 3]))
+    recall.matched("d", 0)
+    recall.taken("d", BLOCKS, 24)
+    recall.computed("d", 28, BLOCKS)
+    recall.confirmed("d", ok=False)
+    assert pool.held == set()
+    assert recall.is_due("d", 28)
+    recall.computed("d", 28, BLOCKS)
+    assert pool.held == {7}
+
+
+# ── going out ─────────────────────────────────────────────────────────────────────────────
+
+
+def rows(recall: Recall) -> dict[int, list[int]]:
+    """The blocks that the next job stores, by group."""
+    order = recall.stores.take()
+    return {g: list(ids) for g, (_, ids) in order.rows.items()} if order else {}
+
+
+def test_blocks_are_stored_while_the_request_runs_and_each_once():
+    recall, _ = made(declared=ONE)
+    tokens = LONG[:10]
+    recall.arrived(asked("r", tokens))
+    assert not recall.is_due("r", 3)
+    assert recall.is_due("r", 10)
+    recall.computed("r", 10, ((1, 2, 3),))
+    assert rows(recall) == {0: [1, 2]}
+    tokens += [7, 8]
+    assert recall.is_due("r", 12)
+    recall.computed("r", 12, ((1, 2, 3),))
+    assert rows(recall) == {0: [3]}
+    recall.finished("r", 12, ((1, 2, 3),))
+    assert rows(recall) == {}
+
+
+def test_tokens_that_are_not_known_yet_are_not_stored():
+    """An engine that plans ahead counts tokens that it has not sampled."""
+    recall, _ = made(declared=ONE)
+    recall.arrived(asked("r", LONG[:6]))
+    recall.computed("r", 9, ((1, 2, 3),))
+    assert rows(recall) == {0: [1]}
+
+
+def test_rows_that_are_kept_or_under_way_are_not_stored_again():
+    recall, _ = made(declared=ONE)
+    recall.arrived(asked("a", LONG))
+    recall.arrived(asked("b", LONG))
+    recall.computed("a", 12, ((1, 2, 3),))
+    recall.computed("b", 16, ((4, 5, 6, 7),))
+    assert rows(recall) == {0: [1, 2, 3, 7]}
+    recall.stores.stored(1, 1)
+    recall.known.told("0", {0: (tuple(keys()[:4]), bytes([Level.HOST] * 4))})
+    recall.arrived(asked("c", LONG))
+    recall.computed("c", 24, ((8, 9, 10, 11, 12, 13),))
+    assert rows(recall) == {0: [12, 13]}
+
+
+def test_a_preempted_request_comes_back_with_what_it_had_generated():
+    recall, pool = made(declared=ONE)
+    tokens = list(LONG)
+    recall.arrived(asked("r", tokens))
+    assert recall.matched("r", 0) == 0
+    recall.computed("r", 25, BLOCKS)
+    tokens += range(20)
+    recall.computed("r", 44, ((*range(1, 12),),))
+    order = recall.stores.take()
+    assert order is not None
+    assert pool.held == set(range(1, 12)), "its blocks are kept though the engine takes them back"
+    recall.known.told("0", {0: (order.rows[0][0], bytes([Level.HOST] * 11))})
+    recall.stores.stored(order.job, 1)
+    assert recall.matched("r", 0) == 44
+
+
+def test_a_preempted_request_stores_what_it_had_no_room_for_before():
+    recall, _ = made(declared=ONE, num_blocks=4)
+    recall.arrived(asked("r", LONG))
+    recall.computed("r", 24, BLOCKS)
+    assert rows(recall) == {0: [1, 2]}
+    recall.stores.stored(1, 1)
+    recall.known.told("0", {0: (tuple(keys()[:2]), bytes([Level.HOST] * 2))})
+    assert recall.matched("r", 0) == 8
+    recall.computed("r", 24, ((11, 12, 13, 14, 15, 16),))
+    assert rows(recall) == {0: [13, 14]}
+
+
+def test_rows_that_found_no_room_before_their_request_ended_are_counted():
+    recall, _ = made(declared=ONE, num_blocks=4)
+    recall.arrived(asked("r", LONG))
+    recall.computed("r", 24, BLOCKS)
+    recall.finished("r", 24, BLOCKS)
+    assert recall.counts == {"not stored rows": 4}
+
+
+def test_window_blocks_are_stored_where_a_return_is_possible_while_the_request_passes_them():
+    """The cache of a V4-like model: windows of 128 and 8 tokens, blocks of 4 to 256 tokens."""
+    declared = v4()
+    recall, _ = made(declared=declared)
+    prompt = list(range(506))
+    recall.arrived(asked("r", prompt))
+    sizes = [group.block_tokens for group in declared_groups(declared)]
+    tables = tuple(tuple(range(1, -(-506 // size) + 1)) for size in sizes)
+    recall.computed("r", 506, tables)
+    order = recall.stores.take()
+    assert order is not None
+    for g, group in enumerate(declared_groups(declared)):
+        size, stored = group.block_tokens, [id - 1 for id in order.rows[g][1]]
+        match group.retention:
+            case Full():
+                assert stored == [0]
+            case Window(tokens):
+                ends = [256, 512]
+                seen = {
+                    k
+                    for k in range(506 // size)
+                    for end in ends
+                    if (k + 1) * size <= end and (k + 1) * size > end - tokens + 1
+                }
+                assert stored == sorted(seen)
+            case _:
+                raise AssertionError(group.retention)
+    told = {g: (k, bytes([Level.HOST] * len(k))) for g, (k, _) in order.rows.items()}
+    recall.known.told("0", told)
+    recall.finished("r", 506, tables)
+    recall.arrived(asked("again", prompt))
+    assert recall.matched("again", 0) == 256
+
+
+# ── what a key names ──────────────────────────────────────────────────────────────────────
+
+
+def stored_keys(request: EngineRequest, identity: Identity = IDENTITY) -> tuple[bytes, ...]:
+    recall, _ = made(identity=identity)
+    recall.arrived(request)
+    recall.computed(request.id, len(request.tokens), ((0,) * 6, tuple(range(1, 8))))
+    order = recall.stores.take()
+    return order.rows[1][0] if order else ()
+
+
+def test_a_block_key_names_everything_before_the_block():
+    first, second = stored_keys(asked("d")), stored_keys(asked("d", [9, *LONG[1:]]))
+    assert len(first) == len(second) == 6
+    assert not set(first) & set(second)
+    assert stored_keys(asked("d", LONG[:9])) == first[:2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"salt": "t"}, {"adapter": "t"}, {"extra": ((0, b"image"),)}], ids=str
+)
+def test_requests_that_differ_in_more_than_tokens_share_no_keys(change: dict[str, Any]):
+    assert not set(stored_keys(asked("d"))) & set(stored_keys(asked("d", **change)))
+
+
+def test_blocks_before_an_image_are_shared_and_those_from_it_on_are_not():
+    plain, image = stored_keys(asked("d")), stored_keys(asked("d", extra=((10, b"image"),)))
+    assert plain[:2] == image[:2]
+    assert not set(plain[2:]) & set(image[2:])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(NAMED, weights="another checkpoint"),
+        replace(NAMED, config=(("rope_theta", "5000"),)),
+        replace(NAMED, kv_dtype="fp8_e5m2"),
+        replace(NAMED, interior="cpu-transposed"),
+        replace(NAMED, tokenizer="another"),
+    ],
+    ids=["weights", "rope", "dtype", "interior", "tokenizer"],
+)
+def test_models_of_one_name_that_compute_otherwise_share_no_keys(other: Identity):
+    assert not set(stored_keys(asked("d"), NAMED)) & set(stored_keys(asked("d"), other))
+
+
+def test_a_request_with_embeddings_is_neither_looked_up_nor_stored():
+    """Its token ids say nothing about its cache."""
+    recall, _ = made(WITH_DISK)
+    request = asked("e", shareable=False)
+    assert recall.arrived(request) is None
+    assert recall.matched("e", 0) == 0
+    assert not recall.is_due("e", 24)
+    recall.finished("e", 24, ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 2, 3)))
+    assert len(recall.stores) == 0
+
+
+def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
+    recall, _ = made(WITH_DISK)
+    assert recall.arrived(asked("d", [1, 2, 3, 4])) is None
+    assert recall.matched("d", 0) == 0
+    assert not recall.is_due("d", 3)
