@@ -12,7 +12,7 @@ import pytest
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import LoadBlocks, LookUpKeys, StoreBlocks
-from kvstow.adapters.vllm.worker import OffloadJobs
+from kvstow.adapters.vllm.tiers import WorkerTiers
 from kvstow.errors import ArenaError, StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena
@@ -219,9 +219,9 @@ def test_a_worker_restores_what_another_worker_has_stored(name):
     arenas = [Arena(layout), Arena(layout)]
     arenas[0].bytes.random_(0, 256)
     settings = ConnectorOptions(host_bytes=64 * KIB, host_shared=name)
-    one, other = (OffloadJobs(arena, settings) for arena in arenas)
+    one, other = (WorkerTiers(arena, settings) for arena in arenas)
     ids, keys = [3, 4, 5], tuple(key(0, n) for n in range(3))
-    one.store(StoreBlocks(request="a", rows={0: (keys, ids)}))
+    one.store(StoreBlocks(job=1, rows={0: (keys, ids)}))
     assert waited(one.stored)
     assert other.look_up(LookUpKeys(request="b", keys=(keys, ()))).present == ((True,) * 3, ())
     other.load(LoadBlocks(request="b", rows={0: (keys, ids)}, num_tokens=12))
