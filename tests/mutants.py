@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import pytest
+import torch  # noqa: F401  what takes long to import is there when a child begins
+import zmq  # noqa: F401
+
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 
@@ -189,8 +193,6 @@ def passes(copied: Path, tests: tuple[str, ...], seconds: float) -> bool:
         os.environ |= {"PYTHONPATH": str(copied), "HYPOTHESIS_PROFILE": "quick"}
         sys.path.insert(0, str(copied))
         files = [f"tests/{test}.py" for test in tests]
-        import pytest
-
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files])))
     end = time.monotonic() + seconds
     while time.monotonic() < end:

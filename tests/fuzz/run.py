@@ -81,8 +81,11 @@ def in_a_child(reader: Reader, seed: int, seconds: float) -> tuple[dict[str, Any
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        found = json.dumps(fuzz(reader, seed, seconds, current)).encode()
-        os.write(theirs, found[:60_000])
+        try:
+            found = fuzz(reader, seed, seconds, current)
+        except BaseException:  # it must not go through the parent's own end
+            found = {"counts": {}, "why": traceback.format_exc()}
+        os.write(theirs, json.dumps(found).encode()[:60_000])
         os._exit(0)
     os.close(theirs)
     ready, _, _ = select.select([ours], [], [], seconds + HANG_SECONDS)

@@ -82,7 +82,7 @@ def mutate(random: Random, data: bytes, other: bytes) -> bytes:
         case 2:
             lines[0] = random.choice(LINES)
         case 3:
-            lines[at] *= random.choice((2, 3000))
+            lines[at] = lines[at][:4096] * random.choice((2, 3000))
         case _:
             return damaged_bytes(random, data, other)
     return b"\r\n".join(lines)

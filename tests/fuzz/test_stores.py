@@ -46,6 +46,7 @@ def read(data: bytes) -> str:
             missing = sum(check_rows(tier, group) for group in range(len(LAYOUT.groups)))
             verify(tier)
             survey(COPY)
+            add_row(tier)
     except StoreError as error:
         return f"refused: store | {error}"
     return "accepted" if not missing else "refused: rows"
@@ -59,6 +60,15 @@ def check_rows(tier: DiskTier, group: int) -> int:
         assert number < ROWS, "nobody stored that row"
         assert (into[number] == numbered_row(tier, group, number)).all()
     return ROWS - int(found.sum())
+
+
+def add_row(tier: DiskTier) -> None:
+    """A row that is stored now is there afterwards, as it was given."""
+    row = numbered_row(tier, 0, ROWS)
+    stored = tier.store(0, [key(0, ROWS)], [row])
+    into = np.zeros_like(row)
+    if stored.all() and tier.load(0, [key(0, ROWS)], [into]).all():
+        assert (into == row).all()
 
 
 VALUES = (

@@ -74,12 +74,10 @@ class SlotRecord:
 
     def names(self, data: bytes) -> bool:
         """Whether a slot's record is of the same write of the same row, wherever that stands
-        in its sequence. Cheaper than to decode it: what must agree is compared as bytes."""
-        head = _RECORD_HEAD.pack(
-            RECORD_MAGIC, self.generation, self.row_bytes, self.checksum, self.group
-        )
+        in its sequence. Cheaper than to decode it."""
+        head = (RECORD_MAGIC, self.generation, self.row_bytes, self.checksum, self.group)
         return (
-            data[: _RECORD_HEAD.size] == head
+            _RECORD_HEAD.unpack_from(data) == head
             and data[40:42] == len(self.key).to_bytes(2, "little")
             and data[48:80] == self.key.ljust(32, b"\0")
             and data[_RECORD_FIELDS.size :]
