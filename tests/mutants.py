@@ -43,7 +43,12 @@ TARGETS = {
     "lease": Target("transfer/lease", ("transfer/test_lease",)),
     "accept": Target(
         "transfer/pull",
-        ("transfer/test_pull", "transfer/test_faults", "transfer/test_digests"),
+        (
+            "transfer/test_pull",
+            "transfer/test_isolation",
+            "transfer/test_digests",
+            "transfer/test_faults",
+        ),
         ("pull", "compare_digests", "check_still_ours", "ready_fences", "counted", "meet"),
     ),
     "read": Target(

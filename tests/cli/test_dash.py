@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -64,6 +65,17 @@ def test_a_page_whose_name_was_pointed_here_is_refused():
         assert asked(port, "/state.json", Host="evil.example")[0] == 403
         assert asked(port, "/state.json", Host="127.0.0.1.evil.example")[0] == 403
         assert asked(port, "/state.json", Host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: local"])
+def test_a_browser_that_does_not_finish_its_question_is_hung_up_on(beginning, monkeypatch):
+    monkeypatch.setitem(dashboard.__globals__, "ANSWER_SECONDS", 0.1)
+    with (
+        served(Watch([])) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as browser,
+    ):
+        browser.sendall(beginning)
+        assert browser.recv(1) == b""
 
 
 def test_with_a_key_only_those_who_have_it_are_answered():

@@ -57,6 +57,9 @@ def test_blocks_that_lie_close_together_are_one_range_and_a_long_gap_is_left_out
     far = 5 + LONG_GAP + 1
     ranges = counter_ranges(TABLES, {0: Blocks.first([7, 4, 5, far, far + 1])})
     assert ranges.copies.nbytes.tolist() == [(far + 1 - 4 + 1) * ENTRY_BYTES]
+    far = 7 + LONG_GAP
+    ranges = counter_ranges(TABLES, {0: Blocks.first([7, 4, 5, far])})
+    assert ranges.copies.nbytes.tolist() == [(far - 4 + 1) * ENTRY_BYTES]
     far = 7 + LONG_GAP + 1
     ranges = counter_ranges(TABLES, {0: Blocks.first([7, 4, 5, far, far + 1])})
     assert ranges.copies.nbytes.tolist() == [4 * ENTRY_BYTES, 2 * ENTRY_BYTES]

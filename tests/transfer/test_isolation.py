@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstow.blocks.pool import Pool
-from kvstow.errors import TransferError
+from kvstow.errors import BlockError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import encode
@@ -377,6 +377,59 @@ def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replace
     assert reader.check(OTHER_TARGET, 0, TOKENS, 3) == ""
 
 
+@pytest.mark.parametrize("is_met", [True, False])
+def test_a_pull_that_waits_for_the_fresh_engine_is_not_ended_with_the_old_one(is_met):
+    """What moves when an engine is closed ends with it; what has not begun goes on."""
+    fabric = Fabric()
+    options = {**HURRY, "drain_seconds": 1.0, "quarantine_seconds": 0.1, "direction": "read"}
+    stuck, good, consumer = (
+        Node(encode(LAYOUT), fabric, name=name, options=options) for name in ("stuck", "good", "c")
+    )
+    good.fill(SOURCE, 2)
+    consumer.path(stuck.address)
+    if is_met:
+        consumer.path(good.address)
+    names = [node.agent.endpoint.transport.name for node in (stuck, consumer)]
+    fabric.cut(*names)
+    pulls = [
+        consumer.begin_pull([stuck.offer(rows, TOKENS)], rows, deadline=deadline)
+        for rows, deadline in ((OTHER_SOURCE, 10.0), (OTHER_TARGET, 0.2))
+    ]
+    wait_for(lambda: consumer.agent.endpoint.is_draining)
+    result = consumer.pull([good.offer(SOURCE, TOKENS)], TARGET, digest="always")
+    assert "error" not in result, result
+    assert consumer.agent.endpoint.transport.name != names[1]
+    assert consumer.end_pull(pulls[0])["kind"] == "peer"
+    for node in (consumer, stuck, good):
+        node.close()
+
+
+def test_failed_posts_that_concern_no_rows_are_bounded_too(monkeypatch):
+    """Probes and fences that fail wait for a fresh engine as well, and there are never many."""
+    monkeypatch.setattr("kvstow.transfer.quarantine.MOST_FAILED", 4)
+    fabric = Fabric(lands=lambda: False)
+    failing = [True]
+
+    def fails(copy: int) -> None:
+        if failing:
+            raise TransferError("a copy has failed", kind="transport")
+
+    options = {**HURRY, "quarantine_seconds": 0.3}
+    producer = Node(encode(LAYOUT), fabric, name="p", options=options)
+    transport = LocalTransport(fabric, before_copy=fails, piece_bytes=1 << 20)
+    consumer = Node(encode(LAYOUT), name="c", options=options, transport=transport)
+    for _ in range(8):
+        with pytest.raises(TransferError):
+            consumer.path(producer.address)
+    failing.clear()
+    wait_for(lambda: not consumer.agent.endpoint.flights)
+    assert consumer.agent.endpoint.transport is not transport
+    producer.fill(SOURCE)
+    assert "error" not in consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
+    for node in (consumer, producer):
+        node.close()
+
+
 # ── threads and ends ──────────────────────────────────────────────────────────────────
 
 
@@ -427,6 +480,44 @@ def test_waiting_in_another_thread_leaves_the_pool_to_its_owner():
             pool.release(g, blocks.ids)
         assert all(pool.num_held(g) == 0 for g in range(len(LAYOUT.groups)))
     producer.close()
+
+
+def test_settling_in_a_foreign_thread_is_an_error_that_loses_nothing():
+    pool = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), pool, transport=LocalTransport(Fabric()), identity=IDENTITY) as agent:
+        ids = pool.hold(0, 3)
+        agent.withdraw(agent.offer_blocks({0: Blocks.first(ids)}, 12))
+        pool.release(0, ids)
+        has_ended = threading.Event()
+        agent.loop.submit(has_ended.set)
+        assert has_ended.wait(10)
+        raised: list[BlockError] = []
+
+        def settle() -> None:
+            try:
+                agent.settle()
+            except BlockError as error:
+                raised.append(error)
+
+        other = threading.Thread(target=settle)
+        other.start()
+        other.join()
+        assert len(raised) == 1
+        assert pool.num_held(0) == 3
+        agent.settle()
+        assert pool.num_held(0) == 0
+
+
+def test_a_callback_that_fails_is_told_in_the_log_and_ends_no_call_of_others(caplog):
+    def fails(reason: str) -> None:
+        raise RuntimeError(f"callback of a lease that was {reason}")
+
+    node = Node(encode(LAYOUT), Fabric(), name="p", options=HURRY)
+    blocks = from_json(SOURCE)
+    node.agent.withdraw(node.agent.offer_blocks(blocks, TOKENS, on_end=fails))
+    wait_for(lambda: node.held() == 0)
+    assert "callback of a lease that was withdrawn" in caplog.text
+    node.close()
 
 
 def test_an_agent_without_an_identity_is_refused_and_says_what_to_do():

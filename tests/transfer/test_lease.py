@@ -87,6 +87,37 @@ def test_a_reader_that_failed_may_come_again():
     assert ended == []
 
 
+def test_another_reader_may_come_where_one_has_failed_and_one_may_ask_twice():
+    leases = Leases()
+    made(leases, 1)
+    leases.open(1, TICKET, "a", now=0)
+    leases.open(1, TICKET, "a", now=0)
+    leases.shut(1, "a", accepted=False)
+    assert leases.open(1, TICKET, "b", now=0).reading == {"b"}
+
+
+def test_a_renewed_lease_runs_out_when_its_new_time_is_over():
+    leases = Leases()
+    ended = made(leases, 1)
+    leases.renew(1, now=5)
+    assert leases.expire(now=10) == ()
+    assert leases.expire(now=14.9) == ()
+    assert ended == []
+    assert [lease.id for lease in leases.expire(now=15)] == [1]
+    assert ended == ["expired"]
+
+
+def test_what_has_ended_is_remembered_the_last_of_it(monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.lease.MAX_REMEMBERED", 2)
+    leases = Leases()
+    for id in (1, 2, 3):
+        made(leases, id)
+        assert not leases.has_ended(id)
+        leases.end(id, "withdrawn")
+        assert leases.has_ended(id)
+    assert [leases.has_ended(id) for id in (1, 2, 3, 4)] == [False, True, True, False]
+
+
 def test_a_ticket_that_was_not_given_out_is_refused():
     leases = Leases()
     made(leases, 1)

@@ -65,6 +65,7 @@ def test_a_changed_byte_is_noticed(ticket, data):
         again = Ticket.from_bytes(bytes(whole))
     except TransferError:
         return
+    assert at >= 8, "its checksum was changed"
     assert again.body == ticket.body  # two ways to deflate the same body
 
 
@@ -155,8 +156,17 @@ def test_more_blocks_than_any_request_has_are_refused():
 
 
 def test_a_word_that_is_too_long_is_refused_before_it_is_decoded():
-    with pytest.raises(TransferError, match="characters, at most"):
-        Ticket.parse(PREFIX + "A" * (9 << 20))
+    with pytest.raises(TransferError, match="characters, at most 8388608"):
+        Ticket.parse((PREFIX + "A" * (9 << 20))[: (8 << 20) + 1])
+    with pytest.raises(TransferError, match="bytes, at most 4194304"):
+        Ticket.parse((PREFIX + "A" * (9 << 20))[: 8 << 20])
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_inflated():
+    with pytest.raises(TransferError, match="4194305 bytes, at most 4194304"):
+        Ticket.from_bytes(one().to_bytes().ljust((4 << 20) + 1, b"\0"))
+    with pytest.raises(TransferError, match="cut or changed"):
+        Ticket.from_bytes(one().to_bytes().ljust(4 << 20, b"\0"))
 
 
 def test_a_body_with_wrong_numbers_is_refused():

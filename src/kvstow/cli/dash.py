@@ -35,6 +35,8 @@ REMEMBERED = 600
 
 MAX_METRICS_BYTES = 8 << 20
 ASK_SECONDS = 2.0
+ANSWER_SECONDS = 10.0
+"""A browser that asks nothing for so long is hung up on."""
 
 Reading = dict[str, Any]
 
@@ -93,6 +95,8 @@ def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> Threadin
 
     class Answer(BaseHTTPRequestHandler):
         """One request. Anything but a question is refused."""
+
+        timeout = ANSWER_SECONDS
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")

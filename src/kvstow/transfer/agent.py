@@ -5,6 +5,7 @@ with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
     stats = agent.pull(ticket, into=ledger.blocks(mine)).wait()  on the consumer
 """
 
+import logging
 import secrets
 import threading
 import time
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstow.blocks.ledger import Ledger
-from kvstow.errors import KvstowError, TransferError
+from kvstow.errors import BlockError, KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
@@ -42,6 +43,8 @@ from kvstow.transfer.serve import Server
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
+
+log = logging.getLogger(__name__)
 
 CLOSING_TURNS = 200
 """So many milliseconds a closing agent waits for producers to say that they write no more."""
@@ -202,7 +205,7 @@ class Agent:
             self.server.lease_ended(ticket, reason)
             self._owed.append(lambda: self._release(ticket.blocks))
             if on_end is not None:
-                self._owed.append(partial(on_end, reason))
+                self._owed.append(partial(self._tell_end, on_end, reason))
 
         lease = Lease(
             id=ticket.lease,
@@ -213,6 +216,13 @@ class Agent:
             on_end=ended,
         )
         self._submit(ticket.blocks, lambda: self.server.grant(lease, ticket))
+
+    def _tell_end(self, on_end: Callable[[EndReason], None], reason: EndReason) -> None:
+        """Call back; what goes wrong there ends no call of others."""
+        try:
+            on_end(reason)
+        except Exception:
+            log.exception("agent %s: on_end of a lease", self.name)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take a ticket back: its readers fail, its blocks are given back."""
@@ -282,15 +292,9 @@ class Agent:
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
 
-        def kept(peer: Outgoing) -> Story[None]:
-            while ticket.lease in peer.kept:  # the peer renews it; one that was lost is met again
-                yield from peer.met()
-                yield self.options.heartbeat_seconds
-
         def start() -> None:
             peer = self.peers.at(ticket.address, ticket.key)
-            peer.kept.add(ticket.lease)
-            self.loop.start("keep", kept(peer))
+            self.loop.start("keep", peer.keep(ticket.lease, ticket.lease_seconds))
 
         self.loop.submit(start)
 
@@ -316,9 +320,14 @@ class Agent:
         `offer`, `adopt` and `pull` do this first. Call it now and then where nothing else is
         called, so that blocks come free.
         """
-        self._owners_thread = threading.get_ident()
         while self._owed:
-            self._owed.popleft()()
+            owed = self._owed.popleft()
+            try:
+                owed()
+            except BlockError:  # not the owner's thread: it stays owed
+                self._owed.appendleft(owed)
+                raise
+        self._owners_thread = threading.get_ident()
 
     def _settle_if_ours(self) -> None:
         if threading.get_ident() == self._owners_thread:
@@ -367,7 +376,6 @@ class Agent:
 
     def _give_up(self, error: TransferError) -> None:
         """End all that moves, and have every peer meet us again."""
-        self.pulls.interrupt_all(error)
         self.server.forget_all()
         for peer in self.peers.all.values():
             peer.lose(error)
@@ -385,6 +393,7 @@ class Agent:
         if self.loop.stop():
             closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
             self.loop.step()
+            self.pulls.interrupt_all(closed)
             self._give_up(closed)
             self.server.leases.close()
             for _ in range(CLOSING_TURNS):

@@ -29,7 +29,7 @@ from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Story, bug, result_of, toge
 from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy, Way
-from kvstow.transfer.peers.endpoint import Endpoint, check_known, named
+from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, check_known, named
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.ticket import packed_ints
 from kvstow.transfer.transport.base import lost
@@ -118,7 +118,10 @@ def pull(
 def meet_all(endpoint: Endpoint, sources: Sequence[Source]) -> Story[None]:
     """Wait until all sources are ready at once, and our engine is not about to be replaced."""
     while True:
-        yield from together(*(meet(source) for source in sources))
+        try:
+            yield from together(*(meet(source) for source in sources))
+        except EngineReplaced:
+            continue
         if not endpoint.is_draining and all(source.peer.state == "ready" for source in sources):
             return
         yield NOW_AND_THEN

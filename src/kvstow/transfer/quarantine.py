@@ -20,7 +20,7 @@ from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import Stop
 from kvstow.transfer.fence import CounterRead
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, Task, together
-from kvstow.transfer.peers.endpoint import Endpoint, Flight
+from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, Flight
 from kvstow.transfer.source import Source
 from kvstow.transfer.transport.base import lost
 
@@ -31,6 +31,10 @@ HURRY = 3
 over a cable that was cut for a moment end by themselves, and UCX may abort the process at the
 other end when an engine is closed under replies that it is sending.
 """
+
+MOST_FAILED = 256
+"""So many failed posts may wait for a fresh engine, whether they concern rows or not: probes and
+fences of a peer that fails again and again would be kept without end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,7 @@ class Case:
 
 
 class Quarantine:
-    """All that waits to be quiet. `drained` is asked whether nothing moves any more, and
+    """All that waits to be quiet. `is_moving` is asked whether something still moves, and
     `before_close` is called to end what moves all the same."""
 
     def __init__(
@@ -170,13 +174,17 @@ class Quarantine:
             yield NOW_AND_THEN if self._cases else IDLE
 
     def _is_due(self) -> bool:
-        options = self._endpoint.options
+        """Whether rows have waited for too long, or too many posts have."""
+        options, now = self._endpoint.options, self._endpoint.clock()
+        failed = sorted(f.failed_at for f in self._endpoint.flights if f.failed_at is not None)
+        if len(failed) > MOST_FAILED:
+            return now - failed[MOST_FAILED] > options.quarantine_seconds / HURRY
         waiting = [case for case in self._cases if case.needs_engine]
         if not waiting:
             return False
         layout = self._endpoint.layout
         total = sum(layout.num_blocks(g) for g in range(len(layout.groups)))
-        waited = self._endpoint.clock() - min(case.since for case in waiting)
+        waited = now - min(case.since for case in waiting)
         is_scarce = sum(case.rows for case in waiting) > options.quarantine_share * total
         return waited > options.quarantine_seconds / (HURRY if is_scarce else 1)
 
@@ -189,7 +197,7 @@ class Quarantine:
             while self._is_moving() and endpoint.clock() < until:
                 yield NOW_AND_THEN
             name = endpoint.transport.name
-            self._before_close(lost(endpoint.name, "its engine is being replaced"))
+            self._before_close(EngineReplaced(endpoint.name))
             yield NOW_AND_THEN
             endpoint.replace_engine()
             endpoint.note("engine-replaced", {"engine": name, "rows": self.rows})

@@ -8,10 +8,8 @@ ours can reach its rows any more.
 import logging
 from collections.abc import Callable
 
-from kvstow.errors import FaultKind, KvstowError, ManifestError, RouteError, TransferError
-from kvstow.plan.manifest import decode
+from kvstow.errors import FaultKind, KvstowError, RouteError, TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.route.compare import differences
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -341,11 +339,8 @@ class Server:
 
     def _greet(self, line: Line, card: Card) -> None:
         try:
-            layout = decode(card.manifest)
-            found = differences(self.endpoint.layout, layout)
-            if found:
-                raise RouteError(found)
-        except (ManifestError, RouteError) as error:
+            layout = self.endpoint.layouts.target(card.manifest).layout
+        except RouteError as error:
             self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
             self._channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
             self._channel.hang_up(line)

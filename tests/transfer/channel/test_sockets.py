@@ -1,7 +1,9 @@
 """The side channel under attack: garbage, replays, other versions, other layouts, other keys."""
 
 import logging
+import os
 import socket
+import stat
 import struct
 import time
 import zlib
@@ -480,3 +482,22 @@ def test_status_is_told_from_one_document_for_a_while(node, stranger):
         stranger.say(frame(messages.AskStatus(), sequence=number + 1))
     told = [stranger.answer().message.document for _ in range(20)]
     assert len(set(told)) < 20
+
+
+# ── sockets that are files ────────────────────────────────────────────────────────────
+
+
+def test_a_socket_that_is_a_file_is_closed_to_other_users_and_can_be_pulled_from(fabric, tmp_path):
+    before = os.umask(0)
+    try:
+        listen = f"ipc://{tmp_path}/agent"
+        producer = Node(encode(LAYOUT), fabric, name="p", options=OPTIONS, listen=listen)
+    finally:
+        os.umask(before)
+    assert producer.address == listen
+    assert stat.S_IMODE((tmp_path / "agent").stat().st_mode) == 0o600
+    consumer = Node(encode(LAYOUT), fabric, name="c", options=OPTIONS, listen=f"{listen}-2")
+    producer.fill(SOURCE)
+    assert "error" not in consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
+    for made in (producer, consumer):
+        made.close()

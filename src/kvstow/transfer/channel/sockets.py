@@ -69,10 +69,11 @@ class SocketChannel:
             self._sockets.append(self._monitor)
             self._poller.register(self._monitor, zmq.POLLIN)
             self._router.bind(listen)
-        except (zmq.ZMQError, ValueError, TypeError) as error:
+            self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            _close_to_others(self.address)
+        except (zmq.ZMQError, OSError, ValueError, TypeError) as error:
             self.close()
             raise TransferError(f"cannot listen on {listen}: {error}", kind="transport") from None
-        self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     # ── talking ───────────────────────────────────────────────────────────────────
 
@@ -233,6 +234,13 @@ class SocketChannel:
         self._dialled.clear()
         self._socket_of.clear()
         self._context.term()
+
+
+def _close_to_others(address: str) -> None:
+    """A socket that is a file is for its own user only, whatever the umask."""
+    path = address.removeprefix("ipc://")
+    if path != address and not path.startswith("@"):
+        os.chmod(path, 0o600)
 
 
 def _sent(socket: Socket, parts: list[bytes]) -> bool:

@@ -29,6 +29,7 @@ from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.move.staged import DEVICE_SLOT_BYTES, SLOTS, Stage
 from kvstow.transfer.options import Options
+from kvstow.transfer.peers.layouts import PeerLayouts
 from kvstow.transfer.transport.base import (
     Direction,
     Kinds,
@@ -45,6 +46,13 @@ PROBE_BYTES = 4 << 20
 LEAST_COUNTERS = 4096
 
 
+class EngineReplaced(TransferError):
+    """Our engine is being replaced: what has not begun to move goes on with the fresh one."""
+
+    def __init__(self, agent: str) -> None:
+        super().__init__(f"agent {agent!r}: its engine is being replaced", kind="peer", peer=agent)
+
+
 class Flight:
     """A post of ours, from its start until its memory is quiet. `then` is called at that time."""
 
@@ -55,6 +63,7 @@ class Flight:
         self.is_quiet = False
         self._endpoint = endpoint
         self._post: Post | None = post
+        self.failed_at: float | None = None
         self._then = [then]
         self._error: TransferError | None = None
 
@@ -88,14 +97,15 @@ class Flight:
             return False
 
     def _fail(self, error: TransferError) -> None:
-        self._error = error
+        self.give_up(error)
         self._endpoint.broken.add(self.peer)
         if error.kind == "peer":
             self._endpoint.gone.add(self.peer)
 
     def give_up(self, error: TransferError) -> None:
-        """Its peer is being disconnected; that it fails says nothing about the peer."""
-        self._error = self._error or error
+        """Fail, which by itself says nothing about the peer; what is under way may still land."""
+        if self._error is None:
+            self._error, self.failed_at = error, self._endpoint.clock()
 
     def after(self, call: Callable[[], None]) -> None:
         """Also call this when the memory is quiet, which it is not yet."""
@@ -153,6 +163,7 @@ class Endpoint:
         self.identity = _known_identity(name, arena.layout, identity)
         self.layout = arena.layout.identified(self.identity)
         self.fingerprint = fingerprint(self.layout)
+        self.layouts = PeerLayouts(self.layout)
         self.kind: MemoryKind = "VRAM" if arena.device.type == "cuda" else "DRAM"
         self.device = arena.device.index or 0
         self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
@@ -196,14 +207,19 @@ class Endpoint:
         """
         fresh = self.transport.fresh()
         self._register(fresh)
-        self.transport.close()
-        for flight in tuple(self.flights):
-            flight.land()
+        self._close_engine()
         for known in (self._users, self._cards, self.broken):
             known.clear()
         self.transport = fresh
         self.num_engines += 1
         self.card = self._card()
+
+    def _close_engine(self) -> None:
+        """Nothing writes any more, and what had not arrived never will."""
+        self.transport.close()
+        for flight in tuple(self.flights):
+            flight.give_up(lost(flight.peer, "our engine was closed"))
+            flight.land()
 
     def _register(self, transport: Transport) -> None:
         for region in self._regions():
@@ -307,9 +323,7 @@ class Endpoint:
     def close(self) -> None:
         """Let go of the engine: all flights are quiet."""
         self.worker.shutdown()
-        self.transport.close()
-        for flight in tuple(self.flights):
-            flight.land()
+        self._close_engine()
 
     # ── counters ──────────────────────────────────────────────────────────────────
 

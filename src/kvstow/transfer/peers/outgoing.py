@@ -6,10 +6,8 @@ idle ─▶ greeting ─▶ probing ─▶ ready
 
 from typing import Literal, Protocol
 
-from kvstow.errors import ManifestError, RouteError, TransferError
+from kvstow.errors import RouteError, TransferError
 from kvstow.plan.layout import Layout
-from kvstow.plan.manifest import decode, fingerprint
-from kvstow.route.compare import differences
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -28,10 +26,13 @@ from kvstow.transfer.channel.messages import (
     Welcome,
     Written,
 )
-from kvstow.transfer.loop import IDLE, Loop, Mailbox, Story, Task
+from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Story, Task
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import Path, measured_path
 from kvstow.transfer.transport.base import lost
+
+SILENT_BEATS = 30
+"""An agent that has left so many heartbeats unanswered is given up."""
 
 PeerState = Literal["idle", "greeting", "probing", "ready", "broken"]
 
@@ -68,6 +69,7 @@ class Outgoing:
         self.readers: dict[int, Reader] = {}
         self.kept: set[int] = set()
         self.heard_at = 0.0
+        self.unanswered = 0
         self.moved_bytes = 0
         self.moved_seconds = 0.0
         self.line: Line | None = None
@@ -88,6 +90,8 @@ class Outgoing:
 
     def met(self) -> Story[None]:
         """Wait until the agent is ready; greet it if nobody has. Raises TransferError."""
+        while self._endpoint.is_draining and self.state in ("idle", "broken"):
+            yield NOW_AND_THEN  # it would have to be greeted again
         self.greet()
         while self.state in ("greeting", "probing"):
             yield IDLE
@@ -95,9 +99,9 @@ class Outgoing:
             raise self.error or lost(self.name, "no answer")
 
     def greet(self) -> None:
-        """Say hello, unless that has begun or is done."""
-        if self.state in ("idle", "broken"):
-            self.state, self.error = "greeting", None
+        """Say hello, unless that has begun or is done, or our engine is about to be replaced."""
+        if self.state in ("idle", "broken") and not self._endpoint.is_draining:
+            self.state, self.error, self.unanswered = "greeting", None, 0
             self.mailbox = Mailbox(self._wake)
             seconds = self._endpoint.options.contact_seconds
             self._task = task = self._loop.start(f"peer at {self.address}", self._connection())
@@ -127,9 +131,11 @@ class Outgoing:
             self.state = "probing"
             self.path = yield from measured_path(endpoint, self, card)
             self._ready(self.path)
-            while True:
+            while self.unanswered < SILENT_BEATS:
+                self.unanswered += 1
                 self.send(Renew(tuple(self._leases())))
                 yield from self._until(endpoint.clock() + endpoint.options.heartbeat_seconds)
+            raise lost(self.name, f"it has left {self.unanswered} heartbeats unanswered")
         except TransferError as error:
             self.error = error
             raise
@@ -138,6 +144,22 @@ class Outgoing:
             raise
         finally:
             self._end(card)
+
+    def keep(self, lease: int, seconds: float) -> Story[None]:
+        """Renew a lease until it is kept no more. The agent may be lost and met again; where
+        nobody answers for `seconds`, the lease has run out. Raises TransferError."""
+        endpoint = self._endpoint
+        self.kept.add(lease)
+        until = endpoint.clock() + seconds
+        while lease in self.kept:
+            try:
+                yield from self.met()
+                until = endpoint.clock() + seconds
+            except TransferError:
+                if endpoint.clock() > until:
+                    self.kept.discard(lease)
+                    raise
+            yield endpoint.options.heartbeat_seconds
 
     def _leases(self) -> set[int]:
         return self.kept | {reader.lease for reader in self.readers.values() if reader.lease}
@@ -149,20 +171,15 @@ class Outgoing:
     def _check(self, card: Card) -> None:
         """TransferError unless what the agent says of itself fits us."""
         try:
-            layout = decode(card.manifest)
-            found = differences(layout, self._endpoint.layout)
-            if len(card.tables) != len(layout.groups):
-                found = (
-                    *found,
-                    f"{len(card.tables)} tables of generations for {len(layout.groups)} groups",
-                )
-            if found:
-                raise RouteError(tuple(found))
-        except (ManifestError, RouteError) as error:
+            found = self._endpoint.layouts.source(card.manifest)
+            groups = len(found.layout.groups)
+            if len(card.tables) != groups:
+                raise RouteError((f"{len(card.tables)} tables of generations for {groups} groups",))
+        except RouteError as error:
             raise TransferError(
                 f"peer {card.agent!r} does not fit:\n{error}", kind="refused", peer=card.agent
             ) from None
-        self.layout, self.fingerprint = layout, fingerprint(layout)
+        self.layout, self.fingerprint = found
 
     def _ready(self, path: Path) -> None:
         assert self._task is not None
@@ -209,7 +226,7 @@ class Outgoing:
 
     def hear(self, message: AnyMessage) -> None:
         """Take in a message of this agent."""
-        self.heard_at = self._endpoint.clock()
+        self.heard_at, self.unanswered = self._endpoint.clock(), 0
         match message:
             case Welcome() | TellProbe():
                 self.mailbox.put(message)

@@ -1,0 +1,99 @@
+"""Agents that we dial: met, kept, given up when they are silent."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstow.errors import TransferError
+from kvstow.plan.manifest import encode
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric
+from transfer_node import Node, hybrid_layout, rows_for
+
+TOKENS = 18
+LAYOUT = hybrid_layout()
+SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
+HURRY = {"contact_seconds": 0.5, "heartbeat_seconds": 0.05, "drain_seconds": 0.3}
+
+
+def wait_for(question: Callable[[], bool], seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < limit, "did not come true in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    fabric = Fabric()
+    pair = tuple(Node(encode(LAYOUT), fabric, name=name, options=HURRY) for name in ("p", "c"))
+    yield pair  # type: ignore[misc]
+    for node in pair:
+        node.close()
+
+
+class Silenced:
+    """An agent that hears and does not answer, until `speak`."""
+
+    def __init__(self, node: Node) -> None:
+        self._channel: Any = node.agent.channel
+        self._send = self._channel.send
+        self._channel.send = lambda line, message: True
+
+    def speak(self) -> None:
+        self._channel.send = self._send
+
+
+def test_an_agent_that_answers_no_heartbeat_is_given_up_and_met_again(nodes, monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.peers.outgoing.SILENT_BEATS", 4)
+    producer, consumer = nodes
+    peer = consumer.agent.connect(producer.address)
+    wait_for(lambda: peer.unanswered == 0)
+    silenced = Silenced(producer)
+    wait_for(lambda: peer.state == "broken")
+    assert peer.error is not None
+    assert "4 heartbeats" in str(peer.error)
+    silenced.speak()
+    producer.fill(SOURCE, 3)
+    assert "error" not in consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
+    assert consumer.check(TARGET, 0, TOKENS, 3) == ""
+
+
+def test_an_agent_that_answers_is_kept_for_longer_than_that(nodes, monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.peers.outgoing.SILENT_BEATS", 4)
+    producer, consumer = nodes
+    peer = consumer.agent.connect(producer.address)
+    heard = [peer.heard_at]
+    while len(heard) < 12:
+        wait_for(lambda: peer.heard_at > heard[-1])
+        heard.append(peer.heard_at)
+    assert peer.state == "ready"
+
+
+def test_a_lease_is_kept_while_its_agent_cannot_be_met_for_a_moment(nodes):
+    producer, consumer = nodes
+    ticket = Ticket.parse(producer.offer(SOURCE, TOKENS, lease_seconds=4.0))
+    consumer.agent.keep(ticket)
+    peer = consumer.agent.connect(producer.address)
+    silenced = Silenced(producer)
+    consumer.agent.loop.submit(lambda: peer.lose(TransferError("a fault", kind="peer")))
+    wait_for(lambda: peer.state == "broken" and "did not answer" in str(peer.error))
+    silenced.speak()
+    wait_for(lambda: peer.state == "ready")
+    assert ticket.lease in peer.kept
+    lease = producer.agent.server.leases.find(ticket.lease)
+    deadline = lease.deadline
+    wait_for(lambda: lease.deadline > deadline)
+
+
+def test_a_ticket_is_not_kept_for_ever_where_nobody_answers(nodes):
+    producer, consumer = nodes
+    ticket = Ticket.parse(producer.offer(SOURCE, TOKENS, lease_seconds=0.3))
+    producer.close()
+    consumer.agent.keep(ticket)
+    wait_for(lambda: any(task.name == "keep" for task in consumer.agent.loop.tasks))
+    wait_for(lambda: all(task.name != "keep" for task in consumer.agent.loop.tasks))
+    peer = consumer.agent.peers.at(ticket.address, ticket.key)
+    assert ticket.lease not in peer.kept
