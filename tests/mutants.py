@@ -56,7 +56,9 @@ TARGETS = {
         ("offload/disk/test_disk_store", "offload/disk/test_faults", "offload/disk/test_recovery"),
         ("read", "_read_chunk", "take", "owns", "header", "_header_in", "records", "_opened"),
     ),
-    "record": Target("offload/disk/format", ("offload/disk/test_disk_store",)),
+    "record": Target(
+        "offload/disk/format", ("offload/disk/test_format", "offload/disk/test_disk_store")
+    ),
     "recovery": Target(
         "offload/disk/recovery",
         ("offload/disk/test_recovery", "offload/disk/test_opening", "offload/disk/test_identity"),

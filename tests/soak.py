@@ -2,9 +2,15 @@
 
     scripts/soak [--seconds 120] [--seed N] [--tcp]
 
-Two producers, two consumers. Every pull either is accepted, and then every byte is what
-was offered, or fails with an error that names its blocks, within its deadline. At the end
-nobody keeps a row or a lease. Exit code 1, and the seed, if anything else happened.
+Two producers, two consumers, and a third producer that is of another computation at every other
+start. Every pull either is accepted, and then every byte is what was offered by the same
+computation, or fails with an error that names its blocks, within its deadline. At the end nobody
+keeps a row or a lease. Exit code 1, and the seed, if anything else happened.
+
+A refusal by digest has one allowed cause: the producer reused the rows of that very pull, after the
+fence had been read and before it counted its own digest. The bytes that the consumer holds are then
+the offered ones, all of them, and that is checked. Anything else would mean that the fence let
+wrong bytes pass.
 """
 
 import argparse
@@ -16,17 +22,32 @@ import sys
 import threading
 import time
 from collections import Counter
+from itertools import cycle
 from typing import Any
 
+from kvstow.plan.identity import Identity
 from kvstow.plan.manifest import encode
 from transfer_node import Listed, hybrid_layout, rows_for
 from transfer_process import Process, Remote, Zygote
 
 SLABS_EACH = 12
 LAYOUT = hybrid_layout(num_slabs=1 + 2 * SLABS_EACH)
-MANIFEST = encode(LAYOUT)
-OPTIONS = {"transfer_seconds": 4.0, "contact_seconds": 2.0, "heartbeat_seconds": 0.2,
-           "drain_seconds": 0.5, "lease_seconds": 3.0}  # fmt: skip
+MODELS = tuple(Identity.of_tensors(name, {}, [("w", "float32", name.encode())])
+               for name in ("one", "other"))  # fmt: skip
+MANIFESTS = tuple(encode(LAYOUT.identified(model)) for model in MODELS)
+SALTS = 90
+REUSED = 99
+"""The salt of rows that were reused; the other computation's salts begin behind it."""
+
+OPTIONS = {
+    "transfer_seconds": 4.0,
+    "contact_seconds": 2.0,
+    "heartbeat_seconds": 0.2,
+    "drain_seconds": 0.5,
+    "lease_seconds": 3.0,
+    "quarantine_seconds": 12.0,
+}
+QUIET_SECONDS = 60.0
 DEADLINE = 4.0
 SLACK = 15.0
 GONE = (AssertionError, OSError, ValueError)
@@ -37,10 +58,12 @@ class Wrong(Exception):
 
 
 class Seat:
-    """A place for a process: killed and filled again under the same address."""
+    """A place for a process: killed and filled again under the same address, with the next of
+    its models."""
 
-    def __init__(self, zygote: Zygote, name: str, env: dict[str, str]) -> None:
+    def __init__(self, zygote: Zygote, name: str, env: dict[str, str], *models: int) -> None:
         self.name = name
+        self._models = cycle(models or (0,))
         self.lock = threading.RLock()
         self._zygote = zygote
         self._env = env
@@ -55,7 +78,10 @@ class Seat:
     def fill(self) -> None:
         self.process = self._zygote.process(self._env)
         listen = f"tcp://127.0.0.1:{self._port}"
-        self.node = self.process.node(MANIFEST, self.name, options=OPTIONS, listen=listen)
+        model = next(self._models)
+        made = self.process.node(MANIFESTS[model], self.name, options=OPTIONS, listen=listen)
+        made.model = model
+        self.node = made
 
     def kill(self) -> None:
         with self.lock:
@@ -88,6 +114,7 @@ class Soak:
         self.wrong: list[str] = []
         self.zygote = Zygote()
         self.producers = [Seat(self.zygote, f"producer-{i}", env) for i in range(2)]
+        self.producers.append(Seat(self.zygote, "producer-of-two", env, 1, 0))
         self.consumers = [Seat(self.zygote, f"consumer-{i}", env) for i in range(2)]
 
     def run(self) -> None:
@@ -125,7 +152,7 @@ class Soak:
             source = rows_for(LAYOUT, tokens, chance.randrange(1 << 30), slabs)
             target = rows_for(LAYOUT, tokens, chance.randrange(1 << 30), slabs)
             try:
-                outcome = self._pull(seat, producer, (source, target), tokens, salt % 90, chance)
+                outcome = self._pull(seat, producer, (source, target), tokens, salt % SALTS, chance)
             except GONE:
                 outcome = "process gone"
                 time.sleep(0.2)
@@ -140,6 +167,7 @@ class Soak:
         node = seat.node
         node.wipe()
         maker = producer.node
+        salt += maker.model * (REUSED + 1)
         maker.reuse(source, salt)
         lease = chance.choice([0.05, 1.0, 10.0])
         ticket = maker.offer(source, tokens, lease_seconds=lease)
@@ -154,24 +182,29 @@ class Soak:
         if trouble == "abort":
             node.abort(number)
         elif trouble == "reuse":
-            maker.reuse(source, 99)
+            maker.reuse(source, REUSED)
         elif trouble == "withdraw":
             maker.withdraw(ticket)
         result = node.end_pull(number, DEADLINE + SLACK)
         if time.monotonic() - started > DEADLINE + SLACK:
             raise Wrong(f"a pull took {time.monotonic() - started:.1f} s")
-        if "error" in result:
-            if set(result["blocks"]) != {rows.group.name for rows in LAYOUT.groups}:
-                raise Wrong(f"{result['kind']} names only {sorted(result['blocks'])}")
-            if result["kind"] == "digest" and trouble != "reuse":
-                raise Wrong(f"refused by its digest, and nobody had touched its rows: {result}")
-        else:
+        named = set(result.get("blocks", ()))
+        if "error" in result and named != {rows.group.name for rows in LAYOUT.groups}:
+            raise Wrong(f"{result['kind']} names only {sorted(named)}")
+        outcome = result.get("kind", "accepted")
+        if maker.model != 0 and outcome in ("accepted", "fence", "digest"):
+            raise Wrong(f"rows of another computation were moved: {result}")
+        if outcome in ("accepted", "digest"):
             bad = node.check(target, 0, tokens, salt)
             if bad:
-                raise Wrong(f"accepted, and wrong: {bad}")
-        if not node.wait_quiet(number, 20.0):
-            raise Wrong(f"not quiet after 20 s: {result}")
-        return result.get("kind", "accepted")
+                raise Wrong(f"{outcome}, and wrong: {bad}: {result}")
+        if outcome == "digest":
+            if trouble != "reuse":
+                raise Wrong(f"refused by its digest, and nobody had touched its rows: {result}")
+            outcome = "digest (reused behind the fence, bytes as offered)"
+        if not node.wait_quiet(number, QUIET_SECONDS):
+            raise Wrong(f"not quiet after {QUIET_SECONDS} s: {result}")
+        return outcome if maker.model == 0 else f"of another computation: {outcome}"
 
     # ── trouble ───────────────────────────────────────────────────────────────────
 

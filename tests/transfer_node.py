@@ -114,8 +114,8 @@ class Node:
         self.owner = Generations(self.layout)
         made = transport or (LocalTransport(fabric) if fabric else NixlTransport(listen=listen))
         self.agent = Agent(
-            self.arena, self.owner, transport=made, identity=IDENTITY, name=name, listen=listen,
-            keys=keys,
+            self.arena, self.owner, transport=made, identity=self.layout.identity or IDENTITY,
+            name=name, listen=listen, keys=keys,
             options=Options(**(options or {})),
         )  # fmt: skip
         if is_started:

@@ -172,6 +172,7 @@ def test_a_peer_that_tells_another_number_of_digests_fails_its_own_pull(scene, v
         {"metadata": b""},
         {"manifest": b"{}"},
         {"engine": "local-nobody"},
+        {"start": "another start"},
     ],
     ids=str,
 )
@@ -189,6 +190,32 @@ def test_a_card_that_claims_the_engine_of_another_does_not_disconnect_it(scene):
         evil.agent.endpoint.card = msgspec.structs.replace(evil.agent.endpoint.card, **changes)
         result = scene.pulled(evil.offer(OTHER_SOURCE, TOKENS), deadline=2)
         assert "error" in result
+    scene.finish()
+
+
+def test_a_card_that_claims_the_start_of_another_does_not_harm_it(scene):
+    evil = scene.add("evil")
+    start = scene.producer.agent.endpoint.start
+    evil.agent.endpoint.card = msgspec.structs.replace(evil.agent.endpoint.card, start=start)
+    result = scene.pulled(evil.offer(OTHER_SOURCE, TOKENS), deadline=2)
+    assert result["kind"] == "expired"
+    scene.finish()
+
+
+def test_engines_of_consumers_that_have_gone_are_disconnected(scene, monkeypatch):
+    monkeypatch.setattr("kvstow.transfer.serve.SILENT_BEATS", 5)
+    producer = scene.add("q")
+    gone = []
+    for number in range(5):
+        guest = scene.node(f"guest-{number}")
+        for direction in ("read", "write"):
+            ticket = producer.offer(OTHER_SOURCE, TOKENS)
+            assert "error" not in guest.pull([ticket], OTHER_TARGET, direction=direction)
+        gone.append(guest.agent.endpoint.transport.name)
+        guest.close()
+    transport = producer.agent.endpoint.transport
+    wait_for(lambda: not transport.peers & set(gone))
+    assert not producer.agent.server.incoming
     scene.finish()
 
 
@@ -524,6 +551,12 @@ def test_an_agent_without_an_identity_is_refused_and_says_what_to_do():
     with pytest.raises(TransferError, match=r"hint: .*Identity\.of") as caught:
         Agent(Arena(LAYOUT), Pool(LAYOUT), transport=LocalTransport(Fabric()))
     assert caught.value.kind == "refused"
+
+
+def test_an_agent_whose_computation_nobody_has_verified_says_so(caplog):
+    node = Node(encode(LAYOUT), Fabric(), name="p")
+    node.close()
+    assert "identity is not verified: bytes of a test" in caplog.text
 
 
 def test_another_computation_of_the_same_shape_is_refused_in_words(scene):

@@ -249,6 +249,17 @@ def test_slots_are_given_back_when_a_store_ends_in_any_error(tmp_path, monkeypat
     tier.close()
 
 
+def test_a_read_that_ends_in_an_error_keeps_no_row_from_being_given_up(tmp_path, monkeypatch):
+    tier = made(tmp_path)
+    monkeypatch.setattr(tier.segments, "read", lambda group, wanted: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        right_rows(tier)
+    monkeypatch.undo()
+    assert not any(tier._busy())
+    assert right_rows(tier) == ROWS
+    tier.close()
+
+
 def test_slots_that_could_not_be_given_back_are_given_back_later(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     rows = [numbered_row(tier, 0, n) for n in range(10)]

@@ -1,0 +1,28 @@
+"""Times and sizes of an agent: those that cannot be are refused."""
+
+import math
+
+import pytest
+
+from kvstow.errors import SpecError
+from kvstow.transfer.options import LEAST_SLOT_BYTES, SECONDS, Options
+
+
+@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_time_is_above_0_and_has_an_end(name, seconds):
+    with pytest.raises(SpecError, match=name):
+        Options(**{name: seconds})
+
+
+@pytest.mark.parametrize("slot_bytes", [-1, 0, 1, LEAST_SLOT_BYTES - 1])
+def test_a_staging_slot_has_a_least_size(slot_bytes):
+    with pytest.raises(SpecError, match=f"slot_bytes is {slot_bytes}, not at least"):
+        Options(slot_bytes=slot_bytes)
+    assert Options(slot_bytes=LEAST_SLOT_BYTES).slot_bytes == LEAST_SLOT_BYTES
+
+
+@pytest.mark.parametrize("engines", [0, 3, 100])
+def test_no_more_engines_than_there_are_read_at_once(engines):
+    with pytest.raises(SpecError, match=f"engines is {engines}"):
+        Options(engines=engines)
