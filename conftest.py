@@ -11,7 +11,7 @@ import pytest
 OPTIONAL = {
     "src/kvstow/adapters/vllm/connector.py": "vllm.config",
     "src/kvstow/vllm.py": "vllm.config",
-    "src/kvstow/adapters/router.py": "aiohttp",
+    "src/kvstow/adapters/router/server.py": "aiohttp",
 }
 ROOT = Path(__file__).parent
 

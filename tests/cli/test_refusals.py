@@ -92,11 +92,24 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path, arguments):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_events_for_a_router_are_of_one_of_its_instances_and_are_needed_for_prefixes():
+    decode = ("route-requests", "--decode", "http://127.0.0.1:2", "--by", "prefix")
+    result = invoke(*decode)
+    assert result.exit_code == 2
+    assert "hint: --events http://127.0.0.1:2=" in result.stderr
+    result = invoke(*decode, "--events", "http://127.0.0.1:3=tcp://127.0.0.1:5557")
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:3, which is no instance here" in result.stderr
+    result = invoke(*decode, "--events", "tcp://127.0.0.1:5557")
+    assert result.exit_code == 2
+    assert "whose events" in result.stderr
+
+
 def test_a_router_without_aiohttp_names_the_extra(monkeypatch):
     real = builtins.__import__
 
     def absent(name, *rest, **named):
-        if name.partition(".")[0] == "aiohttp" or name == "kvstow.adapters.router":
+        if name.partition(".")[0] == "aiohttp" or name == "kvstow.adapters.router.server":
             raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
         return real(name, *rest, **named)
 

@@ -1,37 +1,100 @@
 """`kvstow route-requests`: a small router between prefill and decode instances."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from kvstow.cli.options import check_url
+from kvstow.cli import options
+from kvstow.cli.output import MISUSED, refuse
+from kvstow.errors import SpecError
 
 Urls = list[str]
 
 
+class ChooseBy(StrEnum):
+    """How an instance is chosen."""
+
+    turns = "turns"
+    prefix = "prefix"
+
+
 def route_requests(
-    prefill: Annotated[
-        Urls, typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable.")
-    ],
     decode: Annotated[
         Urls, typer.Option("--decode", metavar="URL", help="A decode instance; repeatable.")
     ],
+    prefill: Annotated[
+        Urls | None,
+        typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable."),
+    ] = None,
+    by: Annotated[
+        ChooseBy,
+        typer.Option(help="Take turns, or choose by the longest prefix and the least load."),
+    ] = ChooseBy.turns,
+    events: Annotated[
+        Urls | None,
+        typer.Option(
+            "--events",
+            metavar="URL=ADDRESS[,REPLAY]",
+            help="Where an instance publishes KV events; repeatable, for --by prefix.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")] = 8000,
     prefill_seconds: Annotated[
         float, typer.Option(help="How long prefill may take before another one is tried.")
     ] = 120.0,
+    silence_seconds: Annotated[
+        float, typer.Option(help="How long an instance may be silent before its health is asked.")
+    ] = 5.0,
     rest_seconds: Annotated[
-        float, typer.Option(help="How long a failed instance is passed over.")
+        float, typer.Option(help="How long a failed instance is left out.")
     ] = 10.0,
+    max_body: Annotated[
+        int,
+        typer.Option(
+            parser=options.size, metavar="SIZE", help="The longest request.", show_default="16MiB"
+        ),
+    ] = 16 << 20,
 ) -> None:
     """Carry requests from prefill to decode instances.
 
     Speaks the OpenAI completions and chat APIs. Runs until interrupted.
     """
-    for url in (*prefill, *decode):
-        check_url(url)
-    from kvstow.adapters.router import RouterTimeouts, serve
+    urls = [*(prefill or ()), *decode]
+    for url in urls:
+        options.check_url(url)
+    from kvstow.adapters.router.prefixes import EventSource
+    from kvstow.adapters.router.server import RouterOptions, serve
 
-    times = RouterTimeouts(prefill=prefill_seconds, rest=rest_seconds)
-    serve(prefill, decode, host=host, port=port, times=times)
+    try:
+        sources = tuple(EventSource.parse(text) for text in events or ())
+    except SpecError as error:
+        refuse(str(error), code=MISUSED)
+    _check_sources(by, [source.url for source in sources], urls)
+    chosen = RouterOptions(
+        prefill=prefill_seconds,
+        silence=silence_seconds,
+        rest=rest_seconds,
+        max_body=max_body,
+        events=sources,
+        by_prefix=by is ChooseBy.prefix,
+    )
+    serve(prefill or (), decode, host=host, port=port, options=chosen)
+
+
+def _check_sources(by: ChooseBy, sources: list[str], urls: list[str]) -> None:
+    """Ends with 2 where events are of nobody, or are missing."""
+    known = {url.rstrip("/") for url in urls}
+    for url in sources:
+        if url not in known:
+            refuse(
+                f"events of {url}, which is no instance here\n\nhint: --prefill or --decode {url}",
+                code=MISUSED,
+            )
+    if by is ChooseBy.prefix and not sources:
+        refuse(
+            "--by prefix, and no instance says what it holds\n\n"
+            f"hint: --events {urls[0]}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558",
+            code=MISUSED,
+        )

@@ -72,6 +72,7 @@ class _Instance:
     blocks: dict[BlockHash, _Block] = field(default_factory=dict[BlockHash, _Block])
     held: dict[bytes, int] = field(default_factory=dict[bytes, int])
     sizes: set[int] = field(default_factory=set[int])
+    adapters: set[str] = field(default_factory=set[str])
     partial: set[int] = field(default_factory=set[int])
     """Groups that keep less than the whole prefix."""
     passed_over: int = 0
@@ -117,6 +118,12 @@ class InstanceIndex:
         with self._lock:
             self._instances.pop(instance, None)
 
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of adapters under which something was stored; "" is the model itself."""
+        with self._lock:
+            return frozenset(name for known in self._instances.values() for name in known.adapters)
+
     def num_blocks(self, instance: str) -> int:
         """Blocks that an instance holds somewhere."""
         with self._lock:
@@ -152,6 +159,7 @@ class InstanceIndex:
             known.passed_over += len(event.block_hashes)
             return
         known.sizes.add(size)
+        known.adapters.add(event.lora_name or "")
         node, words = before.node, _words(event.token_ids)
         extras = event.extra_keys or [None] * len(event.block_hashes)
         for k, (block_hash, extra) in enumerate(zip(event.block_hashes, extras, strict=False)):

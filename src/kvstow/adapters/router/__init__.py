@@ -1,0 +1,6 @@
+"""A small router in front of prefill and decode instances.
+
+choice    which instance a request goes to: the least to compute, and not one that failed lately
+prefixes  what every instance holds, heard from its events
+server    requests over HTTP; the only module that imports aiohttp
+"""

@@ -1,0 +1,412 @@
+# pyright: reportMissingImports=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false
+"""Requests between clients and instances, the only module that imports aiohttp.
+
+    client ──▶ router ──▶ prefill   one token, answer carries tickets
+                  │  ◀──── tickets
+                  └─────▶ decode    the same request and the tickets; streamed back
+
+An instance that fails is left out for a while (`choice`). When no prefill instance is left,
+decode computes the prompt itself. An instance that is silent for long is asked for its health
+meanwhile: one that hangs is given up after that, not after the whole time limit. Speaks the OpenAI
+completions and chat APIs. Tickets come from prefill instances alone: a client's are never
+passed on.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from kvstow.adapters.router.choice import Instance, Instances
+from kvstow.adapters.router.prefixes import EventSource, Prefixes
+
+log = logging.getLogger(__name__)
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+PARAMS = "kv_transfer_params"
+ARGUMENTS = "vllm_xargs"
+"""A field of vLLM's requests that is merged with the transfer parameters."""
+
+CHUNK = 1 << 16
+MAX_TICKET_ANSWER = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """Times in seconds, and bounds.
+
+    `silence` is how long an instance may be silent before its health is asked for; `health` how
+    long that answer may take; `rest` how long an instance is left out that failed.
+    """
+
+    prefill: float = 120.0
+    connect: float = 5.0
+    silence: float = 5.0
+    health: float = 2.0
+    rest: float = 10.0
+    tokenize: float = 2.0
+    max_body: int = 16 << 20
+    events: tuple[EventSource, ...] = ()
+    by_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client's request: where to, its body without tickets, headers that are passed on, and
+    what is known of its prompt."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    num_tokens: int | None = None
+    held: Mapping[str, int] | None = None
+
+
+def prefill_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request that computes the prompt, one token, and asks for tickets."""
+    changed = {
+        name: value
+        for name, value in body.items()
+        if name not in ("stream", "stream_options", "min_tokens", "max_completion_tokens")
+    }
+    return {**changed, "max_tokens": 1, "n": 1, PARAMS: {"do_remote_decode": True}}
+
+
+def without_tickets(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A client's request without transfer parameters, wherever vLLM would find them."""
+    kept = {name: value for name, value in body.items() if name != PARAMS}
+    arguments = kept.get(ARGUMENTS)
+    if isinstance(arguments, dict):
+        kept[ARGUMENTS] = {name: value for name, value in arguments.items() if name != PARAMS}
+    return kept
+
+
+class NoAnswer(Exception):
+    """An instance that failed before its first byte. `at_once`: it cannot be reached."""
+
+    def __init__(self, why: str, *, at_once: bool) -> None:
+        super().__init__(why)
+        self.at_once = at_once
+
+
+class Router:
+    """Requests from clients to instances. Made inside a running loop."""
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        session: ClientSession,
+        options: RouterOptions,
+    ) -> None:
+        self._prefill = Instances(prefill, rest=options.rest, clock=time.monotonic)
+        self._decode = Instances(decode, rest=options.rest, clock=time.monotonic)
+        self._session = session
+        self._options = options
+        self.prefixes = Prefixes(options.events) if options.by_prefix else None
+        self._probes: set[asyncio.Task[None]] = set()
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvstow_router_requests",
+            "Requests by what became of them: tickets, plain (decode computed all), failed",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self._faults = Counter(
+            "kvstow_router_faults",
+            "Attempts that failed, by kind of instance",
+            ["instance"],
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "kvstow_router_prompt_tokens",
+            "Tokens of prompts by prefix: held where the request was sent, or not",
+            ["where"],
+            registry=self._registry,
+        )
+        left_out = Gauge(
+            "kvstow_router_left_out",
+            "Instances that failed and are not asked",
+            registry=self._registry,
+        )
+        left_out.set_function(
+            lambda: sum(each.is_open for each in (*self._prefill.all, *self._decode.all))
+        )
+
+    async def close(self) -> None:
+        """Let go of events and of questions under way."""
+        for probe in self._probes:
+            probe.cancel()
+        if self.prefixes is not None:
+            await asyncio.to_thread(self.prefixes.close)
+
+    # ── answers ───────────────────────────────────────────────────────────────────
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """A completion: prefill, then decode, streamed as it comes."""
+        self._probe()
+        asked = await self._with_prefix(
+            Asked(request.path, without_tickets(await _json(request)), _passed_on(request))
+        )
+        params = await self._tickets(asked)
+        full = {**asked.body, PARAMS: params} if params else asked.body
+        ordered = self._decode.ordered(asked.num_tokens, asked.held)
+        for instance in ordered or self._decode.last_resort():
+            try:
+                with instance.busy_with(asked.num_tokens or 0):
+                    async with self._opened(instance, asked, full) as answer:
+                        self._decode.works(instance)
+                        self._requests.labels("tickets" if params else "plain").inc()
+                        self._count_tokens(asked, instance)
+                        return await _relayed(request, answer)
+            except NoAnswer as error:
+                self._note("decode", self._decode, instance, error)
+        self._requests.labels("failed").inc()
+        raise _error(web.HTTPBadGateway, "no decode instance answered")
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """What the first decode instance that answers serves."""
+        timeout = ClientTimeout(total=self._options.connect)
+        for instance in self._decode.ordered() or self._decode.last_resort():
+            try:
+                url = instance.url + request.path
+                headers = _passed_on(request)
+                async with self._session.get(url, timeout=timeout, headers=headers) as answer:
+                    return web.json_response(await answer.json(), status=answer.status)
+            except (ClientError, TimeoutError, ValueError) as error:
+                log.warning("decode at %s: %s", instance.url, error)
+        raise _error(web.HTTPBadGateway, "no decode instance answered")
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok")
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=generate_latest(self._registry), content_type="text/plain")
+
+    # ── prefixes ──────────────────────────────────────────────────────────────────
+
+    async def _with_prefix(self, asked: Asked) -> Asked:
+        """The request with its length and what each instance holds of it, where that is known."""
+        if self.prefixes is None or self.prefixes.is_empty:
+            return asked
+        tokens = await self._tokenized(asked)
+        if tokens is None:
+            return asked
+        words = {name: asked.body.get(name) for name in ("model", "cache_salt")}
+        model, salt = (value if isinstance(value, str) else "" for value in words.values())
+        held = self.prefixes.held(tokens, model=model, salt=salt)
+        return Asked(asked.path, asked.body, asked.headers, len(tokens), held)
+
+    async def _tokenized(self, asked: Asked) -> list[int] | None:
+        """The prompt's token ids, from an instance where the request has text; None where nobody
+        says in time."""
+        prompt = asked.body.get("prompt")
+        if _is_tokens(prompt):
+            return prompt
+        if not isinstance(prompt, str) and "messages" not in asked.body:
+            return None
+        timeout = ClientTimeout(total=self._options.tokenize)
+        for instance in (*self._prefill.ordered(), *self._decode.ordered())[:1]:
+            try:
+                url = instance.url + "/tokenize"
+                async with self._session.post(
+                    url, json=asked.body, headers=asked.headers, timeout=timeout
+                ) as answer:
+                    found: Any = await answer.json() if answer.status == 200 else {}
+                tokens = found.get("tokens")
+                return tokens if _is_tokens(tokens) else None
+            except (ClientError, TimeoutError, ValueError, AttributeError) as error:
+                log.warning("tokens from %s: %s", instance.url, error or type(error).__name__)
+        return None
+
+    def _count_tokens(self, asked: Asked, instance: Instance) -> None:
+        if asked.num_tokens is not None and asked.held is not None:
+            held = asked.held.get(instance.url, 0)
+            self._tokens.labels("held").inc(held)
+            self._tokens.labels("not held").inc(asked.num_tokens - held)
+
+    # ── instances ─────────────────────────────────────────────────────────────────
+
+    async def _tickets(self, asked: Asked) -> Mapping[str, Any] | None:
+        """Tickets from the first prefill instance that gives some; None where none does."""
+        body = prefill_request(asked.body)
+        for instance in self._prefill.ordered(asked.num_tokens, asked.held):
+            try:
+                with instance.busy_with(asked.num_tokens or 0):
+                    async with (
+                        asyncio.timeout(self._options.prefill),
+                        self._opened(instance, asked, body) as answer,
+                    ):
+                        if answer.status >= 400:  # the request is bad: decode will say so
+                            return None
+                        found: Any = json.loads(await _read(answer, MAX_TICKET_ANSWER))
+                self._prefill.works(instance)
+                params = found.get(PARAMS) if isinstance(found, dict) else None
+                return params if isinstance(params, dict) else None
+            except (NoAnswer, TimeoutError, ClientError, ValueError) as error:
+                self._note("prefill", self._prefill, instance, error)
+        return None
+
+    def _note(self, kind: str, instances: Instances, instance: Instance, error: Exception) -> None:
+        """An instance failed."""
+        instances.failed(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
+        self._faults.labels(kind).inc()
+        log.warning("%s at %s: %s", kind, instance.url, error or type(error).__name__)
+
+    @asynccontextmanager
+    async def _opened(
+        self, instance: Instance, asked: Asked, body: Mapping[str, Any]
+    ) -> AsyncGenerator[Any]:
+        """An answer whose status is known; NoAnswer where the instance is at fault."""
+        timeout = ClientTimeout(total=None, sock_connect=self._options.connect)
+        posting = asyncio.ensure_future(
+            self._session.post(
+                instance.url + asked.path, json=body, headers=asked.headers, timeout=timeout
+            )
+        )
+        try:
+            answer = await self._awaited(instance, posting)
+        except (ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(str(error) or type(error).__name__, at_once=True) from error
+        finally:
+            posting.cancel()
+        async with answer:
+            if answer.status >= 500:
+                text = (await _read(answer, CHUNK)).decode(errors="replace")[:200]
+                raise NoAnswer(f"status {answer.status}: {text}", at_once=False)
+            yield answer
+
+    async def _awaited(self, instance: Instance, posting: "asyncio.Future[Any]") -> Any:
+        """The answer; while it does not come, the instance's health is asked for."""
+        while not (await asyncio.wait((posting,), timeout=self._options.silence))[0]:
+            if not await self._is_healthy(instance):
+                raise TimeoutError("neither answers nor says that it is healthy")
+        return posting.result()
+
+    async def _is_healthy(self, instance: Instance) -> bool:
+        timeout = ClientTimeout(total=self._options.health)
+        try:
+            async with self._session.get(instance.url + "/health", timeout=timeout) as answer:
+                return answer.status == 200
+        except (ClientError, TimeoutError, OSError):
+            return False
+
+    def _probe(self) -> None:
+        """Ask those for their health, in the background, that have been left out for a while."""
+        for instances in (self._prefill, self._decode):
+            for instance in instances.to_probe():
+                instance.is_probed = True
+                task = asyncio.create_task(self._probed(instances, instance))
+                self._probes.add(task)
+                task.add_done_callback(self._probes.discard)
+
+    async def _probed(self, instances: Instances, instance: Instance) -> None:
+        try:
+            if await self._is_healthy(instance):
+                instances.healthy(instance)
+            else:
+                instances.failed(instance, at_once=True)
+        finally:
+            instance.is_probed = False
+
+
+# ── requests and answers ──────────────────────────────────────────────────────────────
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    """The body; 400 where it is no JSON object, 413 where it is too long."""
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise _error(web.HTTPBadRequest, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise _error(web.HTTPBadRequest, "the body is not a JSON object")
+    return body
+
+
+def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
+    """An answer as OpenAI's clients understand it."""
+    about = {"message": message, "type": kind.__name__, "code": kind.status_code}
+    return kind(text=json.dumps({"error": about}), content_type="application/json")
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _passed_on(request: web.Request) -> dict[str, str]:
+    names = ("Authorization", "X-Request-Id")
+    return {name: request.headers[name] for name in names if name in request.headers}
+
+
+async def _read(answer: Any, most: int) -> bytes:
+    """An instance's whole answer; ValueError where it is longer than that."""
+    parts: list[bytes] = []
+    left = most
+    async for chunk in answer.content.iter_any():
+        left -= len(chunk)
+        if left < 0:
+            raise ValueError(f"an answer of more than {most} bytes")
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+async def _relayed(request: web.Request, answer: Any) -> web.StreamResponse:
+    """The instance's answer, byte by byte as it comes. Where it breaks off, so does ours."""
+    reply = web.StreamResponse(status=answer.status)
+    reply.content_type = answer.content_type
+    await reply.prepare(request)
+    async for chunk in answer.content.iter_any():
+        await reply.write(chunk)
+    await reply.write_eof()
+    return reply
+
+
+Handler = Callable[[Router, Any], Awaitable[Any]]
+ROUTER = web.AppKey("router", Router)
+
+
+def application(
+    prefill: Sequence[str], decode: Sequence[str], options: RouterOptions
+) -> web.Application:
+    """The router as an application; `web.run_app` serves it."""
+    app = web.Application(client_max_size=options.max_body)
+
+    async def lifetime(app: web.Application) -> AsyncIterator[None]:
+        async with ClientSession(read_bufsize=CHUNK) as session:
+            router = app[ROUTER] = Router(prefill, decode, session, options)
+            yield
+            await router.close()
+
+    def to(method: Handler) -> Any:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return await method(app[ROUTER], request)
+
+        return handler
+
+    for path in PATHS:
+        app.router.add_post(path, to(Router.complete))
+    app.router.add_get("/v1/models", to(Router.models))
+    app.router.add_get("/metrics", to(Router.metrics))
+    app.router.add_get("/health", to(Router.health))
+    app.cleanup_ctx.append(lifetime)
+    return app
+
+
+def serve(
+    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, options: RouterOptions
+) -> None:
+    """Serve until interrupted."""
+    web.run_app(application(prefill, decode, options), host=host, port=port, print=None)
