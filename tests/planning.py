@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import PlanError
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.layout import ORDERS, Layout, Placement
 from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
@@ -34,8 +34,9 @@ def attention(
     retention: object = None,
     dtype: DType = DType.BFLOAT16,
     align: int = 1,
+    value_section: int = 0,
 ) -> LayerSpec:
-    """An ordinary layer: k and v in one cell."""
+    """An ordinary layer: k and v in one cell, or each in a section of the page."""
     content = (Extent.whole("content", dim),)
     return LayerSpec(
         name=name,
@@ -43,7 +44,7 @@ def attention(
         block_tokens=tokens,
         states=tokens,
         heads=Extent.whole("head", heads),
-        fields=(Field("k", dtype, content), Field("v", dtype, content)),
+        fields=(Field("k", dtype, content), Field("v", dtype, content, value_section)),
         align=align,
     )
 
@@ -82,6 +83,7 @@ def layer_lists(draw: st.DrawFn, *, least_groups: int = 2) -> list[LayerSpec]:
                     retention=retention,
                     dtype=draw(DTYPES),
                     align=draw(st.sampled_from([1, 1, 4, 12])),
+                    value_section=draw(st.sampled_from([0, 0, 1])),
                 )
             )
     if draw(st.booleans()):
@@ -114,19 +116,23 @@ def layouts(draw: st.DrawFn) -> Layout:
             budget *= 2
 
 
+def section_numbers(place: Placement, section: int) -> tuple[int, int, int]:
+    """Offset in block 0, head stride and token stride of a section, as they are written down."""
+    if section == 0:
+        return place.offset, place.head_stride, place.token_stride
+    start, head_stride, token_stride = place.further[section - 1]
+    return place.offset + start, head_stride, token_stride
+
+
 def element_bytes(layout: Layout, layer: str, field: str, block: int) -> Iterator[int]:
     """Every byte of a field in one block, by the address law written out in loops."""
     group, spec, place = layout.layers[layer]
     assert block < layout.num_blocks(group)
     start = spec.field_offsets[field]
+    offset, head_stride, token_stride = section_numbers(place, spec.field(field).section)
     for h in range(spec.heads.size):
         for n in range(spec.states):
-            cell = (
-                place.offset
-                + block * place.block_stride
-                + h * place.head_stride
-                + n * place.token_stride
-            )
+            cell = offset + block * place.block_stride + h * head_stride + n * token_stride
             yield from range(cell + start, cell + start + spec.field(field).nbytes)
 
 
@@ -135,10 +141,11 @@ def block_bytes(layout: Layout, group: int, block: int) -> np.ndarray:
     found: list[np.ndarray] = []
     rows = layout.groups[group]
     for spec, place in zip(rows.group.layers, rows.placements, strict=True):
-        heads = np.arange(spec.heads.size) * place.head_stride
-        states = np.arange(spec.states) * place.token_stride
-        cells = place.offset + block * place.block_stride + (heads[:, None] + states).ravel()
         for field in spec.fields:
+            offset, head_stride, token_stride = section_numbers(place, field.section)
+            heads = np.arange(spec.heads.size) * head_stride
+            states = np.arange(spec.states) * token_stride
+            cells = offset + block * place.block_stride + (heads[:, None] + states).ravel()
             within = spec.field_offsets[field.name] + np.arange(field.nbytes)
             found.append((cells[:, None] + within).ravel())
     return np.concatenate(found)

@@ -17,6 +17,7 @@ from kvstow.plan.pack import Alignment, Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
+from planning import section_numbers
 
 PACKS = {"packed": packed, "union": union, "separate": separate}
 
@@ -39,9 +40,13 @@ class Kind:
     state_tokens: int = 1
     parts: tuple[int, ...] = ()
     align: int = 1
+    sections: tuple[int, ...] = ()
 
-    def spec(self, name: str, tp: tuple[int, int], states: int) -> LayerSpec:
-        """One rank's part of it."""
+    def spec(
+        self, name: str, tp: tuple[int, int], states: int, *, in_sections: bool = True
+    ) -> LayerSpec:
+        """One rank's part of it; the fields in sections of their own, or all in one."""
+        sections = self.sections if in_sections and self.sections else (0,) * len(self.fields)
         if self.parts:
             return self._recurrent(name, tp)
         return LayerSpec(
@@ -50,8 +55,9 @@ class Kind:
             block_tokens=states * self.state_tokens,
             states=states,
             heads=Extent("head", self.heads, (share(self.heads, *tp),)),
-            fields=tuple(Field(field, dtype, (Extent.whole("content", size),))
-                         for field, dtype, size in self.fields),
+            fields=tuple(Field(field, dtype, (Extent.whole("content", size),), section)
+                         for (field, dtype, size), section
+                         in zip(self.fields, sections, strict=True)),
             align=self.align,
         )  # fmt: skip
 
@@ -88,12 +94,18 @@ class Served:
     order: str
     pack: str
     alignment: Alignment
+    in_sections: bool = True
 
     def layers(self, kinds: tuple[Kind, ...], tp_rank: int, pp_rank: int) -> list[LayerSpec]:
         """One rank's layers. Tokens per block are a multiple of what any state stands for."""
         lo, hi = share(len(kinds), pp_rank, self.pp)
         return [
-            kind.spec(f"layers.{i}", (tp_rank, self.tp), self._states(kinds, kind))
+            kind.spec(
+                f"layers.{i}",
+                (tp_rank, self.tp),
+                self._states(kinds, kind),
+                in_sections=self.in_sections,
+            )
             for i, kind in enumerate(kinds)
             if lo <= i < hi
         ]
@@ -148,6 +160,8 @@ def kinds(draw: st.DrawFn, retention: Retention) -> Kind:
     fields = [("k", dtype, size), ("v", dtype, size)]
     if shape == "scaled":
         fields += [("k_scale", DType.FLOAT32, 1), ("v_scale", DType.UINT8, 1)]
+        sections = draw(st.sampled_from([(), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)]))
+        return Kind(retention, draw(SIZES), tuple(fields), align=align, sections=sections)
     if shape == "latent":
         state_tokens = draw(st.sampled_from([1, 1, 2, 4]))
         return Kind(retention, 1, (("latent", dtype, size),), state_tokens, align=align)
@@ -187,6 +201,7 @@ def served(
         order=draw(st.sampled_from(ORDERS)),
         pack=draw(st.sampled_from(sorted(PACKS))),
         alignment=draw(ALIGNMENTS),
+        in_sections=draw(st.booleans()),
     )
 
 
@@ -261,9 +276,10 @@ def field_bytes(
     which = sorted(f.name for f in spec.fields).index(name)
     number = (which << 56) + number[..., None] * (1 << 20) + states
     inside = np.arange(number[0].size // spec.states)  # row by row, nothing between
-    start = place.offset + block * place.block_stride + _start_of(spec, name)
-    heads = np.arange(len(axes[0][1])) * place.head_stride
-    slots = np.arange(spec.states) * place.token_stride
+    offset, head_stride, token_stride = section_numbers(place, field.section)
+    start = offset + block * place.block_stride + _start_of(spec, name)
+    heads = np.arange(len(axes[0][1])) * head_stride
+    slots = np.arange(spec.states) * token_stride
     address = start + heads[:, None, None] + inside[:, None] + slots
     state = np.broadcast_to(states, address.shape)
     return address.ravel(), number.ravel(), state.ravel()
@@ -272,7 +288,8 @@ def field_bytes(
 def _start_of(spec: LayerSpec, name: str) -> int:
     """Where a field starts in its cell: after those before it, at a multiple of its unit."""
     end = 0
-    for field in spec.fields:
+    section = spec.field(name).section
+    for field in (each for each in spec.fields if each.section == section):
         end += -end % field.dtype.unit
         if field.name == name:
             return end

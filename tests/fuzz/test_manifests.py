@@ -13,7 +13,7 @@ from kvstow.plan.manifest import decode, encode
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed, separate
 from kvstow.plan.retention import Chunk, Encoder, Sink, Window
-from planning import attention
+from planning import attention, section_numbers
 
 
 def layouts() -> list[Layout]:
@@ -27,6 +27,7 @@ def layouts() -> list[Layout]:
         small.identified(known),
         separate(grouped(layers[:2]), num_slabs=3),
         packed(hybrid, num_slabs=2, site=Site(order="BLNHC")),
+        packed(grouped([attention("l.0", value_section=1), *layers[1:2]]), num_slabs=3),
     ]
 
 
@@ -36,14 +37,16 @@ def check_pages(layout: Layout, rows: PlacedGroup) -> None:
     cells: list[tuple[int, int]] = []
     for layer, place in zip(rows.group.layers, rows.placements, strict=True):
         heads, states = layer.heads.size, layer.states
-        last = (heads - 1) * place.head_stride + (states - 1) * place.token_stride
-        end = place.offset + (blocks - 1) * place.block_stride + last + layer.cell_bytes
-        assert 0 <= place.offset < end <= layout.nbytes < 2**63
-        cells += [
-            (place.offset + b * place.block_stride + h * place.head_stride, layer.cell_bytes)
-            for b in range(min(2, blocks))
-            for h in range(min(4, heads))
-        ]
+        for number, section in enumerate(layer.sections):
+            offset, head_stride, token_stride = section_numbers(place, number)
+            last = (heads - 1) * head_stride + (states - 1) * token_stride
+            end = offset + (blocks - 1) * place.block_stride + last + section.cell_bytes
+            assert 0 <= offset < end <= layout.nbytes < 2**63
+            cells += [
+                (offset + b * place.block_stride + h * head_stride, section.cell_bytes)
+                for b in range(min(2, blocks))
+                for h in range(min(4, heads))
+            ]
     ordered = sorted(cells)
     for (start, nbytes), (after, _) in pairwise(ordered):
         assert start + nbytes <= after

@@ -95,6 +95,7 @@ def test_the_static_checker_accepts_nothing_that_brute_force_refuses(layout, dat
         max(unit, old.block_stride + data.draw(step)),
         old.head_stride,
         old.token_stride,
+        tuple((max(0, start + data.draw(step)), *rest) for start, *rest in old.further),
     )
     places = (*rows.placements[:i], new, *rows.placements[i + 1 :])
     changed = (*layout.groups[:g], replace(rows, placements=places), *layout.groups[g + 1 :])

@@ -326,3 +326,24 @@ def test_what_is_said_of_tensors_is_checked_before_anything_is_made_of_it():
         adopt(order="HND")
     with pytest.raises(MemoryLayoutError, match="rows_per_slab 0"):
         adopt(rows_per_slab=(1, 0))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_pages_of_several_sections_are_adopted_by_their_bytes_or_their_fields(whole):
+    spec = attention("l.0", heads=2, dim=4, tokens=3, value_section=1, align=64)
+    memory = torch.zeros(5, 128, dtype=torch.uint8)
+    if whole:
+        tensors, axes = {"l.0": memory}, ("block", "content")
+    else:
+        parts = memory[:, :48], memory[:, 48:96]
+        tensors = {
+            ("l.0", name): part.unflatten(1, (2, 3, 8)).view(torch.bfloat16)
+            for name, part in zip(("k", "v"), parts, strict=True)
+        }
+        axes = ("block", "head", "token", "content")
+    layout = adopted_layout(grouped([spec]), tensors, axes=axes, order="BLHNC", padding="ours")
+    arena = Arena.adopt(layout, tensors, axes=axes)
+    arena.field("l.0", "v")[4, 1, 2, 3] = 1.5
+    last = memory[4, 48:96].view(torch.bfloat16)
+    assert last[-1] == 1.5
+    assert memory.count_nonzero() == 2

@@ -22,7 +22,7 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks
-from planning import attention
+from planning import attention, section_numbers
 from strategies import group_bytes, listed, models, served, value
 
 MASK = (1 << 64) - 1
@@ -67,9 +67,12 @@ def spelled_out(
                     t = mixed((seed("layer", spec.name) + (state + 1) * step) & MASK)
                     for h, head in enumerate(x for lo, hi in spec.heads.pieces
                                              for x in range(lo, hi)):  # fmt: skip
-                        cell = (place.offset + block * place.block_stride + h * place.head_stride
-                                + n * place.token_stride)  # fmt: skip
                         for field in spec.fields:
+                            offset, head_stride, token_stride = section_numbers(
+                                place, field.section
+                            )
+                            cell = offset + block * place.block_stride
+                            cell += h * head_stride + n * token_stride
                             start = cell + spec.field_offsets[field.name]
                             for i, (word, shift) in enumerate(words(spec, field, head)):
                                 p = mixed((seed("field", field.name) + (word + 1) * step) & MASK)
@@ -97,6 +100,7 @@ KINDS = {
     "int4": attention("l.0", heads=2, dim=6, tokens=1, dtype=DType.INT4),
     "long": attention("l.0", heads=2, dim=2, tokens=37),
     "wide": attention("l.0", heads=2, dim=130, tokens=17),
+    "sections": attention("l.0", heads=2, dim=6, tokens=3, value_section=1),
     "f64": attention("l.0", heads=2, dim=2, tokens=2, dtype=DType.FLOAT64),
     "pieces": LayerSpec(
         name="l.0", retention=State(), block_tokens=8, states=1, heads=Extent.whole("head", 1),
@@ -135,7 +139,7 @@ GOLDEN = {
 """Digests are compared between processes that may have different versions: these never change."""
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(GOLDEN))
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_digest_of_known_content_is_the_number_it_has_always_been(kind, order):
     layout = packed(grouped([KINDS[kind]]), num_slabs=5, site=Site(order=order))
@@ -148,6 +152,18 @@ def test_the_digest_of_known_content_is_the_number_it_has_always_been(kind, orde
             raw[block] = page.remainder(251).to(torch.uint8).reshape(raw[block].shape)
         num_tokens = layout.groups[0].group.block_tokens * len(ids)
         assert digest(arena, {0: Blocks.first(ids)}, num_tokens) == GOLDEN[kind]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_content_in_sections_has_the_number_that_it_has_in_cells(order):
+    specs = [attention("l.0", heads=2, dim=6, tokens=3, value_section=n) for n in (0, 1)]
+    layouts = [packed(grouped([spec]), num_slabs=5, site=Site(order=order)) for spec in specs]
+    with Arena(layouts[0]) as cells, Arena(layouts[1]) as sections:
+        cells.bytes.random_(0, 256)
+        sections.bytes.random_(0, 256)
+        for name in ("k", "v"):
+            sections.field("l.0", name)[:] = cells.field("l.0", name)
+        assert digest(sections, [3, 1], 5) == digest(cells, [3, 1], 5)
 
 
 def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **which: Any) -> int:

@@ -42,3 +42,36 @@ def test_layers_and_groups_are_found_by_name():
         LAYOUT.view("c")
     with pytest.raises(SpecError, match="no group 'window'"):
         LAYOUT.group_index("window")
+
+
+def test_a_page_of_several_sections_is_viewed_by_section_by_field_or_as_bytes():
+    layer = attention("l.0", heads=2, dim=4, tokens=3, value_section=1, align=64)
+    layout = packed(grouped([layer]), num_slabs=3)
+    assert layout.view("l.0", 1).offset == 2 * 3 * 8
+    assert layout.view("l.0", 1).shape == (3, 2, 3, 4)
+    page = layout.page("l.0")
+    assert (page.shape, page.strides) == ((3, 128), (128, 1))
+    with pytest.raises(SpecError, match="2 sections, with strides of their own"):
+        layout.view("l.0")
+    with pytest.raises(SpecError, match="no section 2 among 2"):
+        layout.view("l.0", 2)
+    with pytest.raises(SpecError, match="in 2 pieces"):
+        packed(grouped([layer]), num_slabs=3, site=Site(order="LHBNC")).page("l.0")
+
+
+def test_sections_that_overlap_or_are_not_placed_break_a_law():
+    layer = attention("l.0", heads=2, dim=4, tokens=3, value_section=1)
+    layout = packed(grouped([layer]), num_slabs=3)
+    (rows,) = layout.groups
+    (place,) = rows.placements
+    assert place.further == ((48, 24, 8),)
+    for further, words in (
+        (((40, 24, 8),), "overlap in block 0"),
+        ((), "its pages have 2 sections, 1 are placed"),
+        (((47, 24, 8),), "section 1: offset 47 is not a multiple of 2"),
+        (((48, 24, 4),), "section 1: token stride 4 is not the 8 bytes of a cell"),
+        (((1000, 24, 8),), "overlaps itself|are not inside the arena"),
+    ):
+        moved = replace(rows, placements=(replace(place, further=further),))
+        with pytest.raises(LayoutError, match=words):
+            replace(layout, groups=(moved,))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import ManifestError
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import MAX_BYTES, decode, encode, fingerprint
 from kvstow.plan.models import model_layers
@@ -104,7 +105,7 @@ def test_numbers_are_integers_only():
         (b"[]", "shape"),
         (b"null", "shape"),
         (b'{"kvstow":1,"kvstow":1}', "duplicate"),
-        (b'{"kvstow":3}', "version"),
+        (b'{"kvstow":4}', "version"),
         (b'{"kvstow":true}', "shape"),
         (b'{"kvstow":"1"}', "shape"),
         (b'{"kvstow":1}', "shape"),
@@ -265,3 +266,25 @@ def test_the_worked_example_of_the_reference_is_true():
     document = text.split("```json\n", 1)[1].split("```", 1)[0]
     layout = decode(document.encode())
     assert fingerprint(layout) in text
+
+
+def test_pages_of_several_sections_are_written_as_version_3_with_or_without_identity():
+    layer = attention("l.0", value_section=1)
+    layout = packed(grouped([layer]), num_slabs=3)
+    known = layout.identified(Identity(model="m", weights="01" * 16))
+    for each in (layout, known):
+        document = json.loads(encode(each))
+        assert document["kvstow"] == 3
+        (written,) = document["groups"][0]["layers"]
+        assert [field.get("section", 0) for field in written["fields"]] == [0, 1]
+        assert written["further"] == [[16, 8, 4]]
+        assert decode(encode(each)) == each
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_version_and_its_sections_must_agree(version):
+    sections = version < 3
+    layer = attention("l.0", value_section=int(sections))
+    document = json.loads(encode(packed(grouped([layer]), num_slabs=3)))
+    document["kvstow"] = version
+    assert refused(json.dumps(document).encode()).kind == "shape"

@@ -254,3 +254,50 @@ def test_sizes_of_one_and_two_are_sizes_like_any_other(size: int) -> None:
         fields=(field("k", DType.FLOAT32, size), field("v", DType.FLOAT32, size)),
     )
     assert spec.page_bytes == size * size * 2 * size * 4
+
+
+# ── sections ────────────────────────────────────────────────────────────────────────────────
+
+
+def sectioned(**changes: object) -> LayerSpec:
+    """Data of 12 bytes in section 0, a float32 scale in section 1."""
+    axes = (Extent.whole("content", 6),), (Extent.whole("content", 1),)
+    fields = (
+        Field("data", DType.BFLOAT16, axes[0]),
+        Field("flag", DType.UINT8, axes[1], 1),
+        Field("scale", DType.FLOAT32, axes[1], 1),
+    )
+    return layer(fields=fields, **changes)
+
+
+def test_sections_follow_each_other_in_a_page() -> None:
+    spec = sectioned(states=2, block_tokens=2, heads=Extent.whole("head", 3))
+    assert [part.cell_bytes for part in spec.sections] == [12, 8]
+    assert spec.section_offsets == (0, 3 * 2 * 12)
+    assert spec.field_offsets == {"data": 0, "flag": 0, "scale": 4}
+    assert spec.cell_bytes == 20
+    assert spec.payload_bytes == 3 * 2 * 20
+    assert sectioned(states=2, block_tokens=2, align=64).page_bytes == 128
+
+
+def test_a_section_starts_at_a_multiple_of_its_largest_element() -> None:
+    fields = (field("data", DType.UINT8, 3), Field("scale", DType.FLOAT32, ONE, 1))
+    spec = layer(fields=fields, states=1, block_tokens=1, heads=Extent.whole("head", 1))
+    assert spec.section_offsets == (0, 4)
+    assert spec.payload_bytes == 8
+
+
+ONE = (Extent.whole("content", 1),)
+
+
+@pytest.mark.parametrize("numbers", [(1,), (0, 2), (1, 0), (0, 1, 0)])
+def test_sections_are_numbered_from_0_in_the_order_of_the_fields(numbers: tuple[int, ...]) -> None:
+    fields = tuple(Field(f"f{i}", DType.UINT8, ONE, n) for i, n in enumerate(numbers))
+    with pytest.raises(SpecError, match="numbered from 0 and follow each other"):
+        layer(fields=fields)
+
+
+@pytest.mark.parametrize("number", [-1, True, 1.0, "1"])
+def test_a_section_is_a_whole_number(number: object) -> None:
+    with pytest.raises(SpecError, match="section is"):
+        Field("f", DType.UINT8, ONE, number)  # type: ignore[arg-type]

@@ -19,7 +19,16 @@ import torch
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.dtypes import TORCH_TYPES, page_type
 from kvstow.plan.group import Group
-from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement, page_runs
+from kvstow.plan.layout import (
+    ORDERS,
+    Layout,
+    Order,
+    PlacedGroup,
+    Placement,
+    page_runs,
+    placed_sections,
+)
+from kvstow.plan.pack import page_in_one_piece
 from kvstow.plan.sharing import Strip
 from kvstow.plan.spec import Field, LayerSpec
 from kvstow.plan.view import Axis, Run
@@ -30,8 +39,8 @@ Key = str | tuple[str, str]
 Tensors = Mapping[Key, torch.Tensor]
 AxisNames = Sequence[str] | Mapping[Key, Sequence[str]]
 """Names of the tensors' axes as they stand: `block`, `head`, `token`, then `content` for all of a
-cell, or a field's own axes. One sequence for all tensors, or one for each. `head` and `token` may
-be missing where there is one."""
+cell, or a field's own axes; `block` and `content` alone for pages of several sections. One sequence
+for all tensors, or one for each. `head` and `token` may be missing where there is one."""
 
 MAX_BASE_ALIGN = 4096
 
@@ -155,13 +164,25 @@ def _check_covered(engine: Sequence[EngineTensor], specs: Mapping[str, LayerSpec
 
 
 def _field_offset(given: EngineTensor, specs: Mapping[str, LayerSpec]) -> int:
-    return specs[given.layer].field_offsets[given.field] if given.field else 0
+    """Where in a page in one piece the tensor starts."""
+    if given.field is None:
+        return 0
+    spec = specs[given.layer]
+    section = spec.section_offsets[spec.field(given.field).section]
+    return section + spec.field_offsets[given.field]
 
 
 def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) -> Placement:
-    """The address law's four numbers, from pointer and strides; canonical where a size is 1."""
+    """The address law's four numbers, from pointer and strides; canonical where a size is 1.
+
+    Pages of several sections are in one piece: a tensor of them says nothing about the others.
+    """
     head, token, block = given.axis("head"), given.axis("token"), given.axis("block")
     assert block is not None
+    offset = given.tensor.data_ptr() - _field_offset(given, {spec.name: spec}) - base
+    block_stride = block.stride if block.size > 1 else max(block.stride, spec.page_bytes)
+    if len(spec.sections) > 1:
+        return page_in_one_piece(spec, order, offset, block_stride)
     token_stride = token.stride if token and token.size > 1 else None
     head_stride = head.stride if head and head.size > 1 else None
     if order.index("H") < order.index("N"):
@@ -170,8 +191,6 @@ def _placement(given: EngineTensor, spec: LayerSpec, order: Order, base: int) ->
     else:
         head_stride = head_stride or spec.cell_bytes
         token_stride = token_stride or spec.heads.size * head_stride
-    offset = given.tensor.data_ptr() - _field_offset(given, {spec.name: spec}) - base
-    block_stride = block.stride if block.size > 1 else max(block.stride, spec.page_bytes)
     return Placement(offset, block_stride, head_stride, token_stride)
 
 
@@ -291,6 +310,9 @@ def _contradictions(layout: Layout, given: EngineTensor) -> list[str]:
     """How one tensor differs from what the layout says of it."""
     group, spec, place = layout.layers[given.layer]
     inner = spec.field(given.field) if given.field else None
+    pages = inner is None and len(spec.sections) > 1
+    if inner is not None:
+        spec, place = placed_sections(spec, place)[inner.section]
     dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
     wrong: list[str] = []
     if given.tensor.dtype not in dtypes:
@@ -304,6 +326,9 @@ def _contradictions(layout: Layout, given: EngineTensor) -> list[str]:
         Axis("token", spec.states, place.token_stride),
         *_inner_axes(spec, inner, given.tensor.element_size()),
     ]
+    if pages:
+        unit = given.tensor.element_size()
+        wanted = [wanted[0], Axis("content", spec.page_bytes // unit, unit)]
     for name in given.axes:
         if name not in [axis.name for axis in wanted]:
             wrong.append(
@@ -344,9 +369,9 @@ def _regions(layout: Layout, engine: Sequence[EngineTensor]) -> tuple[Run, ...]:
     """
     hulls: dict[int, Run] = {}
     for given in engine:
-        view = layout.view(given.layer)
+        views = [layout.view(given.layer, section) for section in _sections(layout, given.layer)]
         storage = given.tensor.untyped_storage().data_ptr()
-        low, high = view.offset, view.end
+        low, high = min(view.offset for view in views), max(view.end for view in views)
         if storage in hulls:
             low, high = min(low, hulls[storage].offset), max(high, hulls[storage].end)
         hulls[storage] = Run(low, high - low)
@@ -358,6 +383,10 @@ def _regions(layout: Layout, engine: Sequence[EngineTensor]) -> tuple[Run, ...]:
         else:
             regions.append(run)
     return tuple(regions)
+
+
+def _sections(layout: Layout, layer: str) -> range:
+    return range(len(layout.layers[layer][1].sections))
 
 
 def _outside(strip: Strip, engine: Sequence[EngineTensor], base: int) -> list[str]:

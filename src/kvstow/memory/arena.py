@@ -159,9 +159,16 @@ class Arena:
     def tensor(self, layer: str) -> torch.Tensor:
         """All pages of a layer: `[block, head, token, content]`.
 
-        Of the fields' element type where they have one; of integers as wide otherwise.
+        Of the fields' element type where they have one; of integers as wide otherwise. Pages
+        of several sections have no such tensor: `page` has their bytes, `field` each field.
         """
         return self.strided(self.layout.view(layer), page_type(self._spec(layer)))
+
+    def page(self, layer: str) -> torch.Tensor:
+        """All pages of a layer as bytes, for kernels that find sections by themselves:
+        `[block, content]`."""
+        self._spec(layer)
+        return self.strided(self.layout.page(layer), torch.uint8)
 
     def field(self, layer: str, name: str) -> torch.Tensor:
         """One field of a layer: `[block, head, token, …the field's own axes]`."""

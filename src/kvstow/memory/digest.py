@@ -22,7 +22,7 @@ from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest_keys import CellKeys, Words, cell_keys, seed, shares, state_keys
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, PlacedGroup
+from kvstow.plan.layout import Layout, PlacedGroup, placed_sections
 from kvstow.plan.spec import Extent, LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens
@@ -195,7 +195,8 @@ def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pages:
-    """Layers whose pages differ only in where they start, one `offset` and `seed` for each.
+    """Layers whose pages, or sections of them, differ only in where they start, one `offset`
+    and `seed` for each.
 
     Block `b` starts at `offset + b · block_stride` and holds `states` states. `spec` is the
     first layer's.
@@ -247,7 +248,12 @@ def _alike(
     placed: PlacedGroup, layers: Collection[str] | None, claims: Claims | None
 ) -> list[_Pages]:
     kinds: dict[tuple[CellKeys, tuple[int, ...]], list[tuple[LayerSpec, int]]] = {}
-    for spec, place in zip(placed.group.layers, placed.placements, strict=True):
+    sections = (
+        section
+        for layer, place in zip(placed.group.layers, placed.placements, strict=True)
+        for section in placed_sections(layer, place)
+    )
+    for spec, place in sections:
         if layers is None or spec.name in layers:
             numbers = spec.states, place.block_stride, place.head_stride, place.token_stride
             kind = cell_keys(spec, claims), numbers

@@ -11,7 +11,7 @@ from math import lcm
 import numpy as np
 
 from kvstow.errors import RouteError, StoreError
-from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement
+from kvstow.plan.layout import NULL_SLABS, Layout, Order, PlacedGroup, Placement, page_runs
 from kvstow.plan.pack import Site, row_shape
 from kvstow.plan.retention import Encoder, State
 from kvstow.plan.slab import slab_geometry
@@ -96,15 +96,18 @@ def same_rows(a: Layout, a_group: int, b: Layout, b_group: int) -> bool:
     )
 
 
-def _relative(rows: PlacedGroup) -> tuple[tuple[int, int, int], ...]:
+def _relative(rows: PlacedGroup) -> tuple[Placement, ...]:
+    """Where the pages are from the start of the row, whatever the distance between rows."""
     start = min(place.offset for place in rows.placements)
-    return tuple((p.offset - start, p.head_stride, p.token_stride) for p in rows.placements)
+    return tuple(
+        replace(place, offset=place.offset - start, block_stride=0) for place in rows.placements
+    )
 
 
 def _placed(layout: Layout, group: int) -> tuple[Placement, ...]:
     rows = layout.groups[group]
     if len(layout.footprints[group].strips) == 1:
-        return tuple(Placement(offset, 0, head, token) for offset, head, token in _relative(rows))
+        return _relative(rows)
     order = _PACKED.get(layout.order, layout.order)
     return row_shape(rows.group, Site(order=order)).places
 
@@ -117,13 +120,7 @@ def _step(rows: PlacedGroup) -> int:
 def _extent(rows: PlacedGroup) -> int:
     """Bytes from the start of block 0's first page to the end of its last."""
     return max(
-        place.offset
-        + max(
-            layer.page_bytes,
-            (layer.heads.size - 1) * place.head_stride
-            + (layer.states - 1) * place.token_stride
-            + layer.cell_bytes,
-        )
+        max(place.offset + layer.page_bytes, *(run.end for run in page_runs(layer, place)))
         for layer, place in zip(rows.group.layers, rows.placements, strict=True)
     )
 

@@ -3,6 +3,8 @@
     address of (layer l, block b, head h, state n) in bytes from the arena's base
         = offset[l] + b · block_stride[l] + h · head_stride[l] + n · token_stride[l]
 
+(of each section of a page, where it has several: own offset and strides, one block stride).
+
 Packed, separate, cross-layer, shared columns are different numbers in this one law:
 
     BLHNC  ┃ row 0: L0 L1 L2 ┃ row 1: L0 L1 L2 ┃        one run per block
@@ -39,12 +41,29 @@ MAX_ALL_PIECES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The four numbers of one layer in the address law."""
+    """The four numbers of one layer in the address law: those of its page's first section.
+
+    `further` has three for each further section: where it starts, counted from `offset`, its
+    head stride and its token stride.
+    """
 
     offset: int
     block_stride: int
     head_stride: int
     token_stride: int
+    further: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def sections(self) -> "tuple[Placement, ...]":
+        """The four numbers of each section."""
+        first = replace(self, further=()) if self.further else self
+        return (
+            first,
+            *(
+                Placement(self.offset + start, self.block_stride, head_stride, token_stride)
+                for start, head_stride, token_stride in self.further
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +156,23 @@ class Layout:
         """Block ids of a group, those in the null slab included."""
         return self.num_slabs * self.groups[group].rows_per_slab
 
-    def view(self, layer: str) -> View:
-        """All pages of a layer: axes block, head, token, content.
+    def view(self, layer: str, section: int | None = None) -> View:
+        """All pages of a layer, or a section of them: axes block, head, token, content.
 
         The content axis counts elements when the layer's fields have one element type,
-        bytes otherwise.
+        bytes otherwise. A page of several sections has no such view as a whole: `page` has it
+        as bytes.
         """
         group, spec, place = self._layer(layer)
+        if section is None and len(spec.sections) > 1:
+            raise SpecError(
+                f"layer {layer!r}: its pages have {len(spec.sections)} sections, with strides of "
+                "their own\n\nhint: view(layer, section=0), field(layer, name) or page(layer)"
+            )
+        parts = placed_sections(spec, place)
+        if not 0 <= (section or 0) < len(parts):
+            raise SpecError(f"layer {layer!r}: no section {section} among {len(parts)}")
+        spec, place = parts[section or 0]
         units = {field.dtype.unit for field in spec.fields}
         unit = units.pop() if len(units) == 1 else 1
         cells = cell_axes(spec, place, self.num_blocks(group))
@@ -157,6 +186,7 @@ class Layout:
         """
         group, spec, place = self._layer(layer)
         field = spec.field(name)
+        spec, place = placed_sections(spec, place)[field.section]
         axes: list[Axis] = []
         stride = field.dtype.unit
         for extent in reversed(field.axes):
@@ -168,6 +198,21 @@ class Layout:
             axes=(*cell_axes(spec, place, self.num_blocks(group)), *axes),
             unit=field.dtype.unit,
         )
+
+    def page(self, layer: str) -> View:
+        """All pages of a layer as bytes, padding included: axes block, content.
+
+        What a kernel takes that finds the sections of a page by itself.
+        """
+        group, spec, place = self._layer(layer)
+        first, *others = page_runs(spec, place)
+        if others:
+            raise SpecError(
+                f"layer {layer!r}: a page in {1 + len(others)} pieces is no run of bytes"
+            )
+        blocks = Axis("block", self.num_blocks(group), place.block_stride)
+        content = Axis("content", first.nbytes, 1)
+        return View(offset=place.offset, axes=(blocks, content), unit=1)
 
     # ── what belongs together ─────────────────────────────────────────────────────
 
@@ -277,17 +322,30 @@ def cell_axes(spec: LayerSpec, place: Placement, num_blocks: int) -> tuple[Axis,
     )
 
 
+def placed_sections(spec: LayerSpec, place: Placement) -> tuple[tuple[LayerSpec, Placement], ...]:
+    """The sections of a layer's pages, each as a layer of its own with its place."""
+    return tuple(zip(spec.sections, place.sections, strict=True))
+
+
 def page_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
     """The bytes of the page in block 0. A page in one piece includes its final padding."""
-    _, head, token = cell_axes(spec, place, 1)
-    runs = View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
-    if len(runs) == 1:
+    runs = [_section_runs(*section) for section in placed_sections(spec, place)]
+    starts = [place.offset + start for start in spec.section_offsets]
+    if [each[0].offset for each in runs if len(each) == 1] == starts:
         return (Run(place.offset, spec.page_bytes),)
-    return runs
+    return joined(run for each in runs for run in each)
+
+
+def _section_runs(spec: LayerSpec, place: Placement) -> tuple[Run, ...]:
+    _, head, token = cell_axes(spec, place, 1)
+    return View(offset=place.offset, axes=(head, token), unit=spec.cell_bytes).runs()
 
 
 def num_pieces(spec: LayerSpec, place: Placement, order: Order) -> int:
     """How many pieces the page of one block is in, as far as its strides tell."""
+    if len(spec.sections) > 1:
+        parts = zip(spec.sections, place.sections, strict=False)
+        return sum(num_pieces(part, at, order) for part, at in parts)
     heads, states = spec.heads.size, spec.states
     if order.index("H") < order.index("N"):
         return 1 if place.head_stride == states * spec.cell_bytes else heads
@@ -296,8 +354,34 @@ def num_pieces(spec: LayerSpec, place: Placement, order: Order) -> int:
 
 def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align: int) -> list[str]:
     """What is wrong with one page: alignment, nesting, axes not in the stated order."""
-    where = f"layer {spec.name!r}"
+    if len(spec.sections) != len(place.sections):
+        return [
+            f"coverage: layer {spec.name!r}: its pages have {len(spec.sections)} sections, "
+            f"{len(place.sections)} are placed"
+        ]
     broken = _misaligned(spec, place, base_align)
+    for number, (part, at) in enumerate(placed_sections(spec, place)):
+        where = f"layer {spec.name!r}" + (f", section {number}" if place.further else "")
+        broken += _misplaced(where, part, at, order)
+        if number and at.offset % part.unit:
+            broken.append(
+                f"alignment: {where}: offset {at.offset} is not a multiple of {part.unit}"
+            )
+    if place.block_stride < 1:
+        broken.append(f"order: layer {spec.name!r}: block stride {place.block_stride}")
+    return broken
+
+
+def _misplaced(where: str, spec: LayerSpec, place: Placement, order: Order) -> list[str]:
+    """What is wrong with one section's strides."""
+    broken = [
+        f"alignment: {where}: {what} {value} is not a multiple of {spec.unit}"
+        for what, value in (
+            ("head stride", place.head_stride),
+            ("token stride", place.token_stride),
+        )
+        if value < 0 or value % spec.unit
+    ]
     head = ("head", spec.heads.size, place.head_stride)
     token = ("token", spec.states, place.token_stride)
     outer, inner = (head, token) if order.index("H") < order.index("N") else (token, head)
@@ -313,22 +397,15 @@ def page_violations(spec: LayerSpec, place: Placement, order: Order, base_align:
         )
     if outer[1] > MAX_PIECES and outer[2] != cells:
         broken.append(f"order: {where}: {outer[1]} pieces, at most {MAX_PIECES}")
-    if place.block_stride < 1:
-        broken.append(f"order: {where}: block stride {place.block_stride}")
     return broken
 
 
 def _misaligned(spec: LayerSpec, place: Placement, base_align: int) -> list[str]:
-    page_unit = max(spec.unit, spec.align)
     broken = [
-        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of {unit}"
-        for what, value, unit, steps in (
-            ("offset", place.offset, page_unit, (spec.unit, spec.align)),
-            ("block stride", place.block_stride, page_unit, (spec.unit, spec.align)),
-            ("head stride", place.head_stride, spec.unit, (spec.unit,)),
-            ("token stride", place.token_stride, spec.unit, (spec.unit,)),
-        )
-        if value < 0 or any(value % step for step in steps)
+        f"alignment: layer {spec.name!r}: {what} {value} is not a multiple of "
+        f"{max(spec.unit, spec.align)}"
+        for what, value in (("offset", place.offset), ("block stride", place.block_stride))
+        if value < 0 or value % spec.unit or value % spec.align
     ]
     if base_align % spec.unit:
         broken.append(

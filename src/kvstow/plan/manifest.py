@@ -18,8 +18,9 @@ from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
-VERSIONS = (1, 2)
-"""Version 2 is version 1 with an `identity`; a layout without one is written as version 1."""
+VERSIONS = (1, 2, 3)
+"""Version 2 is version 1 with an `identity`, version 3 either of them with pages of several
+sections. A layout is written as the lowest version that can say it."""
 
 MAX_BYTES = 16 << 20
 MAX_LAYERS = 4096
@@ -31,19 +32,21 @@ class _Extent(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     pieces: tuple[tuple[int, int], ...]
 
 
-class _Field(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _Field(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     name: str
     dtype: DType
     axes: tuple[_Extent, ...]
+    section: int = 0
 
 
-class _Layer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _Layer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     name: str
     states: int
     heads: _Extent
     fields: tuple[_Field, ...]
     align: int
     place: tuple[int, int, int, int]
+    further: tuple[tuple[int, int, int], ...] = ()
 
 
 class _Retention(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -93,7 +96,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_de
 def encode(layout: Layout) -> bytes:
     """The canonical document."""
     document = _Document(
-        kvstow=1 if layout.identity is None else 2,
+        kvstow=3 if _has_sections(layout) else 1 if layout.identity is None else 2,
         model=layout.model,
         order=layout.order,
         tp=layout.tp,
@@ -106,6 +109,10 @@ def encode(layout: Layout) -> bytes:
     )
     plain = msgspec.to_builtins(document)
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _has_sections(layout: Layout) -> bool:
+    return any(place.further for _, _, place in layout.layers.values())
 
 
 def fingerprint(layout: Layout) -> str:
@@ -172,9 +179,13 @@ def _parsed(data: bytes) -> _Document:
         document = msgspec.convert(plain, _Document)
     except msgspec.ValidationError as error:
         raise ManifestError("shape", str(error)) from error
-    if (document.identity is not None) != (version == 2):
+    if version != 3 and (document.identity is not None) != (version == 2):
         there = "no" if document.identity is None else "an"
         raise ManifestError("shape", f"version {version} with {there} identity")
+    several = any(layer.further for group in document.groups for layer in group.layers)
+    if several != (version == 3):
+        pages = "pages of several sections" if several else "no page of several sections"
+        raise ManifestError("shape", f"version {version} with {pages}")
     return document
 
 
@@ -207,7 +218,12 @@ def _rows(group: _Group) -> PlacedGroup:
             states=layer.states,
             heads=_extent_value(layer.heads),
             fields=tuple(
-                Field(field.name, field.dtype, tuple(_extent_value(axis) for axis in field.axes))
+                Field(
+                    field.name,
+                    field.dtype,
+                    tuple(_extent_value(axis) for axis in field.axes),
+                    field.section,
+                )
                 for field in layer.fields
             ),
             align=layer.align,
@@ -219,7 +235,7 @@ def _rows(group: _Group) -> PlacedGroup:
     return PlacedGroup(
         group=Group(name=group.name, layers=layers),
         rows_per_slab=group.rows_per_slab,
-        placements=tuple(Placement(*layer.place) for layer in group.layers),
+        placements=tuple(Placement(*layer.place, layer.further) for layer in group.layers),
     )
 
 
@@ -268,11 +284,17 @@ def _group(rows: PlacedGroup) -> _Group:
                 states=layer.states,
                 heads=_extent(layer.heads),
                 fields=tuple(
-                    _Field(field.name, field.dtype, tuple(_extent(axis) for axis in field.axes))
+                    _Field(
+                        field.name,
+                        field.dtype,
+                        tuple(_extent(axis) for axis in field.axes),
+                        field.section,
+                    )
                     for field in layer.fields
                 ),
                 align=layer.align,
                 place=(place.offset, place.block_stride, place.head_stride, place.token_stride),
+                further=place.further,
             )
             for layer, place in zip(rows.group.layers, rows.placements, strict=True)
         ),

@@ -303,12 +303,41 @@ class RowShape:
         return PlacedGroup(group=self.group, rows_per_slab=rows_per_slab, placements=placements)
 
 
-def _inner_strides(layer: LayerSpec, order: Order) -> tuple[int, int]:
-    """Head and token stride of a page in one piece."""
-    cell = layer.cell_bytes
-    if order.index("H") < order.index("N"):
-        return layer.states * cell, cell
-    return cell, layer.heads.size * cell
+def page_in_one_piece(
+    layer: LayerSpec, order: Order, offset: int = 0, block_stride: int = 0
+) -> Placement:
+    """The place of pages whose sections follow each other, cells side by side in each."""
+
+    def strides(section: LayerSpec) -> tuple[int, int]:
+        cell = section.cell_bytes
+        if order.index("H") < order.index("N"):
+            return section.states * cell, cell
+        return cell, section.heads.size * cell
+
+    first, *rest = zip(layer.section_offsets, map(strides, layer.sections), strict=True)
+    further = tuple((start, *each) for start, each in rest)
+    return Placement(offset, block_stride, *first[1], further)
+
+
+def _head_slice(layer: LayerSpec) -> tuple[tuple[int, ...], int]:
+    """Where the sections of one head's part of a page start, and the bytes of that part."""
+    starts: list[int] = []
+    end = 0
+    for section in layer.sections:
+        starts.append(align_up(end, section.unit))
+        end = starts[-1] + section.states * section.cell_bytes
+    return tuple(starts), end
+
+
+def _page_in_slices(
+    layer: LayerSpec, offset: int, block_stride: int, head_stride: int
+) -> Placement:
+    """The place of pages whose heads lie apart, each with all sections."""
+    starts, cells = _head_slice(layer)[0], [section.cell_bytes for section in layer.sections]
+    further = tuple(
+        (start, head_stride, cell) for start, cell in zip(starts[1:], cells[1:], strict=True)
+    )
+    return Placement(offset, block_stride, head_stride, cells[0], further)
 
 
 def row_shape(group: Group, site: Site) -> RowShape:
@@ -319,7 +348,7 @@ def row_shape(group: Group, site: Site) -> RowShape:
     end = 0
     for layer in group.layers:
         offset = align_up(end, site.alignment.of(layer))
-        places.append(Placement(offset, 0, *_inner_strides(layer, site.order)))
+        places.append(page_in_one_piece(layer, site.order, offset))
         end = offset + layer.page_bytes
     return RowShape(group, tuple(places), end)
 
@@ -336,10 +365,10 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
         slice_end = 0
         for layer in layers:
             offsets.append(align_up(slice_end, site.alignment.of(layer)))
-            slice_end = offsets[-1] + align_up(layer.states * layer.cell_bytes, layer.align)
+            slice_end = offsets[-1] + align_up(_head_slice(layer)[1], layer.align)
         head_stride = align_up(slice_end, step)
         for layer, offset in zip(layers, offsets, strict=True):
-            places[layer.name] = Placement(base + offset, 0, head_stride, layer.cell_bytes)
+            places[layer.name] = _page_in_slices(layer, base + offset, 0, head_stride)
         end = base + (num_heads - 1) * head_stride + slice_end
     return RowShape(group, tuple(places[layer.name] for layer in group.layers), end)
 
@@ -349,13 +378,12 @@ def _sliced_row(group: Group, site: Site) -> RowShape:
 
 def region(layer: LayerSpec, offset: int, num_blocks: int, site: Site) -> tuple[Placement, int]:
     """All pages of one layer side by side, and the bytes they take."""
-    head_stride, token_stride = _inner_strides(layer, site.order)
     if site.order == "LHBNC":
-        slice_bytes = align_up(layer.states * layer.cell_bytes, site.alignment.of(layer))
-        place = Placement(offset, slice_bytes, num_blocks * slice_bytes, token_stride)
+        slice_bytes = align_up(_head_slice(layer)[1], site.alignment.of(layer))
+        place = _page_in_slices(layer, offset, slice_bytes, num_blocks * slice_bytes)
         return place, layer.heads.size * num_blocks * slice_bytes
     stride = align_up(layer.page_bytes, site.alignment.of(layer))
-    return Placement(offset, stride, head_stride, token_stride), num_blocks * stride
+    return page_in_one_piece(layer, site.order, offset, stride), num_blocks * stride
 
 
 def _stacks(groups: Sequence[Group], shares: Sequence[int], size: ArenaSize, site: Site) -> Layout:
@@ -384,7 +412,8 @@ def _columns(groups: Sequence[Group], size: ArenaSize, site: Site) -> Layout:
         seen: Counter[tuple[int, ...]] = Counter()
         keys.append([])
         for layer in group.layers:
-            shape = (layer.heads.size, layer.states, layer.cell_bytes, site.alignment.of(layer))
+            cells = (section.cell_bytes for section in layer.sections)
+            shape = (layer.heads.size, layer.states, *cells, site.alignment.of(layer))
             key = (*shape, seen[shape])
             seen[shape] += 1
             columns.setdefault(key, layer)

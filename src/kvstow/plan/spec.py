@@ -1,4 +1,4 @@
-"""What a model keeps: fields in cells, cells in pages, and for how long.
+"""What a model keeps: fields in cells, cells in sections, sections in pages, and for how long.
 
     page of one layer in one block       heads × states cells, in the order's H/N order
     ┌────────┬────────┬────────┬──
@@ -9,12 +9,19 @@
     │  k  │  v  │ks │vs │               fields, each C-contiguous over its own axes
     └─────┴─────┴───┴───┘
 
+Most pages are one section: a run of such cells. Kernels that keep scales behind all data of a
+page have several, each with cells of its own:
+
+    ┌────────┬────────┬──   ──┬───┬───┬──
+    │ data 0 │ data 1 │ …     │s 0│s 1│ …     section 0: heads × states cells of data, then
+    └────────┴────────┴──   ──┴───┴───┴──     section 1: heads × states cells of scales
+
 A *state* is what one token leaves behind, or several tokens together (compressed
 caches), or a whole sequence (recurrent layers: one head, one state, and the fields
 carry their own axes).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -146,13 +153,21 @@ class Extent:
 
 @dataclass(frozen=True)
 class Field:
-    """One named array inside every cell, C-contiguous over `axes`, outermost first."""
+    """One named array inside every cell, C-contiguous over `axes`, outermost first.
+
+    `section` is the part of the page whose cells hold it.
+    """
 
     name: str
     dtype: DType
     axes: tuple[Extent, ...]
+    section: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.section) is not int or self.section < 0:
+            raise SpecError(
+                f"field {self.name!r}: section is {self.section!r}, not a whole number from 0"
+            )
         if not isinstance(self.dtype, DType):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(
                 f"field {self.name!r}: dtype is {self.dtype!r}, not a DType"
@@ -236,6 +251,12 @@ class LayerSpec:
         names = [field.name for field in self.fields]
         if not names or len(set(names)) < len(names):
             raise SpecError(f"layer {self.name!r}: field names {names} must be some, and unique")
+        numbers = [field.section for field in self.fields]
+        if numbers[0] != 0 or any(b - a not in (0, 1) for a, b in pairwise(numbers)):
+            raise SpecError(
+                f"layer {self.name!r}: its fields are in sections {numbers}; they are numbered "
+                "from 0 and follow each other"
+            )
         for what, value in (
             ("block_tokens", self.block_tokens),
             ("states", self.states),
@@ -282,8 +303,30 @@ class LayerSpec:
         return self.block_tokens // self.states
 
     @cached_property
+    def sections(self) -> "tuple[LayerSpec, ...]":
+        """The parts of a page, each as a layer whose pages are that part alone."""
+        if self.fields[-1].section == 0:
+            return (self,)
+        by_section: dict[int, list[Field]] = {}
+        for field in self.fields:
+            by_section.setdefault(field.section, []).append(replace(field, section=0))
+        return tuple(replace(self, fields=tuple(fields), align=1) for fields in by_section.values())
+
+    @cached_property
+    def section_offsets(self) -> tuple[int, ...]:
+        """Where each section starts in a page in one piece: behind the one before it."""
+        offsets: list[int] = []
+        end = 0
+        for section in self.sections:
+            offsets.append(align_up(end, section.unit))
+            end = offsets[-1] + section.heads.size * section.states * section.cell_bytes
+        return tuple(offsets)
+
+    @cached_property
     def field_offsets(self) -> dict[str, int]:
         """Where each field starts inside a cell: in order, each on its natural alignment."""
+        if len(self.sections) > 1:
+            return {k: at for part in self.sections for k, at in part.field_offsets.items()}
         offsets: dict[str, int] = {}
         end = 0
         for field in self.fields:
@@ -298,13 +341,17 @@ class LayerSpec:
 
     @cached_property
     def cell_bytes(self) -> int:
+        """Bytes of one head's one state, in all sections together."""
+        if len(self.sections) > 1:
+            return sum(section.cell_bytes for section in self.sections)
         last = self.fields[-1]
         return align_up(self.field_offsets[last.name] + last.nbytes, self.unit)
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of one page before alignment: heads × states × cell."""
-        return self.heads.size * self.states * self.cell_bytes
+        """Bytes of one page before alignment: heads × states × cell, section after section."""
+        last = self.sections[-1]
+        return self.section_offsets[-1] + last.heads.size * last.states * last.cell_bytes
 
     @cached_property
     def page_bytes(self) -> int:

@@ -16,13 +16,13 @@ Simulations: curves over time, and the history of the slabs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstow import __version__
-from kvstow.plan.layout import Layout, PlacedGroup, page_runs
+from kvstow.plan.layout import Layout, PlacedGroup, Placement, page_runs, placed_sections
 from kvstow.plan.retention import in_words
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints
@@ -88,11 +88,17 @@ def layout_record(layout: Layout, index: Index) -> dict[str, Any]:
 
 
 def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str, Any]:
+    """One group. A section of a page is drawn like a page."""
     strips = layout.footprints[g].strips
+    drawn = [
+        part
+        for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+        for part in _drawn_pages(layer, place)
+    ]
     strides: dict[tuple[int, int, int], int] = {}
     stride_of = [
         strides.setdefault((p.block_stride, p.head_stride, p.token_stride), len(strides))
-        for p in rows.placements
+        for _, p in drawn
     ]
     return {
         "name": rows.group.name,
@@ -102,12 +108,24 @@ def _group(layout: Layout, g: int, rows: PlacedGroup, index: Index) -> dict[str,
         "row_bytes": layout.row_bytes(g),
         "row_stride": layout.row_stride(g),
         "row": [strips[0].offset, strips[0].nbytes, strips[0].stride] if len(strips) == 1 else None,
-        "layers": [index.name(layer) for layer in rows.group.layers],
-        "kinds": [index.kind(layer) for layer in rows.group.layers],
-        "offsets": [place.offset for place in rows.placements],
+        "num_layers": len(rows.group.layers),
+        "layers": [index.name(layer) for layer, _ in drawn],
+        "kinds": [index.kind(layer) for layer, _ in drawn],
+        "offsets": [place.offset for _, place in drawn],
         "strides": [list(each) for each in strides],
         "stride_of": stride_of,
     }
+
+
+def _drawn_pages(layer: LayerSpec, place: Placement) -> list[tuple[LayerSpec, Placement]]:
+    """The sections of a layer's pages, each called by its fields; the page, if it is one."""
+    parts = placed_sections(layer, place)
+    if len(parts) == 1:
+        return list(parts)
+    return [
+        (replace(part, name=f"{layer.name} {' '.join(each.name for each in part.fields)}"), at)
+        for part, at in parts
+    ]
 
 
 def _kind(layer: LayerSpec) -> dict[str, Any]:

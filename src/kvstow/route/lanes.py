@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.plan.layout import Layout, Placement
+from kvstow.plan.layout import Layout, Placement, placed_sections
 from kvstow.plan.retention import State
 from kvstow.plan.sharing import Strip, collision, foreign_collision
 from kvstow.plan.spec import LayerSpec
@@ -75,7 +75,10 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSet:
-    """Layers that differ only in where their pages start, and what both sides hold of them."""
+    """Layers that differ only in where their pages start, and what both sides hold of them.
+
+    Of pages of several sections, it is one section on either side.
+    """
 
     source_offsets: Ints
     destination_offsets: Ints
@@ -218,7 +221,7 @@ def state_tokens(spec: LayerSpec) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AlikePages:
-    """Layers whose pages differ in their offset only."""
+    """Layers whose pages, or sections of them, differ in their offset only."""
 
     offsets: Ints
     cell: Copies
@@ -326,9 +329,10 @@ class _Strips:
 def _alike_pages(layout: Layout, group: int) -> tuple[AlikePages, ...]:
     rows = layout.groups[group]
     alike: dict[tuple[object, ...], list[tuple[LayerSpec, Placement]]] = {}
-    for spec, place in zip(rows.group.layers, rows.placements, strict=True):
-        key = (spec.heads.size, spec.fields, spec.states, place.head_stride, place.token_stride)
-        alike.setdefault(key, []).append((spec, place))
+    for layer, page in zip(rows.group.layers, rows.placements, strict=True):
+        for spec, place in placed_sections(layer, page):
+            key = (spec.heads.size, spec.fields, spec.states, place.head_stride, place.token_stride)
+            alike.setdefault(key, []).append((spec, place))
     return tuple(
         AlikePages(
             offsets=np.array([place.offset for _, place in members], np.int64),

@@ -99,10 +99,13 @@ def content_bits(source: Field, destination: Field, box: Box | None = None) -> t
 def shared(
     source: LayerSpec, destination: LayerSpec, claims: Mapping[str, Sequence[Box]] | None = None
 ) -> tuple[Shared, ...]:
-    """What both sides hold of a layer's cells; with `claims`, only those boxes of each field."""
+    """What both sides hold of a section's cells; with `claims`, only those boxes of each field."""
     contents: dict[tuple[Span, ...], list[Span]] = {}
+    here = {field.name: field for field in source.fields}
     for d_field in destination.fields:
-        s_field = source.field(d_field.name)
+        if d_field.name not in here:  # in another section there
+            continue
+        s_field = here[d_field.name]
         start_s = source.field_offsets[d_field.name]
         start_d = destination.field_offsets[d_field.name]
         boxes = (None,) if claims is None else claims.get(d_field.name, ())

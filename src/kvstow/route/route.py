@@ -10,13 +10,14 @@ Compiled once per pair of peers, in a time that does not depend on the number of
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from math import lcm
 
 import numpy as np
 
 from kvstow.errors import RouteError
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Placement
+from kvstow.plan.layout import Layout, Placement, placed_sections
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span, check_held, check_ids
@@ -201,19 +202,22 @@ def _layer_sets(
         alike.setdefault(key, []).append(name)
     found: list[LayerSet] = []
     for members in alike.values():
-        _, s_spec, s_place = source.layers[members[0]]
-        _, d_spec, d_place = destination.layers[members[0]]
-        held = shared(s_spec, d_spec, None if claims is None else claims[members[0]])
-        found.append(
-            LayerSet(
-                source_offsets=_offsets(source, members),
-                destination_offsets=_offsets(destination, members),
-                source=s_place,
-                destination=d_place,
-                shared=held,
-                state_tokens=state_tokens(d_spec),
+        mine = None if claims is None else claims[members[0]]
+        here = placed_sections(*source.layers[members[0]][1:])
+        there = placed_sections(*destination.layers[members[0]][1:])
+        for (s, (s_spec, s_place)), (d, (d_spec, d_place)) in product(
+            enumerate(here), enumerate(there)
+        ):
+            found.append(
+                LayerSet(
+                    source_offsets=_offsets(source, members, s),
+                    destination_offsets=_offsets(destination, members, d),
+                    source=s_place,
+                    destination=d_place,
+                    shared=shared(s_spec, d_spec, mine),
+                    state_tokens=state_tokens(d_spec),
+                )
             )
-        )
     return tuple(layers for layers in found if layers.shared)
 
 
@@ -221,5 +225,6 @@ def _alike(spec: LayerSpec, place: Placement) -> tuple[object, ...]:
     return (spec.heads, spec.fields, spec.states, replace(place, offset=0))
 
 
-def _offsets(layout: Layout, names: Sequence[str]) -> Ints:
-    return np.array([layout.layers[name][2].offset for name in names], np.int64)
+def _offsets(layout: Layout, names: Sequence[str], section: int) -> Ints:
+    places = (layout.layers[name][2].sections[section] for name in names)
+    return np.array([place.offset for place in places], np.int64)

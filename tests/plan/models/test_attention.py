@@ -109,6 +109,12 @@ def test_nvfp4_pages_are_twice_the_kv_heads_times_72_bytes(heads: int) -> None:
     assert 128 // 2 + 128 // 16 == 72
 
 
+def test_nvfp4_pages_are_key_data_key_scales_value_data_value_scales() -> None:
+    spec = kv(2, dtype="nvfp4")
+    assert [part.fields[0].name for part in spec.sections] == ["k", "k_scale", "v", "v_scale"]
+    assert spec.section_offsets == (0, 32 * 64, 32 * 72, 32 * 136)
+
+
 def test_nvfp4_needs_whole_groups_of_sixteen() -> None:
     with pytest.raises(ModelError, match="multiples of 16, not 72"):
         kv(1, 72, 72, dtype="nvfp4")

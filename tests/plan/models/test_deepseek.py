@@ -212,3 +212,19 @@ def test_v4_has_one_precision() -> None:
     assert model_layers("deepseek-v4-pro", kv_dtype="fp8") == model_layers("deepseek-v4-pro")
     with pytest.raises(ModelError, match="'bf16' cannot be stored"):
         model_layers("deepseek-v4-pro", kv_dtype="bf16")
+
+
+def test_a_v4_page_is_all_latents_and_then_all_scales() -> None:
+    spec = deepseek.compressed_latent("x", block_tokens=256, ratio=4, head_dim=512, rope_dim=64)
+    assert [part.cell_bytes for part in spec.sections] == [576, 8]
+    assert spec.section_offsets == (0, 64 * 576)
+    assert spec.field_offsets == {"latent": 0, "rope": 448, "scale": 0}
+
+
+def test_an_index_page_is_all_keys_and_then_all_scales() -> None:
+    for spec in (
+        deepseek.compressed_indexer("x", block_tokens=256, ratio=4, key_dim=128),
+        indexer("i", block_tokens=64, key_dim=128),
+    ):
+        assert [part.cell_bytes for part in spec.sections] == [128, 4]
+        assert spec.section_offsets == (0, 64 * 128)

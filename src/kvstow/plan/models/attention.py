@@ -1,7 +1,8 @@
 """Ordinary decoders: attention in every layer, over everything, a window, or a chunk.
 
 A cell of one kv head and one token is `k v`, with `k_scale v_scale` behind them where
-elements are narrow. Which layers see what is in `windows`.
+elements are narrow; nvfp4 pages are four sections, `k`, `k_scale`, `v`, `v_scale`. Which
+layers see what is in `windows`.
 """
 
 from dataclasses import dataclass
@@ -39,9 +40,9 @@ _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-def content(name: str, dtype: DType, size: int) -> Field:
+def content(name: str, dtype: DType, size: int, section: int = 0) -> Field:
     """A field that is one run of `size` elements per cell, alike on every rank."""
-    return Field(name, dtype, (Extent.whole("content", size),))
+    return Field(name, dtype, (Extent.whole("content", size),), section)
 
 
 def attention(
@@ -95,10 +96,10 @@ def _nvfp4_fields(name: str, key_dim: int, value_dim: int) -> tuple[Field, ...]:
                 f"{_NVFP4_SCALE_GROUP}, not {dim}"
             )
     return (
-        content("k", DType.FLOAT4_E2M1, key_dim),
-        content("v", DType.FLOAT4_E2M1, value_dim),
-        content("k_scale", DType.FLOAT8_E4M3, key_dim // _NVFP4_SCALE_GROUP),
-        content("v_scale", DType.FLOAT8_E4M3, value_dim // _NVFP4_SCALE_GROUP),
+        content("k", DType.FLOAT4_E2M1, key_dim, 0),
+        content("k_scale", DType.FLOAT8_E4M3, key_dim // _NVFP4_SCALE_GROUP, 1),
+        content("v", DType.FLOAT4_E2M1, value_dim, 2),
+        content("v_scale", DType.FLOAT8_E4M3, value_dim // _NVFP4_SCALE_GROUP, 3),
     )
 
 

@@ -1,8 +1,9 @@
 """Latent attention (DeepSeek V2, V3 and their kin), with an indexer, and compressed (V4).
 
-    kind              heads   cell of one state
+    kind              heads   sections, and the cell of one state in each
     latent (MLA)      1       latent  [scale]  rope
-    indexer           1       key  scale
+    indexer           1       key │ scale
+    latent (V4)       1       latent  rope │ scale
 
 DeepSeek-V4 has several caches per layer, each with tokens per block of its own:
 
@@ -14,7 +15,7 @@ DeepSeek-V4 has several caches per layer, each with tokens per block of its own:
     *_state     4 or 8        4 or 8             what the compressor still has to fold in
 
 A V4 latent is fp8 but for its rotary part, with one scale byte for every 64 elements,
-padded to 8 of them. Pages start at multiples of 576 bytes.
+padded to 8 of them, behind all latents of the page. Pages start at multiples of 576 bytes.
 """
 
 from math import lcm
@@ -84,8 +85,13 @@ def indexer(name: str, *, block_tokens: int, key_dim: int) -> LayerSpec:
         block_tokens=block_tokens,
         states=block_tokens,
         heads=ONE_HEAD,
-        fields=(content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1)),
+        fields=_index_fields(key_dim),
     )
+
+
+def _index_fields(key_dim: int) -> tuple[Field, ...]:
+    """The keys of a page, and behind them all their scales, as the kernels store them."""
+    return content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1, 1)
 
 
 def latent_layer(
@@ -182,7 +188,7 @@ def _v4_latent_fields(head_dim: int, rope_dim: int) -> tuple[Field, ...]:
     return (
         content("latent", DType.FLOAT8_E4M3, head_dim - rope_dim),
         content("rope", DType.BFLOAT16, rope_dim),
-        content("scale", DType.UINT8, scales),
+        content("scale", DType.UINT8, scales, 1),
     )
 
 
@@ -197,8 +203,7 @@ def compressed_latent(
 
 def compressed_indexer(name: str, *, block_tokens: int, ratio: int, key_dim: int) -> LayerSpec:
     """One fp8 index key and its scale for every `ratio` tokens."""
-    fields = (content("key", DType.FLOAT8_E4M3, key_dim), content("scale", DType.FLOAT32, 1))
-    return _v4_layer(name, Full(), block_tokens, block_tokens // ratio, fields)
+    return _v4_layer(name, Full(), block_tokens, block_tokens // ratio, _index_fields(key_dim))
 
 
 def sliding_latent(name: str, *, window: int, head_dim: int, rope_dim: int) -> LayerSpec:

@@ -8,7 +8,7 @@ from typing import Any
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, Order, PlacedGroup
+from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.models.catalogue import entries
 from kvstow.plan.pack import Packing
@@ -206,10 +206,19 @@ def _group(layout: Layout, g: int, rows: PlacedGroup) -> dict[str, Any]:
                 "block_stride": place.block_stride,
                 "head_stride": place.head_stride,
                 "token_stride": place.token_stride,
+                **_further(place),
             }
             for layer, place in zip(rows.group.layers, rows.placements, strict=True)
         ],
     }
+
+
+def _further(place: Placement) -> dict[str, Any]:
+    """The sections after the first, where pages have several."""
+    if not place.further:
+        return {}
+    names = ("offset", "head_stride", "token_stride")
+    return {"further": [dict(zip(names, each, strict=True)) for each in place.further]}
 
 
 def _request(layout: Layout) -> dict[str, Any]:

@@ -212,7 +212,7 @@ function showGroups(drawn) {
         cells: [
           el("span", {}, el("span", { class: `swatch g${drawn.colour(g)}` }), group.name),
           group.keeps,
-          count(group.layers.length),
+          count(group.num_layers),
           count(group.block_tokens),
           count(group.row_bytes),
           count(group.rows_per_slab),

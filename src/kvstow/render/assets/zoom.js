@@ -24,7 +24,7 @@ class Rows extends Drawn {
           ["padding", bytes(padding)],
           ["keeps", group.keeps],
           ["tokens", count(group.block_tokens)],
-          ["pages", count(group.layers.length)],
+          ["pages", count(group.num_layers)],
         ],
         chosen: look.group === g && look.row >= first && look.row < first + many,
         act: () => choose({ group: g, row: first, layer: look.group === g ? look.layer : 0 }),
@@ -71,7 +71,7 @@ class Rows extends Drawn {
       id: "row",
       title: `Row of block ${count(this.block(look))}`,
       nbytes: stride,
-      detail: `${group.name}: ${counted(group.layers.length, "page")}, ${bytes(group.row_bytes)} in one piece${found.length > group.layers.length ? "; heads outermost, each of all layers" : ""}`,
+      detail: `${group.name}: ${counted(group.num_layers, "page")}, ${bytes(group.row_bytes)} in one piece${found.length > group.layers.length ? "; heads outermost, each of all layers" : ""}`,
       lanes: [{ segments }],
     };
   }
