@@ -4,7 +4,7 @@ from uuid import uuid4
 
 import pytest
 
-from kvstow.testing.servers import Seaweed, Valkey
+from kvstow.testing.servers import Mooncake, Seaweed, Valkey
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,12 @@ def valkey(tmp_path_factory):
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory):
     with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory):
+    with Mooncake(tmp_path_factory.mktemp("mooncake")) as server:
         yield server
 
 
@@ -31,7 +37,15 @@ def s3_url(seaweed):
     return seaweed.url.replace("/rows?", f"/{uuid4().hex}?") + "&budget=10"
 
 
-@pytest.fixture(params=["valkey_url", "s3_url"])
+@pytest.fixture
+def mooncake_url(mooncake):
+    """A Mooncake store that nobody has written to."""
+    return mooncake.url.replace("/rows?", f"/{uuid4().hex}?") + "&budget=10&stage=4MiB"
+
+
+@pytest.fixture(
+    params=["valkey_url", "s3_url", pytest.param("mooncake_url", marks=pytest.mark.remote)]
+)
 def url(request):
     """A store that nobody has written to."""
     return request.getfixturevalue(request.param)

@@ -156,13 +156,13 @@ class RowObjects:
 
     def read_head(self, key: bytes, head: Bytes) -> Checksums | BadObject:
         """The checksums in the first bytes of an object, if it is the row of that key."""
+        if head[: len(MAGIC)].tobytes() != MAGIC:
+            return BadObject.FOREIGN
         if len(head) < _HEADER.size:
-            return BadObject.TRUNCATED if len(head) else BadObject.FOREIGN
-        magic, version, group, bands, row_bytes, fingerprint, name, length = _HEADER.unpack(
+            return BadObject.TRUNCATED
+        _, version, group, bands, row_bytes, fingerprint, name, length = _HEADER.unpack(
             head[: _HEADER.size].tobytes()
         )
-        if magic != MAGIC:
-            return BadObject.FOREIGN
         if version != VERSION:
             return BadObject.VERSION
         mine = (self.group, self.num_bands, self.row_bytes, self.fingerprint, key)

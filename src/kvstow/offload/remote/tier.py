@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 
 import numpy as np
@@ -86,6 +86,8 @@ class RemoteTier:
         self._fetcher = Fetcher(self.client, self._calls, self._look_ups, self.misses)
         self._quota = Quota(self.options)
         self._counter = Counter()
+        self._published = float("-inf")
+        self._publishing = Lock()
         self.writes = WriteQueue(
             self.client,
             self.breaker,
@@ -93,7 +95,6 @@ class RemoteTier:
             before=self._publish,
             written=self._count_written,
         )
-        self._published = float("-inf")
         self.prefill_rate = PrefillRate(self.options.prefill)
         self._closing = Event()
         self.refresh()
@@ -127,10 +128,11 @@ class RemoteTier:
     def _publish(self) -> None:
         """Let others find the own layout: before the first row is written, and now and again,
         since a store may lose it."""
-        if monotonic() - self._published < REFRESH_SECONDS:
-            return
-        self._directory.publish(self._own)
-        self._published = monotonic()
+        with self._publishing:
+            if monotonic() - self._published < REFRESH_SECONDS:
+                return
+            self._directory.publish(self._own)
+            self._published = monotonic()
         self._look_ups.use_directory()
 
     # ── questions ─────────────────────────────────────────────────────────────────
@@ -165,7 +167,10 @@ class RemoteTier:
         if self.breaker.is_open:
             self.misses.add("unreachable", len(keys))
             return [None] * len(keys)
-        return self._look_ups.look_up(group, keys, self.options.budget)
+        found = self._look_ups.look_up(group, keys, self.options.budget)
+        lost = [self._name(group, key) for key, parts in zip(keys, found, strict=True) if not parts]
+        self.writes.forget(lost)  # a row that was collected is sent again
+        return found
 
     def _pays(self, group: int, num_rows: int) -> bool:
         """Whether loading so many rows of a group, with what belongs to the same tokens in other

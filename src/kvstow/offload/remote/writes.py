@@ -17,7 +17,8 @@ log = logging.getLogger("kvstow.offload")
 
 BATCH_BYTES = 32 << 20
 REMEMBERED = 1 << 16
-"""Names that were written or seen lately and are not sent again."""
+RECENT_SECONDS = 60.0
+"""So many names that were written or seen so lately are not sent again."""
 
 
 class WriteQueue:
@@ -40,7 +41,8 @@ class WriteQueue:
         self._names: set[str] = set()
         """Of blobs that wait or are being written."""
         self._nbytes = 0
-        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._recent: OrderedDict[str, float] = OrderedDict()
+        """When objects were written or seen, the oldest first."""
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._closed = False
@@ -61,7 +63,8 @@ class WriteQueue:
     def is_known(self, name: str) -> bool:
         """Whether the object waits, is being written, or was lately."""
         with self._lock:
-            return name in self._names or name in self._recent
+            seen = self._recent.get(name, float("-inf"))
+            return name in self._names or monotonic() - seen < RECENT_SECONDS
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -161,7 +164,9 @@ class WriteQueue:
         if new:
             self._client.put(new)
         with self._lock:
-            self._recent.update((blob.name, None) for blob in batch)
+            for blob in batch:
+                self._recent[blob.name] = monotonic()
+                self._recent.move_to_end(blob.name)
             while len(self._recent) > REMEMBERED:
                 self._recent.popitem(last=False)
         self._written(len(new), sum(blob.data.nbytes for blob in new))

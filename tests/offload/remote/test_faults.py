@@ -1,0 +1,406 @@
+"""Stores that are dead, slow, stopped, started again or full of something else."""
+
+import threading
+import time
+from collections import Counter
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from kvstow.offload.keys import block_keys
+from kvstow.offload.remote.client import Blob
+from kvstow.offload.remote.directory import WriterLayout
+from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.remote.url import RemoteOptions, opened
+from kvstow.offload.store import Store
+from kvstow.testing.servers import Mooncake, Seaweed, Valkey
+from offloading import IDENTITY, numbered_row
+from remote_stores import PROMPT, TOKENS, blocks_of, check, filled, layout_of
+
+KEYS = block_keys(IDENTITY, PROMPT, 4)
+
+
+class Watched:
+    """A client that counts names by verb, and keeps calls waiting while a gate is shut."""
+
+    def __init__(self, url):
+        self.client, _ = opened(url)
+        self.where = self.client.where
+        self.asked = Counter()
+        self.gates = {}
+
+    def __getattr__(self, verb):
+        method = getattr(self.client, verb)
+
+        def call(*arguments):
+            self.asked[verb] += len(arguments[0]) if arguments else 1
+            gate = self.gates.get(verb)
+            if gate is not None:
+                assert gate.wait(60)
+            return method(*arguments)
+
+        return call
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def tier_of(store, layout=None, **options):
+    options = RemoteOptions(**({"budget": 10.0} | options))
+    return RemoteTier(store, layout or layout_of(), options=options)
+
+
+def stored(tier, numbers=range(6), group=0):
+    """Rows that are functions of their numbers, under the prompt's keys."""
+    rows = [numbered_row(tier, group, n) for n in numbers]
+    assert tier.store(group, [KEYS[n] for n in numbers], rows).all()
+    assert tier.flush(20)
+
+
+def loaded(tier, numbers=range(6), group=0):
+    """Which rows came; those that did are right, and the others' memory is as it was."""
+    rows = [np.full(tier.layout.row_bytes(group), 0xA5, np.uint8) for _ in numbers]
+    found = tier.load(group, [KEYS[n] for n in numbers], rows).tolist()
+    for n, row, came in zip(numbers, rows, found, strict=True):
+        assert (row == (numbered_row(tier, group, n) if came else 0xA5)).all()
+    return found
+
+
+# ── dead and slow ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_store_that_is_dead_from_the_start_is_misses_and_dropped_rows(tmp_path):
+    url = f"{Valkey(tmp_path).url}?budget=0.5&load=1"
+    arena, blocks = filled(layout_of())
+    with Store(host="1MiB", remote=url) as store:
+        assert store.save(arena, blocks, PROMPT) > 0
+        assert store.stored_tokens(PROMPT) == TOKENS  # host memory has it
+        store.host.evict(0, KEYS)
+        assert store.stored_tokens(PROMPT) == 0
+        store.flush(20)
+        assert store.remote.breaker.is_open
+        assert set(store.remote.writes.dropped) == {"unreachable"}
+
+
+def test_a_dead_store_is_asked_once_and_then_left_alone(tmp_path):
+    with Valkey(tmp_path) as server:
+        client = Watched(server.url)
+        tier = tier_of(client, load=2.0)
+        stored(tier)
+        server.kill()
+        tier._look_ups.forget(0, KEYS)
+        assert loaded(tier) == [False] * 6
+        assert tier.breaker.is_open
+        gets, probes = client.asked["get"], client.asked["exists"]
+        for _ in range(100):
+            assert not tier.contains(0, KEYS).any()
+            assert loaded(tier) == [False] * 6
+            assert not tier.store(0, [b"new"], [numbered_row(tier, 0, 9)]).any()
+        assert client.asked["get"] == gets
+        assert client.asked["exists"] - probes <= 4  # probes, on nobody's time
+        assert tier.misses.now["unreachable"] >= 600
+        server.start()
+        wait_until(lambda: not tier.breaker.is_open)
+        assert loaded(tier) == [True] * 6
+        tier.close()
+
+
+@pytest.mark.parametrize("kind", [Valkey, Seaweed])
+def test_a_store_that_hangs_costs_a_budget_and_comes_back(tmp_path, kind):
+    with kind(tmp_path) as server:
+        tier = tier_of(opened(server.url)[0], budget=5.0, load=5.0)
+        stored(tier)
+        assert loaded(tier) == [True] * 6
+        tier._look_ups.forget(0, KEYS)
+        tier.options = RemoteOptions(budget=0.2, load=0.2)
+        server.stop()
+        try:
+            assert not tier.contains(0, KEYS).any()
+            assert tier.breaker.is_open
+            assert loaded(tier) == [False] * 6
+        finally:
+            server.go_on()
+        tier.options = RemoteOptions(budget=5.0, load=5.0)
+        wait_until(lambda: not tier.breaker.is_open)
+        assert loaded(tier) == [True] * 6
+        tier.close()
+
+
+def test_an_answer_that_comes_too_late_touches_nothing(valkey_url):
+    client = Watched(valkey_url)
+    tier = tier_of(client, load=0.2)
+    stored(tier)
+    client.gates["get"] = Event()
+    rows = [np.full(tier.layout.row_bytes(0), 0xA5, np.uint8) for _ in KEYS]
+    assert not tier.load(0, KEYS, rows).any()
+    client.gates["get"].set()
+    wait_until(lambda: not tier.breaker.is_open)
+    assert all((row == 0xA5).all() for row in rows)
+    tier.options = RemoteOptions(load=10.0, budget=10.0)
+    assert loaded(tier) == [True] * 6
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Valkey,
+        pytest.param(Seaweed, marks=pytest.mark.remote),
+        pytest.param(Mooncake, marks=pytest.mark.remote),
+    ],
+)
+def test_rows_are_right_or_missing_while_a_server_is_killed_and_started(tmp_path, kind):
+    with kind(tmp_path) as server:
+        writer, reader = (tier_of(opened(server.url)[0], load=2.0) for _ in range(2))
+        stored(writer)
+        reader.refresh()
+        over, results, errors = Event(), Counter(), []
+
+        def read():
+            try:
+                while not over.is_set():
+                    reader._look_ups.forget(0, KEYS)
+                    results.update(loaded(reader))
+                    writer.writes.forget([writer._name(0, key) for key in KEYS])
+                    writer.store(0, KEYS, [numbered_row(writer, 0, n) for n in range(6)])
+            except BaseException as error:
+                errors.append(error)
+
+        thread = Thread(target=read)
+        thread.start()
+        for _ in range(2):
+            came = results[True]
+            wait_until(lambda came=came: results[True] > came or errors)
+            server.kill()
+            lost = results[False]
+            wait_until(lambda lost=lost: results[False] > lost or errors)
+            server.start()
+        came = results[True]
+        wait_until(lambda: results[True] > came + 6 or errors, 60)
+        over.set()
+        thread.join()
+        assert not errors
+        for tier in (writer, reader):
+            tier.close()
+
+
+# ── load ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_writes_never_wait_and_what_does_not_fit_is_dropped_and_counted(valkey_url):
+    client = Watched(valkey_url)
+    tier = tier_of(client, queue=3 * 2048)
+    client.gates["put"] = Event()
+    taken = tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(6)])
+    assert 0 < taken.sum() < 6
+    assert tier.writes.dropped == {"queue full": int(6 - taken.sum())}
+    assert tier.store(0, KEYS[:1], [numbered_row(tier, 0, 0)]).all()  # on its way already
+    client.gates["put"].set()
+    assert tier.flush(20)
+    assert tier.counts.stored_rows == taken.sum()
+    assert loaded(tier) == taken.tolist()
+    tier.close()
+
+
+def test_a_row_that_is_there_is_not_sent_again(url):
+    first, second = Watched(url), Watched(url)
+    for client in (first, second):
+        tier = tier_of(client)
+        stored(tier)
+        stored(tier)
+        tier.close()
+    assert first.asked["put"] == 6 + 2  # rows, manifest, entry
+    assert second.asked["put"] == 1  # the manifest is offered again, and not taken
+
+
+def test_threads_that_want_the_same_rows_fetch_them_once(valkey_url):
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    stored(tier)
+    client.gates["get"] = Event()
+    client.asked.clear()
+    ready, results = threading.Barrier(5), []
+
+    def load():
+        ready.wait()
+        results.append(loaded(tier, [0, 1, 2, 0]))
+
+    threads = [Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    time.sleep(1.0)
+    client.gates["get"].set()
+    for thread in threads:
+        thread.join()
+    assert results == [[True] * 4] * 4
+    assert client.asked["get"] == 3
+    tier.close()
+
+
+def test_a_look_up_loads_nothing_and_a_load_after_it_asks_for_nothing_twice(valkey_url):
+    writer = tier_of(valkey_url)
+    stored(writer)
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.asked.clear()
+    assert tier.contains(0, KEYS).all()
+    assert client.asked == {"exists": 6}
+    assert loaded(tier) == [True] * 6
+    assert client.asked == {"exists": 6, "get": 6}
+    for one in (writer, tier):
+        one.close()
+
+
+def test_a_prompt_that_nobody_stored_costs_one_question_about_its_first_blocks(valkey_url):
+    writer = tier_of(valkey_url)
+    stored(writer)
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.asked.clear()
+    strange = [bytes([n % 256, n // 256]) for n in range(2000)]
+    assert not tier.contains(0, strange).any()
+    assert client.asked["exists"] == 32
+    for one in (writer, tier):
+        one.close()
+
+
+def test_rows_that_are_computed_faster_than_loaded_are_not_loaded(valkey_url):
+    tier = tier_of(valkey_url)
+    stored(tier)
+    assert tier.contains(0, KEYS).all()
+    tier._fetcher.rate.note(1 << 20, 1.0)  # a megabyte in a second
+    tier.prefill_rate.note(1_000_000, 1.0)
+    assert not tier.contains(0, KEYS).any()
+    assert tier.misses.now == {"price": 6}
+    tier.prefill_rate = type(tier.prefill_rate)(10.0)
+    assert tier.contains(0, KEYS).all()
+    tier.close()
+
+
+# ── wrong objects ─────────────────────────────────────────────────────────────────────
+
+
+def damage(client, tier, n, change):
+    """Change a row object behind everybody's back."""
+    name = tier._name(0, KEYS[n])
+    blob = client.get([name], 1 << 20)[0].copy()
+    client.delete([name])
+    client.put([Blob(name, change(blob))])
+
+
+def flipped(blob):
+    blob[-5] ^= 1
+    return blob
+
+
+def newer(blob):
+    blob[8] = 99
+    return blob
+
+
+def test_wrong_objects_are_misses_with_a_reason_and_are_written_again(url):
+    client, _ = opened(url)
+    tier = tier_of(url)
+    stored(tier)
+    damage(client, tier, 0, flipped)
+    damage(client, tier, 1, lambda blob: blob[:-100])
+    damage(client, tier, 2, lambda blob: np.frombuffer(b"something else", np.uint8))
+    other = client.get([tier._name(0, KEYS[4])], 1 << 20)[0]
+    damage(client, tier, 3, lambda blob: other)
+    damage(client, tier, 4, newer)
+    assert loaded(tier) == [False] * 5 + [True]
+    assert tier.misses.now == {"damaged": 1, "foreign": 2, "truncated": 1, "version": 1}
+    names = [tier._name(0, key) for key in KEYS]
+    wait_until(lambda: client.exists(names).tolist() == [False] * 4 + [True] * 2)
+    stored(tier, range(4))
+    assert loaded(tier) == [True] * 4 + [False, True]
+    tier.close()
+    client.close()
+
+
+def test_wrong_objects_are_misses_to_other_layouts_too(url):
+    arena, blocks = filled(layout_of())
+    with Store(remote=url) as store:
+        store.save(arena, blocks, PROMPT)
+        store.flush(20)
+        client, _ = opened(url)
+        damage(client, store.remote, 0, lambda blob: blob[:-100])
+        damage(client, store.remote, 1, newer)
+    layout = layout_of(tp=(1, 2), order="BHLNC")
+    with Store(remote=url) as store:
+        store.bind(layout)
+        tier = store.remote
+        rows = [np.full(tier.layout.row_bytes(0), 0xA5, np.uint8) for _ in KEYS]
+        assert tier.load(0, KEYS, rows).tolist() == [False, False, True, True, True, True]
+        assert all((row == 0xA5).all() for row in rows[:2])
+        assert tier.misses.now == {"truncated": 1, "version": 1}
+    client.close()
+
+
+@pytest.mark.parametrize("change", [flipped, lambda data: data[:-1], lambda data: data[:0]])
+def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, change):
+    tier = tier_of(valkey_url)
+    stored(tier)
+    client, _ = opened(valkey_url)
+    writer = WriterLayout.of(layout_of())
+    name = f"{tier._directory.base}/manifest/{writer.fingerprint}"
+    data = client.get([name], 1 << 20)[0].copy()
+    client.delete([name])
+    client.put([Blob(name, change(data))])
+    reader = tier_of(valkey_url, layout_of(order="BHLNC"))
+    assert not reader.contains(0, KEYS).any()
+    for one in (tier, reader, client):
+        one.close()
+
+
+def test_a_lost_directory_is_written_again(valkey_url):
+    tier = tier_of(valkey_url)
+    stored(tier, range(3))
+    client, _ = opened(valkey_url)
+    client.delete([f"{tier._directory.base}/layout/000"])
+    reader = tier_of(valkey_url)
+    assert not reader.contains(0, KEYS).any()
+    tier._published = float("-inf")  # as after some seconds
+    stored(tier, range(3, 6))
+    reader.refresh()
+    assert loaded(reader) == [True] * 6
+    for one in (tier, reader, client):
+        one.close()
+
+
+def test_many_writers_find_an_entry_each(valkey_url):
+    layouts = [
+        layout_of(order=order, block_tokens=size)
+        for size in (2, 3, 4, 6, 8, 12)
+        for order in ("BLHNC", "BHLNC", "BLNHC")
+    ]
+    tiers = [tier_of(valkey_url, layout) for layout in layouts]
+    threads = [Thread(target=tier._publish) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader = tier_of(valkey_url)
+    found = {each.fingerprint for each in reader._directory.layouts}
+    assert found == {WriterLayout.of(layout).fingerprint for layout in layouts}
+    for tier in (*tiers, reader):
+        tier.close()
+
+
+def test_closing_writes_what_waits(valkey_url):
+    arena, blocks = filled(layout_of())
+    with Store(host="1MiB", remote=valkey_url) as store:
+        store.save(arena, blocks, PROMPT)
+    with Store(host="1MiB", remote=valkey_url) as store:
+        layout = layout_of()
+        assert store.bind(layout).stored_tokens(PROMPT) == TOKENS
+        mine = blocks_of(layout, TOKENS)
+        assert store.load(arena, PROMPT, into=mine) == TOKENS
+        check(arena, mine)
+        assert store.host.usage.rows > 0  # promoted

@@ -1,0 +1,72 @@
+"""URLs of stores: what they name, what they carry, what is refused."""
+
+import pytest
+
+from kvstow.errors import StoreError
+from kvstow.offload.remote.url import RemoteOptions, is_remote, opened, parse
+from kvstow.offload.store import Store
+
+
+def test_a_url_carries_the_options_of_its_store_and_of_every_store():
+    parts, own, options = parse(
+        "s3://bucket/a/b?endpoint=http://127.0.0.1:9000&tenant=acme&budget=0.1&queue=64MiB"
+        "&max_bytes=1TiB&tenant_bytes=10GB&prefill=8000&load=3"
+    )
+    assert (parts.netloc, parts.path) == ("bucket", "/a/b")
+    assert own == {"endpoint": "http://127.0.0.1:9000"}
+    assert options == RemoteOptions(
+        tenant="acme",
+        budget=0.1,
+        load=3.0,
+        queue=64 << 20,
+        prefill=8000.0,
+        max_bytes=1 << 40,
+        tenant_bytes=10**10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://host/x", "names no store"),
+        ("s3://", "names no store"),
+        ("nothing", "names no store"),
+        ("redis://h:1/0?endpoint=x", "no option 'endpoint'"),
+        ("s3://b/p?budget=soon", "option budget='soon'"),
+        ("s3://b/p?budget=0", "budget=0.0 is not in"),
+        ("s3://b/p?load=1e9", "load=1000000000.0 is not in"),
+        ("s3://b/p?queue=much", "option queue='much'"),
+        ("s3://b/p?tenant=a/b", "tenant 'a/b' is not"),
+        ("s3://b/p?tenant=", "tenant '' is not"),
+    ],
+)
+def test_a_bad_url_is_refused_when_the_store_is_made(url, message):
+    with pytest.raises(StoreError, match=message):
+        Store(remote=url)
+
+
+def test_messages_show_no_passwords():
+    with pytest.raises(StoreError) as raised:
+        parse("redis://user:secret@host:1/0?what=x")
+    assert "secret" not in str(raised.value)
+    client, _ = opened("redis://user:secret@host:1/0")
+    assert "secret" not in client.where
+    client.close()
+
+
+def test_mooncake_without_a_metadata_server_is_refused_with_a_hint():
+    pytest.importorskip("mooncake")
+    with pytest.raises(StoreError, match="hint: …\\?metadata="):
+        opened("mooncake://127.0.0.1:1/rows")
+
+
+def test_a_password_may_lie_in_a_file(tmp_path):
+    (tmp_path / "password").write_text("s/ecret\n")
+    client, _ = opened(f"redis://127.0.0.1:1/0?password_file={tmp_path / 'password'}")
+    assert client._redis.connection_pool.connection_kwargs["password"] == "s/ecret"
+    client.close()
+
+
+def test_a_place_with_a_scheme_is_a_url_and_a_path_is_not():
+    assert is_remote("s3://bucket/prefix")
+    assert not is_remote("/var/cache/kvstow")
