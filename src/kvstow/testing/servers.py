@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.request import Request, urlopen
 
 from kvstow.errors import BackendMissing, KvstowError
 
@@ -136,6 +137,20 @@ class Seaweed(Server):
     def url(self) -> str:
         options = f"access_key_id={ACCESS_KEY}&secret_access_key={SECRET_KEY}"
         return f"s3://{self.bucket}/rows?endpoint=http://127.0.0.1:{self.ports[3]}&{options}"
+
+    def start(self) -> Self:
+        """Start it; returns when a file can be written and read."""
+        super().start()
+        file = f"http://127.0.0.1:{self.ports[2]}/ready/{secrets.token_hex(4)}"
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            with suppress(OSError):
+                urlopen(Request(file, b"ready", method="PUT"), timeout=2).close()
+                urlopen(file, timeout=2).close()
+                return self
+            time.sleep(0.1)
+        self.kill()
+        raise ServerFailed(f"SeaweedFS takes no files; see {self.directory}")
 
     def _commands(self) -> list[tuple[list[str], int]]:
         master, volume, filer, s3 = self.ports

@@ -37,6 +37,7 @@ class PrefixStore:
 
         At most all tokens but the last, which is computed anew.
         """
+        self._store.expect(prompt, self._identity)
         groups = self._memory.ledger.groups
         unit = lcm(*(group.block_tokens for group in groups))
         lengths = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)

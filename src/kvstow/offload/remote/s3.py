@@ -28,6 +28,8 @@ T = TypeVar("T")
 IN_FLIGHT = 64
 """Requests under way at a time."""
 
+RETRY_SECONDS = 0.02
+
 
 class S3Client:
     """Objects of one bucket below one prefix."""
@@ -126,12 +128,19 @@ class S3Client:
             self._loop.close()
 
     def _each(self, function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
-        """The function's results for all items, some at a time; cancelled when one fails."""
+        """The function's results for all items, some at a time; cancelled when one fails twice.
+
+        Once is nothing: servers close connections that were idle.
+        """
         gate = asyncio.Semaphore(IN_FLIGHT)
 
         async def one(item: Any) -> T:
             async with gate:
-                return await function(item)
+                try:
+                    return await function(item)
+                except BaseError:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    return await function(item)
 
         async def all_of_them() -> list[T]:
             async with asyncio.TaskGroup() as group:
