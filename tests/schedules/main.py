@@ -1,57 +1,156 @@
 """Runs many schedules in several processes; prints what was injected and how transfers ended."""
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import get_args
 
-from schedules.planted import BUGS
+from kvstow.errors import FaultKind
+from schedules.library import prepared
+from schedules.planted import BUGS, first_found
 from schedules.schedule import Schedule
+
+TRANSFERS = ("accepted", *get_args(FaultKind))
+COLLECT_EVERY = 25
 
 Told = tuple[int, str, Counter[str], Counter[str]]
 
 
-def one(job: tuple[int, str]) -> Told:
-    """A seed, what is wrong with it or nothing, outcomes, what was injected."""
-    seed, name = job
+def folder() -> str:
+    """A place for stores in memory: what a disk loses is decided by the schedule."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def start(bug: str, where: str) -> None:
+    """Prepare the library of this process, and plant a bug in it."""
+    global FOLDER
+    FOLDER = where
     logging.disable(logging.CRITICAL)
-    with BUGS[name]() if name else nullcontext():
-        schedule = Schedule(seed)
-        wrong = ""
-        try:
-            schedule.run()
-        except Exception as error:
-            wrong = f"seed {seed}: {type(error).__name__}: {error}"
-    return seed, wrong, schedule.report.outcomes, Counter(schedule.world.injected)
+    if bug:
+        STACK.enter_context(BUGS[bug]())
+    STACK.enter_context(prepared())
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # and collect now and then: the library is not to be looked through every time
+
+
+STACK = ExitStack()
+FOLDER = ""
+
+
+def one(seed: int) -> Told:
+    """A seed, what is wrong with it or nothing, outcomes, what was injected."""
+    if seed % COLLECT_EVERY == 0:
+        gc.collect()
+    schedule = Schedule(seed, FOLDER)
+    wrong = ""
+    try:
+        schedule.run()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+        if not wrong.startswith("Broken"):
+            wrong = f"seed {seed}, step {schedule.step}: {wrong}"
+    return seed, wrong, schedule.report.outcomes, schedule.report.injected
+
+
+def told(seeds: range, bug: str, processes: int, where: str) -> Iterator[Told]:
+    """What comes of each seed."""
+    if processes == 1:
+        start(bug, where)
+        yield from map(one, seeds)
+        return
+    with multiprocessing.Pool(processes, start, (bug, where)) as workers:
+        yield from workers.imap_unordered(one, seeds, chunksize=COLLECT_EVERY)
+
+
+def show(seed: int, bug: str, where: str) -> int:
+    """Run one seed and print what happened, line by line."""
+    start(bug, where)
+    schedule = Schedule(seed, where)
+    try:
+        schedule.run()
+    except AssertionError as error:
+        print(*schedule.report.trace, error, sep="\n")
+        return 1
+    print(*schedule.report.trace, sep="\n")
+    return 0
+
+
+def found(job: tuple[str, range, str]) -> tuple[str, tuple[int, str] | None]:
+    logging.disable(logging.CRITICAL)
+    return job[0], first_found(*job)
+
+
+def table(seeds: range, processes: int, where: str) -> int:
+    """Print which seed finds which planted bug first."""
+    missed = 0
+    jobs = [(name, seeds, where) for name in BUGS]
+    with multiprocessing.Pool(processes) as workers:
+        for name, first in workers.imap(found, jobs):
+            missed += first is None
+            seed, says = first or (-1, f"not found in {len(seeds)} seeds")
+            print(
+                f"{name.replace('_', ' '):<58} {seed:>5}  {says.split(': ', 1)[-1][:90]}",
+                flush=True,
+            )
+    return 1 if missed else 0
+
+
+def listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.most_common()) or "none"
+
+
+def summary(outcomes: Counter[str], injected: Counter[str]) -> None:
+    transfers = Counter({what: outcomes[what] for what in TRANSFERS if outcomes[what]})
+    rest = Counter({what: n for what, n in outcomes.items() if what not in TRANSFERS})
+    share = outcomes["accepted"] / max(1, transfers.total())
+    print(f"transfers  {transfers.total()}, {share:.0%} accepted: {listed(transfers)}")
+    print(f"tiers      {listed(rest)}")
+    print(f"injected   {listed(injected)}", flush=True)
 
 
 def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--seeds", type=int, default=2000)
     ask.add_argument("--first-seed", type=int, default=0)
+    ask.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     ask.add_argument("--bug", default="", choices=["", *BUGS], help="plant a bug first")
+    ask.add_argument("--table", action="store_true", help="the first seed that finds each bug")
+    ask.add_argument("--trace", action="store_true", help="print what the first seed does")
+    ask.add_argument("--every", type=int, default=0, help="a summary after so many schedules")
     given = ask.parse_args()
     seeds = range(given.first_seed, given.first_seed + given.seeds)
+    with tempfile.TemporaryDirectory(dir=folder(), prefix="kvstow-schedules-") as where:
+        if given.trace:
+            return show(given.first_seed, given.bug, where)
+        if given.table:
+            return table(seeds, given.processes, where)
+        return run(seeds, given.bug, given.processes, where, given.every)
+
+
+def run(seeds: range, bug: str, processes: int, where: str, every: int) -> int:
     outcomes: Counter[str] = Counter()
     injected: Counter[str] = Counter()
-    wrong: list[int] = []
+    wrong = 0
     started = time.monotonic()
-    with multiprocessing.Pool(len(os.sched_getaffinity(0))) as workers:
-        jobs = ((seed, given.bug) for seed in seeds)
-        for seed, fault, ended, done in workers.imap_unordered(one, jobs, chunksize=20):
-            outcomes += ended
-            injected += done
-            if fault:
-                wrong.append(seed)
-                print(fault, file=sys.stderr, flush=True)
-    rate = len(seeds) / (time.monotonic() - started)
-    print(f"schedules  {len(seeds)}, {rate:.0f} a second, {len(wrong)} wrong")
-    print(f"transfers  {', '.join(f'{n} {what}' for what, n in outcomes.most_common())}")
-    print(f"injected   {', '.join(f'{n} {what}' for what, n in injected.most_common())}")
+    for number, (_, fault, ended, done) in enumerate(told(seeds, bug, processes, where), 1):
+        outcomes += ended
+        injected += done
+        if fault:
+            wrong += 1
+            print(fault, file=sys.stderr, flush=True)
+        if number == len(seeds) or (every and number % every == 0):
+            rate = number / (time.monotonic() - started)
+            print(f"schedules  {number}, {rate:.0f} a second, {wrong} wrong")
+            summary(outcomes, injected)
     return 1 if wrong else 0
 
 

@@ -1,6 +1,8 @@
 """Bugs that are planted on purpose: each must be found, or the schedules prove nothing.
 
-A bug is a few lines that change the library for as long as a `with` block lasts.
+A bug is a few lines that change the library for as long as a `with` block lasts. Some checks stand
+behind others, so that one of them alone may be missing and nothing goes wrong; then the bug takes
+those away too that would hide it.
 """
 
 from collections.abc import Callable, Generator
@@ -8,7 +10,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
 from kvstow.errors import KvstowError
+from kvstow.offload import keys
+from kvstow.offload.disk import opening
+from kvstow.offload.disk import tier as disk_tier
+from kvstow.offload.disk.segments import Segments, _Slot
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.mover import Mover
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
 from kvstow.transfer import agent, pull, pulls, serve, source
@@ -19,6 +28,7 @@ from kvstow.transfer.loop import IDLE
 from kvstow.transfer.peers import outgoing
 from kvstow.transfer.transport import local
 from schedules import schedule
+from schedules.library import changed, prepared
 
 BUGS: dict[str, Any] = {}
 
@@ -26,16 +36,6 @@ BUGS: dict[str, Any] = {}
 def bug(made: Callable[[], Generator[None]]) -> Any:
     BUGS[made.__name__] = contextmanager(made)
     return BUGS[made.__name__]
-
-
-@contextmanager
-def changed(where: Any, name: str, value: Any) -> Generator[None]:
-    before = vars(where)[name]
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
 
 
 def nothing(*args: Any, **kwargs: Any) -> Any:
@@ -192,12 +192,134 @@ def written_is_believed_before_it_is_true() -> Generator[None]:
         yield
 
 
-def found(name: str, seeds: range) -> str:
-    """What the first seed says that finds a bug; nothing if none does."""
-    with BUGS[name]():
+@bug
+def the_consumer_s_own_generations_are_not_compared() -> Generator[None]:
+    """Rows that an owner gives to others while they are pulled into are accepted all the same."""
+    with changed(pull, "check_still_ours", lambda endpoint, order: None):
+        yield
+
+
+@bug
+def the_ticket_s_fingerprint_is_not_compared() -> Generator[None]:
+    """Nor the digest of the ticket, which names it too."""
+
+    def any_layout(one: Any) -> Any:
+        yield from one.peer.met()
+        one.ticket.__dict__["fingerprint"] = one.peer.fingerprint
+        yield from meet(one)
+
+    def any_digest(self: Any, id: int, digest: bytes, reader: Any, *, now: float) -> Any:
+        return opened(self, id, self.find(id).digest, reader, now=now)
+
+    meet, opened = pull.meet, Leases.open
+    with changed(pull, "meet", any_layout), changed(Leases, "open", any_digest):
+        yield
+
+
+# ── tiers ─────────────────────────────────────────────────────────────────────────────
+
+
+@bug
+def a_key_does_not_name_the_computation() -> Generator[None]:
+    class Nameless:
+        digest = bytes(32)
+
+    def nameless(identity: Any, prompt: Any, ends: Any) -> Any:
+        return keys_at(Nameless, Prompt.of(prompt.tokens), ends)
+
+    keys_at = keys.keys_at
+    with changed(keys, "keys_at", nameless):
+        yield
+
+
+@bug
+def new_names_are_not_synced() -> Generator[None]:
+    with changed(Segments, "_sync_names", lambda self: None):
+        yield
+
+
+@bug
+def rows_are_entered_before_they_are_synced() -> Generator[None]:
+    with changed(Segments, "_synced", lambda self, segments: {}):
+        yield
+
+
+@bug
+def a_failed_sync_is_ignored() -> Generator[None]:
+    """A row is entered although its bytes may not be on the medium."""
+    synced = Segments._synced
+
+    def ignored(self: Any, segments: Any) -> Any:
+        synced(self, segments)
+        return {}
+
+    with changed(Segments, "_synced", ignored):
+        yield
+
+
+@bug
+def a_row_s_checksum_is_not_compared() -> Generator[None]:
+    """Nor what its record says: a slot is taken for the row that the index lists there."""
+
+    def taken(self: Any, slotted: Any) -> bool:
+        slotted.row[:] = self.row
+        return True
+
+    with changed(_Slot, "take", taken):
+        yield
+
+
+@bug
+def a_transient_error_counts_as_a_lost_row() -> Generator[None]:
+    with changed(disk_tier, "LOST", frozenset(range(200))):
+        yield
+
+
+@bug
+def a_store_of_another_model_is_opened() -> Generator[None]:
+    with changed(opening, "differences", lambda ours, theirs: ()):
+        yield
+
+
+@bug
+def rows_of_a_host_tier_are_given_up_while_they_are_read() -> Generator[None]:
+    """Held rows are not pinned."""
+
+    @contextmanager
+    def held(self: HostTier, group: int, names: Any) -> Any:
+        with pinned(self, group, names) as (mask, ids):
+            self._slots.pins[group][ids] -= 1
+            try:
+                yield mask, ids
+            finally:
+                self._slots.pins[group][ids] += 1
+
+    pinned = HostTier.held
+    with changed(HostTier, "held", held):
+        yield
+
+
+@bug
+def a_job_does_not_keep_its_blocks() -> Generator[None]:
+    """Blocks that the mover copies are given to others meanwhile."""
+    made = Mover.__init__
+
+    def without(self: Any, *args: Any, pool: Any = None, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+
+    with changed(Mover, "__init__", without):
+        yield
+
+
+# ── looking for them ──────────────────────────────────────────────────────────────────
+
+
+def first_found(name: str, seeds: range, folder: str = "") -> tuple[int, str] | None:
+    """The first seed that finds a bug, and what it says; None if none does."""
+    with BUGS[name](), prepared():
         for seed in seeds:
             try:
-                schedule.run(seed)
+                schedule.run(seed, folder)
             except (schedule.Broken, KvstowError) as error:
-                return f"seed {seed}: {error}"
-    return ""
+                return seed, str(error)
+    return None

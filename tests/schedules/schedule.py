@@ -2,10 +2,12 @@
 
 While it runs, and when it has come to rest, it looks at what must always be true:
 
-    accepted rows hold what was computed, then and as long as somebody holds them
-    no row changes that is not the destination of a transfer that may still write
+    accepted rows, prefix hits and rows of a tier hold what was computed, then and later
+    no byte changes that is not in a row which a transfer or a load may still write to
+    no row is given out to which somebody may still write
     every transfer ends in its time, and its rows come to rest
-    no row, lease, counter, post or serving is left over
+    no row, lease, counter, post, slot, pin, job or file is left over
+    a store whose disk is honest has every row that its index lists, after a power cut too
 
 `Broken` says what was not, at which step of which seed.
 """
@@ -13,36 +15,40 @@ While it runs, and when it has come to rest, it looks at what must always be tru
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from tempfile import gettempdir
 
 import numpy as np
 
-from kvstow.route.blocks import Blocks
-from kvstow.transfer.channel.messages import Begun
-from kvstow.transfer.options import DigestPolicy, Options
-from kvstow.transfer.ticket import Ticket
-from schedules.world import BLOCK_TOKENS, Held, Node, Packet, Pull, World, truth
+from kvstow.errors import OutOfBlocks
+from kvstow.transfer.options import DigestPolicy, Options, Way
+from schedules.disks import NO_DISK_FAULTS, DiskFaults
+from schedules.network import Packet
+from schedules.rows import Claim
+from schedules.stores import Stores
+from schedules.transfers import Transfers
+from schedules.truth import WINDOW, Ints, Request, Shape
+from schedules.world import Held, Node, World
 
+STEPS = 60
+STORE_STEPS = 80
 DRAIN_SECONDS = 20.0
 SILENT_BEATS = 32
 """A consumer that is gone is forgotten after a little less, and what was written for it with it."""
 
+LEAST_TICK, MOST_TICK = 0.01, 0.3
 DIGESTS: tuple[DigestPolicy, ...] = ("off", "off", "off", "sample", "always")
-TICK = 0.1
+WAYS: tuple[Way | None, ...] = ("read", "read", "write", "write", None)
+STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "read", "write")
+ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
+MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
+HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True))
+RANKS = (Shape(tp=(0, 2)), Shape(tp=(1, 2)))
+LENGTHS = (2, 4, 4, 6, 8, 3, 5, 9)
 
 
 class Broken(AssertionError):
     """Something that must always be true is not."""
-
-
-@dataclass(eq=False)
-class Offer:
-    """A ticket that somebody has given out."""
-
-    ticket: Ticket
-    node: Node
-    model: str
-    request: int
-    num_blocks: int
 
 
 @dataclass(eq=False)
@@ -55,127 +61,257 @@ class Report:
     trace: list[str] = field(default_factory=list[str])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Faults:
     """How often something goes wrong in a schedule."""
 
-    drop: float
-    double: float
-    spoil: float
-    reorder: float
-    stop: float
-    kill: float
-    cut: float
-    copy: float
-    late: float
-    flip: float
+    drop: float = 0.0
+    double: float = 0.0
+    spoil: float = 0.0
+    reorder: float = 0.0
+    stop: float = 0.0
+    kill: float = 0.0
+    cut: float = 0.0
+    deaf: float = 0.0
+    copy: float = 0.0
+    late: float = 1.0
+    flip: float = 0.0
+    full: float = 0.0
+    power: float = 0.0
+    disk: DiskFaults = NO_DISK_FAULTS
+
+
+CALM = Faults()
+
+
+@dataclass(frozen=True)
+class Process:
+    """How a node is started, each time again."""
+
+    name: str
+    model: str
+    shape: Shape
+    options: Options
+    engine_ids: bool
 
 
 class Schedule:
     """A world, and the hand that moves it."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = World(seed)
+    def __init__(self, seed: int, folder: str = "") -> None:
+        self.world = World(seed, folder or gettempdir())
         self.random = self.world.random
         self.report = Report(seed)
-        self.churns = self.random.random() < 0.3
+        dice = self.random
+        self.roughness = dice.choices((0.0, 0.35, 1.0), (3, 4, 3))[0]
+        """How much goes wrong: where it is much, few transfers get far enough to go wrong in
+        a way that somebody has to notice."""
+        self.churns = self.roughness > 0 and dice.random() < 0.35
         """Leases are short, nobody renews them, and rows are soon somebody else's."""
+        self.stores = dice.random() < 0.12
+        self.shares = self.stores or dice.random() < 0.3
+        """Requests begin like earlier ones."""
         self.faults = self._drawn_faults()
-        self.world.copy_faults, self.world.late_share = self.faults.copy, self.faults.late
-        self.world.flips = self.faults.flip
-        self.world.slowness = 0.8 if self.churns else self.random.choice((0.0, 0.0, 0.5))
-        self.offers: list[Offer] = []
+        self._apply(self.faults)
+        self.world.slowness = 0.8 if self.churns else dice.choice((0.0, 0.0, 0.5))
         self.step = 0
-        self._requests = 0
-        self._options = self._drawn_options()
-        names = ["a", "b", "c"][: self.random.choice((2, 2, 3))]
-        for name in names:
-            model = "beta" if self.random.random() < 0.04 else "alpha"
-            self.world.started(name, model, self._options)
+        self.history: list[Request] = []
+        self._fresh = 0
+        self.options = self._drawn_options()
+        self.processes: dict[str, Process] = {}
+        self.deployments = self._drawn_deployments()
+        self.transfers, self.tiers = Transfers(self), Stores(self)
+        for process in self.processes.values():
+            self.start(process)
+        self._acts = self._weighted_acts()
+        self._limits = list(accumulate(weight for weight, _ in self._acts))
+
+    # ── what is drawn ─────────────────────────────────────────────────────────────
 
     def _drawn_faults(self) -> Faults:
         def some(share: float, rate: float) -> float:
-            return self.random.random() * rate if self.random.random() < share else 0.0
+            dice = self.random
+            return dice.random() * rate if dice.random() < share * self.roughness else 0.0
 
+        disk = NO_DISK_FAULTS
+        if self.stores and self.random.random() < 0.7:
+            disk = DiskFaults(
+                fails=some(0.8, 0.3),
+                breaks=some(0.8, 0.2),
+                lies=some(0.4, 0.3),
+                dies=some(0.6, 0.1),
+            )
         return Faults(
-            drop=some(0.3, 0.1),
-            double=some(0.3, 0.1),
-            spoil=some(0.2, 0.05),
-            reorder=some(0.4, 0.5),
-            stop=some(0.4, 0.04),
-            kill=some(0.3, 0.02),
-            cut=some(0.3, 0.03),
+            drop=some(0.4, 0.1),
+            double=some(0.4, 0.1),
+            spoil=some(0.3, 0.05),
+            reorder=some(0.5, 0.5),
+            stop=some(0.5, 0.04),
+            kill=some(0.4, 0.02),
+            cut=some(0.4, 0.03),
+            deaf=some(0.5, 0.03),
             copy=some(0.3, 0.05),
             late=self.random.choice((1.0, 0.3, 0.05)),
             flip=some(0.15, 0.3),
+            full=some(0.15, 0.2),
+            power=some(0.9, 0.06) if self.stores else 0.0,
+            disk=disk,
         )
 
     def _drawn_options(self) -> Options:
+        dice = self.random
+        slot_bytes = dice.choice((None, None, 32, 48))
         return Options(
-            lease_seconds=0.1 if self.churns else self.random.choice((0.15, 0.5, 2.0)),
-            transfer_seconds=self.random.choice((1.0, 3.0)),
+            lease_seconds=0.1 if self.churns else dice.choice((0.3, 1.0, 2.0)),
+            transfer_seconds=dice.choice((1.0, 3.0)),
             contact_seconds=0.8,
-            heartbeat_seconds=3.0 if self.churns else self.random.choice((0.2, 0.2, 3.0)),
-            drain_seconds=self.random.choice((0.1, 0.3)),
+            heartbeat_seconds=3.0 if self.churns else dice.choice((0.1, 0.2, 3.0)),
+            drain_seconds=dice.choice((0.1, 0.3)),
             quarantine_seconds=0.5,
-            direction=self.random.choice(("read", "read", "write", "write", None)),
-            digest="always" if self.faults.flip else self.random.choice(DIGESTS),
+            direction=dice.choice(STAGED_WAYS if slot_bytes else WAYS),
+            digest="always" if self.faults.flip else dice.choice(DIGESTS),
             engines=1,
+            slot_bytes=slot_bytes,
         )
+
+    def _drawn_deployments(self) -> list[tuple[str, ...]]:
+        """Which nodes there are; those of one deployment are ranks of it."""
+        dice = self.random
+        drawn = dice.random()
+        if drawn < 0.15:
+            shapes, found = [*RANKS, Shape()], [("a0", "a1"), ("b",)]
+        else:
+            count = dice.choice((2, 2, 2, 3))
+            kind = ALIKE if drawn < 0.6 else MIXED if drawn < 0.8 else HYBRID
+            shapes = [dice.choice(kind)] * count if kind is ALIKE else dice.choices(kind, k=count)
+            found = [(name,) for name in "abc"[:count]]
+        for name, shape in zip([n for names in found for n in names], shapes, strict=True):
+            model = "beta" if dice.random() < 0.02 else "alpha"
+            ids = not shape.hybrid and dice.random() < 0.25
+            self.processes[name] = Process(name, model, shape, self.options, ids)
+        return found
+
+    def _weighted_acts(self) -> list[tuple[float, Callable[[], None]]]:
+        faults, churns, transfers, tiers = self.faults, self.churns, self.transfers, self.tiers
+        kept = 3.0 if self.stores else 0.0
+        acts = [
+            (14, self._turn_somebody),
+            (5 if churns else 9, self._carry_a_packet),
+            (2.5, self._let_time_pass),
+            (1.5, transfers.offer),
+            (2.5, transfers.pull),
+            (2.0 if churns else 0.5, self._compute),
+            (3.0 if churns else 1.2, self._let_go),
+            (0.3 * self.roughness, transfers.withdraw),
+            (0.3 * self.roughness, transfers.abort),
+            (0.6 * self.roughness, transfers.take_back),
+            (3.0 if churns else 0.0, transfers.outlive_a_lease),
+            (20 * faults.deaf, self._go_deaf_or_listen),
+            (20 * faults.stop, self._stop_or_go_on),
+            (20 * faults.kill, self._kill),
+            (20 * faults.cut, self._cut_or_heal),
+            (20 * faults.power, self._cut_the_power),
+            (kept, tiers.save),
+            (kept, tiers.load),
+            (kept / 8, tiers.prefetch),
+            (kept / 8, tiers.evict),
+            (3 * kept, tiers.turn_somebody),
+        ]
+        return [(weight, act) for weight, act in acts if weight]
+
+    def _apply(self, faults: Faults) -> None:
+        world = self.world
+        self.faults = faults
+        world.copy_faults, world.late_share, world.flips = faults.copy, faults.late, faults.flip
+        world.full, world.machine.faults = faults.full, faults.disk
 
     # ── running ───────────────────────────────────────────────────────────────────
 
-    def run(self, steps: int = 250) -> Report:
+    def run(self) -> Report:
         """Run to the end; Broken if something was not true."""
         try:
-            for _ in range(steps):
+            for _ in range(STORE_STEPS if self.stores else STEPS):
                 self.step += 1
                 self._act()
             self._come_to_rest()
             self._check_nothing_is_left()
-        except Broken as error:
-            raise Broken(f"seed {self.report.seed}, step {self.step}: {error}") from None
-        self.report.injected.update(self.world.injected)
+        except AssertionError as error:
+            raise Broken(f"seed {self.report.seed}, step {self.step}: {error}") from error
+        finally:
+            self.report.injected.update(self.world.injected)
+            self.world.close()
         return self.report
 
     def _act(self) -> None:
-        acts: list[tuple[float, Callable[[], None]]] = [
-            (10, self._turn_somebody),
-            (4 if self.churns else 8, self._carry_a_packet),
-            (2.5, self._let_time_pass),
-            (1.2, self._offer),
-            (1.8, self._pull),
-            (3.0 if self.churns else 1.0, self._compute),
-            (4.0 if self.churns else 1.5, self._let_go),
-            (0.15, self._withdraw),
-            (0.15, self._abort),
-            (0.3, self._go_deaf_or_listen),
-            (5.0 if self.churns else 0.3, self._outlive_a_lease),
-            (20 * self.faults.stop, self._stop_or_go_on),
-            (20 * self.faults.kill, self._kill),
-            (20 * self.faults.cut, self._cut_or_heal),
-        ]
-        weights = [weight for weight, _ in acts]
-        ((_, act),) = self.random.choices(acts, weights)
-        self.report.trace.append(f"{self.step} {act.__name__}")
-        act()
+        (act,) = self.random.choices(self._acts, cum_weights=self._limits)
+        self.note(act[1].__qualname__)
+        act[1]()
 
-    def _any(self) -> Node:
-        return self.random.choice(list(self.world.nodes.values()))
+    def note(self, what: str) -> None:
+        """A line of the trace: equal in every run of the seed."""
+        self.report.trace.append(f"{self.step} {self.world.clock.now:.4f} {what}")
+
+    def broken(self, what: str) -> None:
+        """Something that must always be true is not."""
+        raise Broken(what)
+
+    def count(self, outcome: str) -> None:
+        self.report.outcomes[outcome] += 1
+
+    def any_node(self) -> Node | None:
+        """One of the nodes that run."""
+        nodes = [node for node in self.world.nodes.values() if not node.stopped]
+        return self.random.choice(nodes) if nodes else None
+
+    def start(self, process: Process) -> Node:
+        """A process comes up, with its tiers."""
+        node = self.world.started(
+            process.name,
+            process.model,
+            process.shape,
+            process.options,
+            engine_ids=process.engine_ids,
+        )
+        if self.stores:
+            self.tiers.open(node)
+        return node
+
+    # ── turns ─────────────────────────────────────────────────────────────────────
 
     def _turn_somebody(self) -> None:
-        node = self._any()
-        if not node.stopped:
-            self._turn(node)
+        now = self.world.clock.now
+        nodes = [n for n in self.world.nodes.values() if not n.stopped and n.has_work(now)]
+        if nodes:
+            self.turn(self.random.choice(nodes))
+        elif self.world.network.packets:
+            self._carry_a_packet()
+        else:
+            self._let_time_pass()
 
-    def _turn(self, node: Node) -> None:
+    def turn(self, node: Node) -> None:
+        """One turn of a node's agent, and a look at all memory."""
         if self.random.random() < 0.7:
             node.worker.turn()
         node.agent.loop.step(0)
         node.agent.settle()
-        self._judge(node)
+        self.transfers.judge(node)
         for each in self.world.nodes.values():
-            self._check_memory(each)
+            self.check_memory(each)
+
+    def check_memory(self, node: Node) -> None:
+        """Bytes that nobody may write to are what they were."""
+        changed = node.changed()
+        if len(changed):
+            held = [
+                (held.request, ids.tolist())
+                for held in node.held
+                for g, ids in ((g, b.ids) for g, b in held.claim.blocks.items())
+                if np.isin(node.places.rows[g][ids], changed).any()
+            ]
+            raise Broken(
+                f"{node.name}: bytes {changed[:8].tolist()} have changed, and nobody may write to "
+                f"them; held there: {held}"
+            )
 
     # ── messages and time ─────────────────────────────────────────────────────────
 
@@ -209,258 +345,202 @@ class Schedule:
         return packet._replace(data=bytes(data[: self.random.choice((len(data), -1))]))
 
     def _let_time_pass(self) -> None:
-        likely = (8, 8, 4, 3, 0) if self.churns else (8, 8, 4, 2, 1)
-        (step,) = self.random.choices((0.0005, 0.002, 0.01, 0.05, 0.3), likely)
-        self.world.clock.now += step
+        likely = (8, 8, 4, 3, 0) if self.churns else (8, 8, 4, 2, self.roughness)
+        (seconds,) = self.random.choices((0.0005, 0.002, 0.01, 0.05, 0.3), likely)
+        self.world.clock.now += seconds
 
     # ── what owners do ────────────────────────────────────────────────────────────
 
-    def _fill(self, node: Node, num_blocks: int) -> Held | None:
-        """Compute a request into rows of its own."""
-        if node.pool.num_free(0) < num_blocks:
+    def new_request(self, model: str) -> Request:
+        """Tokens that nobody has computed, or that begin like some that somebody has."""
+        dice = self.random
+        alike = [r for r in self.history[-8:] if r.model == model]
+        length = dice.choice(LENGTHS)
+        start: tuple[int, ...] = ()
+        adapter = "tuned" if self.stores and dice.random() < 0.2 else ""
+        if self.shares and alike and dice.random() < 0.5:
+            base = dice.choice(alike)
+            start = base.tokens[: dice.randrange(len(base.tokens) + 1)]
+            adapter = adapter if dice.random() < 0.3 else base.adapter
+        fresh = tuple(range(self._fresh, self._fresh + max(1, length - len(start))))
+        self._fresh += len(fresh)
+        request = Request(model, (start + fresh)[:12], adapter)
+        self.history.append(request)
+        return request
+
+    def fill(self, node: Node, request: Request) -> Held | None:
+        """Compute a request into rows of its own; what was cached of it must be true."""
+        node.agent.settle()
+        try:
+            claim = node.rows.claim(request)
+        except OutOfBlocks:
+            self.world.count("out of rows")
             return None
-        ids = node.pool.hold(0, num_blocks)
-        self._requests += 1
-        for block, row in enumerate(ids.tolist()):
-            data = truth(node.model, self._requests, block, node.memory.shape[1])
-            node.memory[row] = node.shadow[row] = np.frombuffer(data, np.uint8)
-        held = Held(ids, node.model, self._requests)
+        self.check_claim(node, claim)
+        for g, new in claim.new.items():
+            node.write(g, new.ids, new.index, request)
+        first = {g: int(b.index[0]) * node.shape.block_tokens for g, b in claim.blocks.items()}
+        held = Held(claim, request, first)
         node.held.append(held)
         return held
 
-    def _compute(self) -> None:
-        node = self._any()
-        if not node.stopped:
-            self._fill(node, self.random.choice((1, 2, 4)))
+    def check_claim(self, node: Node, claim: Claim) -> None:
+        """Rows that are given out are nobody's, and what was found in them is true."""
+        open_rows = node.open_rows()
+        if open_rows:
+            is_open = np.zeros(len(node.memory), bool)
+            for g, ids in open_rows:
+                is_open[node.places.rows[g][ids]] = True
+            for g, new in claim.new.items():
+                if is_open[node.places.rows[g][new.ids]].any():
+                    raise Broken(
+                        f"{node.name}: rows {new.ids.tolist()} of group {g} are given out while "
+                        f"somebody may write to them"
+                    )
+        hit = claim.hit_tokens
+        if hit:
+            self.count("prefix hits")
+            for g, blocks in claim.blocks.items():
+                shared = len(blocks) - len(claim.new[g])
+                ids, index = blocks.ids[:shared], blocks.index[:shared]
+                first = self.first_seen(node, g, hit)
+                self.check_rows(node, g, ids, index, claim.request, first, hit, "a prefix hit")
 
-    def _offer(self) -> None:
-        node = self._any()
-        if node.stopped:
-            return
-        node.agent.settle()
-        held = self._fill(node, self.random.choice((1, 2, 3, 5)))
-        if held is None:
-            return
-        ticket = node.agent.offer_blocks(
-            {0: Blocks.first(held.ids)},
-            BLOCK_TOKENS * len(held.ids),
-            readers=self.random.choice((1, 1, 2)),
-        )
-        ticket = Ticket.parse(str(ticket))
-        self.offers.append(Offer(ticket, node, node.model, held.request, len(held.ids)))
-        if self.random.random() < (
-            0.95 if self.churns else 0.6
-        ):  # the request ends here; the lease keeps its rows
-            self._release(node, held)
+    def first_seen(self, node: Node, group: int, num_tokens: int) -> int:
+        """The first token that the token behind so many certainly sees."""
+        return max(0, num_tokens - WINDOW + 1) if node.shape.hybrid and group else 0
 
-    def _release(self, node: Node, held: Held) -> None:
+    def check_rows(
+        self,
+        node: Node,
+        group: int,
+        ids: Ints,
+        index: Ints,
+        request: Request,
+        first: int,
+        end: int,
+        what: str,
+    ) -> None:
+        """Tokens `[first, end)` of a request are in these rows."""
+        wrong = node.differs(group, ids, index, request, first, end)
+        if wrong:
+            raise Broken(
+                f"{node.name}: group {group}, rows {ids.tolist()}, {what}: tokens {wrong} of "
+                f"[{first}, {end}) are not those of {request}"
+            )
+
+    def check_held(self, node: Node, held: Held, what: str) -> None:
+        for g, blocks in held.claim.blocks.items():
+            first, end = held.first[g], len(held.request.tokens)
+            self.check_rows(node, g, blocks.ids, blocks.index, held.request, first, end, what)
+
+    def release(self, node: Node, held: Held) -> None:
+        """The request ends; what is known of it may be found again."""
         node.held.remove(held)
-        node.pool.release(0, held.ids)
+        step = node.shape.block_tokens
+        whole = all(
+            first < step * (1 + int(held.claim.blocks[g].index[0]))
+            for g, first in held.first.items()
+        )
+        node.rows.release(held.claim, len(held.request.tokens) if whole else held.claim.hit_tokens)
+
+    def _compute(self) -> None:
+        node = self.any_node()
+        if node is not None:
+            self.fill(node, self.new_request(node.model))
 
     def _let_go(self) -> None:
-        node = self._any()
-        if node.held and not node.stopped:
+        node = self.any_node()
+        if node is not None and node.held:
             node.agent.settle()
-            self._release(node, self.random.choice(node.held))
-
-    def _pull(self) -> None:
-        node = self._any()
-        if not self.offers or node.stopped:
-            return
-        offer = self.random.choice(self.offers[-4:])
-        if offer.node.name == node.name or node.pool.num_free(0) < offer.num_blocks:
-            return
-        node.agent.settle()
-        ids = node.pool.hold(0, offer.num_blocks)
-        until = self.world.clock.now + self._options.transfer_seconds
-        pull = Pull(None, ids, offer.request, offer.model, until)
-        transfer = node.agent.pull(offer.ticket, into={0: Blocks.first(ids)})
-        pull.transfer = transfer
-        node.pulls.append(pull)
-
-    def _withdraw(self) -> None:
-        offers = [o for o in self.offers if self.world.nodes.get(o.node.name) is o.node]
-        if offers:
-            offer = self.random.choice(offers)
-            offer.node.agent.withdraw(offer.ticket)
-
-    def _abort(self) -> None:
-        node = self._any()
-        if node.pulls:
-            self.random.choice(node.pulls).transfer.abort()
+            self.release(node, self.random.choice(node.held))
 
     # ── what happens to processes ─────────────────────────────────────────────────
 
     def _stop_or_go_on(self) -> None:
-        node = self._any()
+        node = self.random.choice(list(self.world.nodes.values()))
         node.stopped = not node.stopped
         self.world.count("stopped")
 
     def _go_deaf_or_listen(self) -> None:
         """What is said to a process is late, while its engine works as ever."""
-        node = self._any()
+        node = self.random.choice(list(self.world.nodes.values()))
         self.world.network.deaf ^= {node.channel.address}
         self.world.count("deaf")
 
-    def _outlive_a_lease(self) -> None:
-        """A lease runs out while somebody reads under it who does not hear of that, and its
-        rows are soon others'."""
-        node = self._any()
-        readers = [each for each in self.world.nodes.values() if self._reads(each)]
-        if node.stopped or not readers:
-            return
-        self.world.network.deaf |= {reader.channel.address for reader in readers}
-        self.world.network.deaf.discard(node.channel.address)
-        self.world.clock.now += self._options.lease_seconds
-        for _ in range(2):
-            self._turn(node)
-        for held in tuple(node.held):
-            self._release(node, held)
-        while self._fill(node, 3) is not None:
-            pass
-        self.world.count("outlived leases")
-
-    def _reads(self, node: Node) -> bool:
-        """Whether a producer has said that it keeps what this one is reading."""
-        sources = [s for peer in node.agent.peers.all.values() for s in peer.readers.values()]
-        return any(s.lease and s.mailbox.has(Begun) for s in sources)
-
     def _kill(self) -> None:
-        node = self._any()
-        self.world.kill(node.name)
+        self.kill(self.random.choice(list(self.world.nodes.values())))
         self.world.count("killed")
-        self.world.started(node.name, node.model, self._options)
+
+    def kill(self, node: Node) -> None:
+        """A process ends in the middle of everything, and is started again."""
+        self.world.kill(node.name)
+        self.start(self.processes[node.name])
 
     def _cut_or_heal(self) -> None:
         names = self.random.sample(sorted(self.world.nodes), 2)
         self.world.cut ^= {frozenset(names)}
         self.world.count("cut")
 
-    # ── what must be true ─────────────────────────────────────────────────────────
-
-    def _judge(self, node: Node) -> None:
-        """See which pulls have ended, and which have come to rest."""
-        for pull in tuple(node.pulls):
-            transfer = pull.transfer
-            if transfer.done and not pull.is_judged:
-                pull.is_judged = True
-                if transfer.error is None:
-                    self._accepted(node, pull)
-                    continue
-                self.report.outcomes[transfer.error.kind] += 1
-                node.agent.settle()
-                node.pool.release(0, pull.ids)
-            if pull.is_judged and transfer.quiet:
-                pull.is_quiet = True
-                node.shadow[pull.ids] = node.memory[pull.ids]
-                node.pulls.remove(pull)
-
-    def _accepted(self, node: Node, pull: Pull) -> None:
-        self.report.outcomes["accepted"] += 1
-        pull.is_quiet = True
-        node.pulls.remove(pull)
-        if pull.model != node.model:
-            raise Broken(f"{node.name} of {node.model} has accepted rows of {pull.model}")
-        held = Held(pull.ids, pull.model, pull.request)
-        self._check_held(node, held, "accepted")
-        node.shadow[pull.ids] = node.memory[pull.ids]
-        node.held.append(held)
-
-    def _check_held(self, node: Node, held: Held, what: str) -> None:
-        nbytes = node.memory.shape[1]
-        for block, row in enumerate(held.ids.tolist()):
-            if node.memory[row].tobytes() != truth(held.model, held.request, block, nbytes):
-                raise Broken(f"{node.name}: row {row}, {what}, is not block {block} of request "
-                             f"{held.request}")  # fmt: skip
-
-    def _check_memory(self, node: Node) -> None:
-        """Rows that nobody may write to are what they were."""
-        if np.array_equal(node.memory, node.shadow):
-            return
-        changed = set(np.flatnonzero((node.memory != node.shadow).any(axis=1)).tolist())
-        for held in node.held:
-            if changed & {int(i) for i in held.ids}:
-                self._check_held(node, held, "held")
-        strange = changed - node.open_rows
-        if strange:
-            raise Broken(f"{node.name}: rows {sorted(strange)} have changed, and nobody may "
-                         f"write to them")  # fmt: skip
+    def _cut_the_power(self) -> None:
+        """All processes end at once, and their disk has what was synced."""
+        indexes = self.world.machine.snapshot()
+        names = list(self.world.nodes)
+        for name in names:
+            self.world.kill(name)
+        self.world.machine.cut(indexes)
+        for name in names:
+            self.start(self.processes[name])
+        self.tiers.check_disks()
 
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def _come_to_rest(self) -> None:
         """No more faults, everybody gets turns, until nothing is under way."""
         world = self.world
-        self.faults = Faults(0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0)
-        world.flips = 0.0
-        world.copy_faults, world.late_share, world.slowness = 0.0, 1.0, 0.0
+        self._apply(CALM)
+        world.slowness = 0.0
         world.cut.clear()
         world.network.deaf.clear()
         for node in world.nodes.values():
             node.stopped = False
-        seconds = DRAIN_SECONDS + SILENT_BEATS * self._options.heartbeat_seconds
-        for _ in range(int(seconds / TICK)):
+        seconds = DRAIN_SECONDS + SILENT_BEATS * self.options.heartbeat_seconds
+        until = world.clock.now + seconds
+        tick = LEAST_TICK
+        while world.clock.now < until:
             self.step += 1
-            self._round()
-            if self._is_at_rest():
+            self._round(tick)
+            tick = min(1.5 * tick, MOST_TICK)
+            if self.transfers.are_at_rest() and self.tiers.are_at_rest():
                 return
-        late = [(n.name, p.request, p.transfer.done) for n in world.nodes.values() for p in n.pulls]
-        raise Broken(f"not at rest {seconds:.0f} s later: pulls {late}, leases "
-                     f"{[len(n.agent.server.leases) for n in world.nodes.values()]}")  # fmt: skip
+        raise Broken(f"not at rest {seconds:.0f} s later: {self.transfers.unfinished()}")
 
-    def _round(self) -> None:
+    def _round(self, tick: float) -> None:
         world = self.world
-        for _ in range(3):
+        for _ in range(2):
             packets, world.network.packets = world.network.packets, []
             for packet in packets:
                 world.network.deliver(packet)
-            for node in world.nodes.values():
-                self._turn(node)
+            for node in tuple(world.nodes.values()):
+                if node.has_work(world.clock.now):
+                    self.turn(node)
+                self.tiers.turn(node)
             world.clock.now += 0.002
-        world.clock.now += TICK
-        slack = 4 * TICK
-        for node in world.nodes.values():
-            for pull in node.pulls:
-                if not pull.transfer.done and world.clock.now > pull.until + slack:
-                    self._note_late(node, pull)
-
-    def _note_late(self, node: Node, pull: Pull) -> None:
-        raise Broken(f"{node.name}: the pull of request {pull.request} has not ended "
-                     f"{self.world.clock.now - pull.until:.2f} s after its deadline")  # fmt: skip
-
-    def _is_at_rest(self) -> bool:
-        return all(
-            not node.pulls and not len(node.agent.server.leases) and not node.agent.server.servings
-            and not self._posts_under_way(node)
-            for node in self.world.nodes.values()
-        )  # fmt: skip
-
-    def _posts_under_way(self, node: Node) -> int:
-        """Posts that may still end. One that has failed never says so; a few of them may wait
-        for the next engine, if no row does."""
-        return sum(flight._error is None for flight in node.agent.endpoint.flights)
+        world.clock.now += tick
+        self.transfers.check_deadlines(slack=2 * MOST_TICK)
 
     def _check_nothing_is_left(self) -> None:
         for node in self.world.nodes.values():
             node.agent.settle()
             for held in tuple(node.held):
-                self._check_held(node, held, "held")
-                self._release(node, held)
-            endpoint = node.agent.endpoint
-            left = {
-                "rows held": node.pool.num_held(0),
-                "rows in quarantine": node.pool.num_quarantined(0),
-                "leases": len(node.agent.server.leases),
-                "posts": self._posts_under_way(node),
-                "counters": max(0, endpoint.num_counters_in_use - len(endpoint.flights)),
-                "pulls": len(node.agent.pulls),
-                "quarantine": node.agent.quarantine.rows,
-            }
+                self.check_held(node, held, "held")
+                self.release(node, held)
+            left = {**node.rows.left(), **self.transfers.left(node), **self.tiers.left(node)}
             if any(left.values()):
                 raise Broken(f"{node.name}: left over: { {k: v for k, v in left.items() if v} }")
-            node.agent.loop.close()
+            node.rows.check()
 
 
-def run(seed: int, steps: int = 250) -> Report:
-    """Run one schedule."""
-    return Schedule(seed).run(steps)
+def run(seed: int, folder: str = "") -> Report:
+    """Run one schedule; the library must be `prepared`."""
+    return Schedule(seed, folder).run()

@@ -1,6 +1,7 @@
-"""The protocol under many schedules: one thread, one seed, everything that can go wrong.
+"""Transfers and tiers under many schedules: one thread, one seed, everything that can go wrong.
 
-`scripts/schedules --seeds N --first-seed S` runs more of them.
+`scripts/schedules --seeds N --first-seed S` runs more of them, `scripts/schedules --table` shows
+which seed finds which planted bug.
 """
 
 import logging
@@ -9,8 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from schedules.planted import BUGS, found
-from schedules.schedule import Schedule, run
+from schedules.library import prepared
+from schedules.main import folder
+from schedules.planted import BUGS, first_found
+from schedules.schedule import Broken, Schedule, run
 
 SEEDS = 2000
 LOT = 250
@@ -27,23 +30,47 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("first", range(0, SEEDS, LOT))
 def test_nothing_is_ever_silently_wrong(first):
     outcomes: Counter[str] = Counter()
-    for seed in range(first, first + LOT):
-        outcomes += run(seed).outcomes
-    assert outcomes["accepted"] > LOT // 4, outcomes
-    assert len(outcomes) > 4, outcomes
+    with prepared():
+        for seed in range(first, first + LOT):
+            outcomes += run(seed, folder()).outcomes
+    assert outcomes["accepted"] > LOT // 2, outcomes
+    assert outcomes["loaded"] > LOT // 50, outcomes
+    assert len(outcomes) > 8, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
-    assert found(name, range(SEEDS))
+    assert first_found(name, range(SEEDS), folder())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quiet_at_disconnect", "written_is_believed_before_it_is_true", "new_names_are_not_synced"],
+)
+def test_a_planted_bug_is_found_soon_and_each_time_by_the_same_seed(name):
+    found = first_found(name, range(SEEDS), folder())
+    assert found is not None
+    seed, says = found
+    assert first_found(name, range(seed, seed + 1), folder()) == (seed, says)
 
 
 def told(seed: int) -> tuple[object, ...]:
-    schedule = Schedule(seed)
+    schedule = Schedule(seed, folder())
     report = schedule.run()
     return report.trace, report.outcomes, report.injected, schedule.random.getstate()
 
 
 def test_a_seed_replays_to_the_last_number_drawn():
-    for seed in range(20):
-        assert told(seed) == told(seed)
+    with prepared():
+        for seed in range(20):
+            assert told(seed) == told(seed)
+
+
+def test_what_is_not_true_names_the_seed_and_the_step():
+    with prepared():
+        schedule = Schedule(3, folder())
+        node = next(iter(schedule.world.nodes.values()))
+        node.memory[-1] ^= 1
+        with pytest.raises(Broken, match=r"seed 3, step \d+: a: bytes \[\d+\] have changed"):
+            schedule.run()

@@ -244,12 +244,11 @@ def test_a_disk_that_forgets_synced_data_is_found_out(tmp_path):
 
 
 def _by_file(files, path):
-    """Unsynced writes of the single data file that there is, newest first."""
+    """Unsynced writes of the first data file, newest first."""
     (segment, *_rest) = sorted(path.glob("segment-*.kv"))
-    assert files._unsynced
-    fds = {write.fd for write in files._unsynced}
-    first = min(fds)
-    return {segment: [(w.offset, w.before) for w in reversed(files._unsynced) if w.fd == first]}
+    writes = [w for w in files.unsynced._writes if w.path == segment]
+    assert writes
+    return {segment: [(w.offset, w.before) for w in reversed(writes)]}
 
 
 # ── flipped bytes ─────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ import pytest
 
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
+from kvstow.transfer.channel.messages import AnyMessage, Stop, Stopped
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
@@ -97,3 +98,41 @@ def test_a_ticket_is_not_kept_for_ever_where_nobody_answers(nodes):
     wait_for(lambda: all(task.name != "keep" for task in consumer.agent.loop.tasks))
     peer = consumer.agent.peers.at(ticket.address, ticket.key)
     assert ticket.lease not in peer.kept
+
+
+class Heard:
+    """A reader that only listens."""
+
+    lease = 0
+
+    def __init__(self) -> None:
+        self.messages: list[AnyMessage | TransferError] = []
+
+    def hear(self, message: AnyMessage) -> None:
+        self.messages.append(message)
+
+    def lose(self, error: TransferError) -> None:
+        self.messages.append(error)
+
+
+def test_what_is_sent_before_the_agent_knows_us_does_not_make_us_a_stranger():
+    fabric = Fabric()
+    here, there = (Node(encode(LAYOUT), fabric, name, is_started=False) for name in ("h", "t"))
+    peer = here.agent.peers.at(there.address, "")
+    reader = peer.readers[7] = Heard()
+
+    def turn() -> bool:
+        for node in (here, there):
+            node.agent.loop.step(0.001)
+        return peer.state == "ready"
+
+    peer.greet()
+    here.agent.loop.step()
+    assert peer.state == "greeting"
+    peer.send(Stop(7))
+    wait_for(turn)
+    peer.send(Stop(7))
+    wait_for(lambda: turn() and len(reader.messages) > 0)
+    assert reader.messages == [Stopped(7)]
+    for node in (here, there):
+        node.close()

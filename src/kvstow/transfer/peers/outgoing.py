@@ -220,8 +220,9 @@ class Outgoing:
     # ── messages ──────────────────────────────────────────────────────────────────
 
     def send(self, message: AnyMessage) -> None:
-        """Send, if there is a line: what is sent into nothing is not missed."""
-        if self.line is not None:
+        """Send, if we have met: what is sent into nothing is not missed. Before the agent knows
+        us, anything but a hello would make it call us a stranger."""
+        if self.line is not None and (self.state != "greeting" or isinstance(message, Hello)):
             self._channel.send(self.line, message)
 
     def hear(self, message: AnyMessage) -> None:

@@ -1,0 +1,100 @@
+"""Who hands out rows in a node: kvstow's own ledger, or an engine that keeps its own ids."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.errors import OutOfBlocks
+from kvstow.plan.layout import Layout
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.generations import Generations
+from schedules.truth import Ints, Request
+
+
+@dataclass(eq=False)
+class Claim:
+    """Rows of one request: all of them, and those whose content is not there yet."""
+
+    request: Request
+    blocks: dict[int, Blocks]
+    new: dict[int, Blocks]
+    hit_tokens: int
+    handle: Any
+
+
+class LedgerRows:
+    """Requests on a ledger: what was computed stays cached when its request ends."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.owner = self.pool = Pool(layout)
+        self.ledger = Ledger(self.pool)
+        self._steps = [rows.group.block_tokens for rows in layout.groups]
+
+    def claim(self, request: Request) -> Claim:
+        """Rows for a request; OutOfBlocks if there are too few."""
+        admitted = self.ledger.admit(request.prompt)
+        blocks = self.ledger.blocks(admitted.request)
+        new = {
+            g: Blocks(b.ids[at:], b.index[at:])
+            for g, b in blocks.items()
+            for at in [int(np.searchsorted(b.index, admitted.hit_tokens // self._steps[g]))]
+        }
+        return Claim(request, blocks, new, admitted.hit_tokens, admitted.request)
+
+    def release(self, claim: Claim, computed_tokens: int) -> None:
+        """The request ends; so many of its tokens may be found again."""
+        self.ledger.release(claim.handle, computed_tokens=computed_tokens)
+
+    def left(self) -> dict[str, int]:
+        """What must be nothing when every request has ended."""
+        groups = range(len(self.ledger.groups))
+        return {
+            "rows held": sum(self.pool.num_held(g) for g in groups),
+            "rows in quarantine": sum(self.pool.num_quarantined(g) for g in groups),
+        }
+
+    def check(self) -> None:
+        self.ledger.check()
+
+
+class EngineRows:
+    """An engine with ids of its own: it uses a row again when no agent keeps it any more."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.owner = Generations(layout)
+        groups = range(len(layout.groups))
+        self._steps = [rows.group.block_tokens for rows in layout.groups]
+        self._least = [rows.rows_per_slab for rows in layout.groups]
+        self._used: list[set[int]] = [set() for _ in groups]
+        self._counts = [layout.num_blocks(g) for g in groups]
+
+    def claim(self, request: Request) -> Claim:
+        needs = [-(-len(request.tokens) // step) for step in self._steps]
+        ids = {g: self._free(g)[:count] for g, count in enumerate(needs)}
+        for g, count in enumerate(needs):
+            if len(ids[g]) < count:
+                raise OutOfBlocks("no rows", needed=count, free=len(ids[g]))
+            self._used[g].update(ids[g].tolist())
+        blocks = {g: Blocks.first(found) for g, found in ids.items()}
+        return Claim(request, blocks, blocks, 0, None)
+
+    def _free(self, group: int) -> Ints:
+        every = np.arange(self._least[group], self._counts[group])
+        idle = self.owner.holds(group, every) == 0
+        return np.array([i for i in every[idle].tolist() if i not in self._used[group]], np.int64)
+
+    def release(self, claim: Claim, computed_tokens: int) -> None:
+        for g, blocks in claim.blocks.items():
+            self._used[g].difference_update(blocks.ids.tolist())
+            nobodys = self.owner.holds(g, blocks.ids) == 0  # the agent retires what it keeps
+            self.owner.retire(g, blocks.ids[nobodys])
+
+    def left(self) -> dict[str, int]:
+        kept = sum(int(self.owner.holds(g, np.arange(n)).sum()) for g, n in enumerate(self._counts))
+        return {"rows held": sum(map(len, self._used)), "rows kept": kept}
+
+    def check(self) -> None:
+        """Nothing to check: a set cannot contradict itself."""

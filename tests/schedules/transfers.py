@@ -1,0 +1,254 @@
+"""Offers and pulls of a schedule, and what must be true of them."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvstow.errors import OutOfBlocks, TransferError
+from kvstow.transfer.channel.messages import Begun
+from kvstow.transfer.move.staged import SLOTS
+from kvstow.transfer.ticket import Ticket
+from schedules.rows import EngineRows
+from schedules.truth import Request
+from schedules.world import Held, Node, Pull
+
+if TYPE_CHECKING:
+    from schedules.schedule import Schedule
+
+
+@dataclass(eq=False)
+class Offer:
+    """Tickets of all ranks of a deployment for one request."""
+
+    tickets: tuple[Ticket, ...]
+    nodes: tuple[Node, ...]
+    request: Request
+    readers: int
+
+
+class Transfers:
+    """What nodes give to each other."""
+
+    def __init__(self, schedule: "Schedule") -> None:
+        self.schedule = schedule
+        self.offers: list[Offer] = []
+
+    @property
+    def world(self) -> Any:
+        return self.schedule.world
+
+    # ── acts ──────────────────────────────────────────────────────────────────────
+
+    def offer(self) -> None:
+        """A request is computed on all ranks of a deployment, and offered."""
+        schedule, dice = self.schedule, self.schedule.random
+        nodes = [self.world.nodes[name] for name in dice.choice(schedule.deployments)]
+        if any(node.stopped or node.model != nodes[0].model for node in nodes):
+            return
+        request = schedule.new_request(nodes[0].model)
+        held = [schedule.fill(node, request) for node in nodes]
+        readers = dice.choice((1, 1, 2)) * (2 if len(nodes) == 1 and self._has_ranks() else 1)
+        if all(held):
+            pairs = [(n, h) for n, h in zip(nodes, held, strict=True) if h is not None]
+            tickets = tuple(self._ticket(node, one, readers) for node, one in pairs)
+            self.offers.append(Offer(tickets, tuple(nodes), request, readers))
+        ends = dice.random() < (0.95 if schedule.churns else 0.6) or not all(held)
+        for node, one in zip(nodes, held, strict=True):
+            if ends and one is not None:  # the request ends here; the lease keeps its rows
+                schedule.release(node, one)
+
+    def _has_ranks(self) -> bool:
+        return any(len(names) > 1 for names in self.schedule.deployments)
+
+    def _ticket(self, node: Node, held: Held, readers: int) -> Ticket:
+        tokens = len(held.request.tokens)
+        ticket = node.agent.offer_blocks(held.claim.blocks, tokens, readers=readers)
+        return Ticket.parse(str(ticket))
+
+    def pull(self) -> None:
+        """A node pulls what another deployment has offered, all of it or its beginning."""
+        schedule, dice = self.schedule, self.schedule.random
+        node = schedule.any_node()
+        offers = [
+            o for o in self.offers[-4:] if node and node.name not in {n.name for n in o.nodes}
+        ]
+        fresh = [offer for offer in offers if offer.readers > 0]
+        if node is None or not offers:
+            return
+        offer = fresh[-1] if fresh and dice.random() < 0.93 else dice.choice(offers)
+        offer.readers -= 1
+        length = len(offer.request.tokens)
+        tokens = length if dice.random() < 0.8 else dice.randint(1, length)
+        pull = self._begun(node, offer, tokens)
+        if pull is not None:
+            node.pulls.append(pull)
+
+    def _begun(self, node: Node, offer: Offer, tokens: int) -> Pull | None:
+        schedule = self.schedule
+        request = offer.request.cut(tokens)
+        node.agent.settle()
+        try:
+            claim = node.rows.claim(request)
+        except OutOfBlocks:
+            self.world.count("out of rows")
+            return None
+        schedule.check_claim(node, claim)
+        pull = Pull(None, claim, request, self.world.clock.now + schedule.options.transfer_seconds)
+        node.pulls.append(pull)  # its rows may change from now on
+        tickets = offer.tickets
+        if schedule.random.random() < 0.05 * schedule.roughness:
+            tickets, pull.must_fail = self._forged(tickets), "the ticket was forged"
+        try:
+            pull.transfer = node.agent.pull(
+                tickets, into=claim.new, start_token=claim.hit_tokens, num_tokens=tokens
+            )
+        except TransferError as error:
+            schedule.count(f"{error.kind}, at once")
+            node.rows.release(claim, claim.hit_tokens)
+        node.pulls.remove(pull)
+        return pull if pull.transfer is not None else None
+
+    def _forged(self, tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
+        """The same tickets, for another layout or of another computation."""
+        self.world.count("forged tickets")
+        first = tickets[0]
+        if self.schedule.random.random() < 0.5:
+            return replace(first, fingerprint=first.fingerprint[::-1]), *tickets[1:]
+        return replace(first, identity=first.identity[::-1]), *tickets[1:]
+
+    def take_back(self) -> None:
+        """An engine takes rows back that are pulled into; it waits before it uses them again."""
+        nodes = [n for n in self.world.nodes.values() if isinstance(n.rows, EngineRows)]
+        pulls = [(n, p) for n in nodes if not n.stopped for p in n.pulls if not p.transfer.done]
+        if pulls:
+            node, pull = self.schedule.random.choice(pulls)
+            for g, new in pull.claim.new.items():
+                node.rows.owner.retire(g, new.ids)
+            pull.must_fail = "its rows were taken back"
+            self.world.count("rows taken back")
+
+    def withdraw(self) -> None:
+        offers = [o for o in self.offers if all(self._lives(node) for node in o.nodes)]
+        if offers:
+            offer = self.schedule.random.choice(offers)
+            for node, ticket in zip(offer.nodes, offer.tickets, strict=True):
+                node.agent.withdraw(ticket)
+
+    def _lives(self, node: Node) -> bool:
+        return self.world.nodes.get(node.name) is node
+
+    def abort(self) -> None:
+        node = self.schedule.any_node()
+        if node is not None and node.pulls:
+            self.schedule.random.choice(node.pulls).transfer.abort()
+
+    def outlive_a_lease(self) -> None:
+        """A lease runs out while somebody reads under it who does not hear of that, and its
+        rows are soon others'."""
+        schedule, network = self.schedule, self.world.network
+        node = schedule.any_node()
+        readers = [each for each in self.world.nodes.values() if self._reads(each)]
+        if node is None or not readers:
+            return
+        network.deaf |= {reader.channel.address for reader in readers}
+        network.deaf.discard(node.channel.address)
+        self.world.clock.now += schedule.options.lease_seconds
+        for _ in range(2):
+            schedule.turn(node)
+        for held in tuple(node.held):
+            schedule.release(node, held)
+        while schedule.fill(node, schedule.new_request(node.model)) is not None:
+            pass
+        self.world.count("outlived leases")
+
+    def _reads(self, node: Node) -> bool:
+        """Whether a producer has said that it keeps what this one is reading."""
+        sources = [s for peer in node.agent.peers.all.values() for s in peer.readers.values()]
+        return any(s.lease and s.mailbox.has(Begun) for s in sources)
+
+    # ── what must be true ─────────────────────────────────────────────────────────
+
+    def judge(self, node: Node) -> None:
+        """See which pulls have ended, and which have come to rest."""
+        for pull in tuple(node.pulls):
+            transfer = pull.transfer
+            if transfer.done and not pull.is_judged:
+                pull.is_judged = True
+                if transfer.error is None:
+                    self._accepted(node, pull)
+                    continue
+                self.schedule.count(transfer.error.kind)
+                self.schedule.note(f"{node.name} {transfer.error.kind}")
+                node.agent.settle()
+                node.rows.release(pull.claim, pull.claim.hit_tokens)
+            if pull.is_judged and transfer.quiet:
+                pull.is_quiet = True
+                self._closed(node, pull)
+
+    def _closed(self, node: Node, pull: Pull) -> None:
+        """Nobody may write to its rows from now on."""
+        node.pulls.remove(pull)
+        for g, new in pull.claim.new.items():
+            rows = node.places.rows[g][new.ids]
+            node.shadow[rows] = node.memory[rows]
+
+    def _accepted(self, node: Node, pull: Pull) -> None:
+        schedule = self.schedule
+        schedule.count("accepted")
+        schedule.note(f"{node.name} accepted")
+        pull.is_quiet = True
+        self._closed(node, pull)
+        if pull.must_fail:
+            schedule.broken(f"{node.name} has accepted {pull.source}: {pull.must_fail}")
+        if pull.source.model != node.model:
+            schedule.broken(f"{node.name} of {node.model} has accepted rows of {pull.source.model}")
+        end, claim = len(pull.source.tokens), pull.claim
+        first: dict[int, int] = {}
+        for g, new in claim.new.items():
+            first[g] = schedule.first_seen(node, g, end)
+            start = max(first[g], claim.hit_tokens)
+            schedule.check_rows(node, g, new.ids, new.index, pull.source, start, end, "accepted")
+        node.held.append(Held(claim, pull.source, first))
+
+    def check_deadlines(self, *, slack: float) -> None:
+        now = self.world.clock.now
+        for node in self.world.nodes.values():
+            for pull in node.pulls:
+                if not pull.transfer.done and now > pull.until + slack:
+                    self.schedule.broken(
+                        f"{node.name}: the pull of {pull.source} has not ended "
+                        f"{now - pull.until:.2f} s after its deadline"
+                    )
+
+    # ── the end ───────────────────────────────────────────────────────────────────
+
+    def are_at_rest(self) -> bool:
+        return not any(self._is_busy(node) for node in self.world.nodes.values())
+
+    def _is_busy(self, node: Node) -> bool:
+        server = node.agent.server
+        moving = bool(node.pulls or len(server.leases) or server.servings)
+        return moving or self._posts_under_way(node) > 0
+
+    def unfinished(self) -> str:
+        nodes = self.world.nodes.values()
+        pulls = [(n.name, p.source, p.transfer.done) for n in nodes for p in n.pulls]
+        return f"pulls {pulls}, leases {[len(n.agent.server.leases) for n in nodes]}"
+
+    def _posts_under_way(self, node: Node) -> int:
+        """Posts that may still end. One that has failed never says so; a few of them may wait
+        for the next engine, if no row does."""
+        return sum(flight._error is None for flight in node.agent.endpoint.flights)
+
+    def left(self, node: Node) -> dict[str, int]:
+        """What must be nothing when every transfer has ended."""
+        endpoint = node.agent.endpoint
+        failed = len(endpoint.flights)
+        slots = SLOTS - endpoint.stage.num_free if endpoint.stage else 0
+        return {
+            "leases": len(node.agent.server.leases),
+            "posts": self._posts_under_way(node),
+            "counters": max(0, endpoint.num_counters_in_use - failed),
+            "pulls": len(node.agent.pulls),
+            "quarantine": node.agent.quarantine.rows,
+            "stage slots": max(0, slots - failed),
+        }
