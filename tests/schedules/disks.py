@@ -81,7 +81,7 @@ class Machine:
         """Nothing has lost rows that the index lists."""
         self.living: set[int] = set()
         self.known: dict[bytes, tuple[Request, int]] = {}
-        """What the row of a key must hold: a block of a request."""
+        """What a key names: a request, and how many tokens of it there are at the block's end."""
         self.policy: Any = world.random.choice(("lru", "lru", "s3fifo", "arc"))
         self.pauses = world.random.choice((0.0, 0.3, 0.8))
         self._folder = folder
@@ -308,17 +308,16 @@ class Storage:
         rows = [np.zeros(nbytes, np.uint8) for _ in keys]
         there = tier.load(group, keys, rows)
         wrong = [
-            f"{tier.name} tier: row {key.hex()[:12]} of group {group} is not block "
-            f"{self.machine.known[key][1]} of {self.machine.known[key][0]}"
+            f"{tier.name} tier: row {key.hex()[:12]} of group {group} is not what ends after "
+            f"{self.machine.known[key][1]} tokens of {self.machine.known[key][0]}"
             for key, row, found in zip(keys, rows, there.tolist(), strict=True)
             if found and not self._is_true(tier, group, key, row)
         ]
         return wrong, int(there.sum())
 
     def _is_true(self, tier: Tier, group: int, key: bytes, row: Any) -> bool:
-        request, block = self.machine.known[key]
-        step = self.shape.block_tokens
-        expected = truth(request, self.shape, group)[block * step : (block + 1) * step]
+        request, end = self.machine.known[key]
+        expected = truth(request, self.shape, group)[end - self.shape.block_tokens : end]
         return row[cells_in_row(tier.layout, group)].tobytes() == expected.tobytes()
 
     def host_keys(self, group: int) -> list[bytes]:

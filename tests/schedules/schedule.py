@@ -193,14 +193,14 @@ class Schedule:
 
     def _weighted_acts(self) -> list[tuple[float, Callable[[], None]]]:
         faults, churns, transfers, tiers = self.faults, self.churns, self.transfers, self.tiers
-        kept = 3.0 if self.stores else 0.0
+        kept, less = (5.0, 0.5) if self.stores else (0.0, 1.0)
         acts = [
-            (14, self._turn_somebody),
-            (5 if churns else 9, self._carry_a_packet),
-            (2.5, self._let_time_pass),
-            (1.5, transfers.offer),
-            (2.5, transfers.pull),
-            (2.0 if churns else 0.5, self._compute),
+            (14 * less, self._turn_somebody),
+            (less * (5 if churns else 9), self._carry_a_packet),
+            (2.5 * less, self._let_time_pass),
+            (1.5 * less, transfers.offer),
+            (2.5 * less, transfers.pull),
+            (2.0 if churns or self.stores else 0.5, self._compute),
             (3.0 if churns else 1.2, self._let_go),
             (0.3 * self.roughness, transfers.withdraw),
             (0.3 * self.roughness, transfers.abort),
@@ -212,9 +212,9 @@ class Schedule:
             (20 * faults.cut, self._cut_or_heal),
             (20 * faults.power, self._cut_the_power),
             (kept, tiers.save),
-            (kept, tiers.load),
-            (kept / 8, tiers.prefetch),
-            (kept / 8, tiers.evict),
+            (0.6 * kept, tiers.load),
+            (0.1 * kept, tiers.prefetch),
+            (0.1 * kept, tiers.evict),
             (3 * kept, tiers.turn_somebody),
         ]
         return [(weight, act) for weight, act in acts if weight]

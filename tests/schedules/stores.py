@@ -71,7 +71,7 @@ class Stores:
         keys = block_keys(held.request.identity, held.request.prompt, step)
         self._saved.append(held.request)
         for block, key in enumerate(keys):
-            known.setdefault(key, (held.request, block))
+            known.setdefault(key, (held.request, (block + 1) * step))
         for g, blocks in held.claim.blocks.items():
             whole = (blocks.index < len(keys)) & (blocks.index * step >= held.first[g])
             named = [keys[i] for i in blocks.index[whole].tolist()]
