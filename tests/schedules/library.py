@@ -15,10 +15,11 @@ from kvstow.offload.disk import opening
 from kvstow.plan import manifest
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
+from kvstow.route.compare import differences
 from kvstow.route.route import route
 from kvstow.route.sources import sources
-from kvstow.transfer import serve, source
-from kvstow.transfer.peers import endpoint, incoming, outgoing, probe
+from kvstow.transfer import source
+from kvstow.transfer.peers import endpoint, incoming, layouts, probe
 
 TELEMETRY = Telemetry()
 METRICS = TransferMetrics(TELEMETRY.registry)
@@ -115,9 +116,9 @@ def prepared() -> Generator[None]:
     encode, fingerprint = ByLayout(manifest.encode), ByLayout(manifest.fingerprint)
     joined, shared_out = ByLayout(route), ByLayout(sources)
     values = [
-        (serve, "decode", decode),
-        (outgoing, "decode", decode),
-        (outgoing, "fingerprint", fingerprint),
+        (layouts, "decode", decode),
+        (layouts, "fingerprint", fingerprint),
+        (layouts, "differences", ByLayout(differences)),
         (endpoint, "fingerprint", fingerprint),
         (endpoint, "encode", encode),
         (endpoint, "TransferMetrics", lambda registry: METRICS),

@@ -34,9 +34,9 @@ def start(bug: str, where: str) -> None:
     global FOLDER
     FOLDER = where
     logging.disable(logging.CRITICAL)
+    STACK.enter_context(prepared())
     if bug:
         STACK.enter_context(BUGS[bug]())
-    STACK.enter_context(prepared())
     gc.collect()
     gc.freeze()
     gc.disable()  # and collect now and then: the library is not to be looked through every time

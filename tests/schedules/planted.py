@@ -25,7 +25,7 @@ from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.loop import IDLE
-from kvstow.transfer.peers import outgoing
+from kvstow.transfer.peers import layouts
 from kvstow.transfer.transport import local
 from schedules import schedule
 from schedules.library import changed, prepared
@@ -152,7 +152,7 @@ def the_ticket_s_start_is_not_compared() -> Generator[None]:
 def identity_is_not_compared() -> Generator[None]:
     """Nor anywhere on the way: routes look at it once more."""
     with ExitStack() as stack:
-        for module in (outgoing, serve, routes, route_sources):
+        for module in (layouts, routes, route_sources):
             stack.enter_context(changed(module, "differences", lambda ours, theirs: ()))
         yield
 
@@ -316,7 +316,7 @@ def a_job_does_not_keep_its_blocks() -> Generator[None]:
 
 def first_found(name: str, seeds: range, folder: str = "") -> tuple[int, str] | None:
     """The first seed that finds a bug, and what it says; None if none does."""
-    with BUGS[name](), prepared():
+    with prepared(), BUGS[name]():
         for seed in seeds:
             try:
                 schedule.run(seed, folder)
