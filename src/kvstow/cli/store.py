@@ -1,4 +1,4 @@
-"""`kvstow store`: look into a store on disk, verify, convert and shrink it."""
+"""`kvstow store`: look into a store, verify, convert and shrink it."""
 
 import sys
 from datetime import datetime
@@ -7,28 +7,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstow.cli import options
+from kvstow.cli import options, remote_store
 from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, note, refuse, table
 from kvstow.errors import ManifestError
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
 
-store = typer.Typer(help="Stores of rows on disk.", no_args_is_help=True)
+store = typer.Typer(help="Stores of rows, on disk or remote.", no_args_is_help=True)
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The store's directory.", show_default=False)
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|URL",
+        help="The store's directory, or s3://…, redis://…",
+        show_default=False,
+    ),
 ]
 
 
 @store.command()
-def inspect(directory: Directory, json: options.Json = False) -> None:
+def inspect(place: Place, json: options.Json = False) -> None:
     """What a store holds, who has it open, what it has lost.
 
     Reads only: nothing is locked, healed or written.
     """
     from kvstow.offload.disk.inspect import survey
 
+    if "://" in place:
+        remote_store.inspect(place, json=json)
+        return
+    directory = Path(place)
     options.check_store(directory)
     found = survey(directory)
     if json:
@@ -38,7 +47,7 @@ def inspect(directory: Directory, json: options.Json = False) -> None:
 
 
 @store.command()
-def verify(directory: Directory, json: options.Json = False) -> None:
+def verify(place: Place, json: options.Json = False) -> None:
     """Read every row and compare it with its checksum; drop the damaged ones.
 
     Exit code 1 if there were any, or if opening the store had to drop some.
@@ -49,6 +58,10 @@ def verify(directory: Directory, json: options.Json = False) -> None:
     from kvstow.offload.disk.inspect import verify as verified
     from kvstow.offload.disk.tier import DiskTier
 
+    if "://" in place:
+        remote_store.verify(place, json=json)
+        return
+    directory = Path(place)
     options.check_store(directory)
     tier = DiskTier(directory)
     try:
@@ -161,22 +174,52 @@ def _remove(directory: Path, *, itself: bool) -> None:
 
 @store.command()
 def prune(
-    directory: Directory,
+    place: Place,
     to: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--to",
             parser=options.size,
             metavar="SIZE",
-            help="Disk space of the data files.",
+            help="Disk space of the data files, or bytes of all rows of a remote store.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    tenant_to: Annotated[
+        int | None,
+        typer.Option(
+            "--tenant-to",
+            parser=options.size,
+            metavar="SIZE",
+            help="Bytes of the rows of each tenant (remote).",
+            show_default=False,
+        ),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            "--older-than",
+            parser=remote_store.age,
+            metavar="AGE",
+            help="Drop rows that are older, such as 12h or 7d (remote).",
+            show_default=False,
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Drop rows, those used longest ago first, until SIZE is enough for the rest."""
+    """Drop rows, those used longest ago first, until SIZE is enough for the rest.
+
+    A remote store drops the oldest. It may be in use; writers with limits learn from this what it
+    holds, so let it run every few minutes.
+    """
     from kvstow.offload.disk.tier import DiskTier
 
+    if "://" in place:
+        remote_store.prune(place, to=to, tenant_to=tenant_to, older_than=older_than, json=json)
+        return
+    if to is None or tenant_to is not None or older_than is not None:
+        refuse("a store on disk is pruned --to SIZE, and by nothing else", code=MISUSED)
+    directory = Path(place)
     options.check_store(directory)
     tier = DiskTier(directory)
     try:

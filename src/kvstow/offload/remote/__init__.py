@@ -9,7 +9,10 @@ mooncake   the client for Mooncake Store (mooncake), likewise
 objects    the bytes of a row object: header, checksums per layer and head, row
 directory  who writes here: manifests, each published once
 reading    rows of other layouts: which ranges of which objects make a row of ours
+lookup     where rows are, asked for in batches and remembered
+fetch      objects fetched, verified and turned into rows, each once
 calls      time limits and the circuit breaker
 writes     rows on their way out: bounded, and dropped rather than waited for
-collect    what a store holds by tenant, limits, and the collector
+collect    limits, and the collector of old rows
+inspect    what a store holds, every row verified
 """

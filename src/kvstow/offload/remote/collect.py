@@ -14,6 +14,7 @@ they have written since, and write no more when that is too much.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ from kvstow.offload.remote.directory import ROWS
 from kvstow.offload.remote.url import RemoteOptions
 
 USAGE = "usage"
+_HEX = re.compile("(?:[0-9a-f]{2}){1,32}")
 MOST_USAGE_BYTES = 1 << 20
 YOUNG_SECONDS = 60.0
 DELETE = 1000
@@ -50,6 +52,7 @@ class RowFacts:
     identity: str
     layout: str
     group: int
+    key: bytes
     facts: BlobFacts
 
 
@@ -76,8 +79,9 @@ def rows_in(client: BlobClient) -> Iterator[RowFacts]:
     """Every row object of every tenant."""
     for facts in listed(client).list_blobs(f"{ROWS}/"):
         parts = facts.name.split("/")
-        if len(parts) == 6 and parts[4].isdigit():
-            yield RowFacts(parts[1], parts[2], parts[3], int(parts[4]), facts)
+        if len(parts) == 6 and parts[4].isdecimal() and _HEX.fullmatch(parts[5]):
+            key = bytes.fromhex(parts[5])
+            yield RowFacts(parts[1], parts[2], parts[3], int(parts[4]), key, facts)
 
 
 def collect(

@@ -24,7 +24,7 @@ from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import Bytes
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.manifest import MAX_BYTES, decode, encode
+from kvstow.plan.manifest import decode, encode
 
 log = logging.getLogger("kvstow.offload")
 
@@ -36,6 +36,7 @@ MOST_ENTRIES = 1024
 ROWS = "rows1"
 """Where objects of this version lie. Older and newer ones lie elsewhere."""
 
+MANIFEST_BYTES = 1 << 20
 _FINGERPRINT = 64
 
 
@@ -113,7 +114,7 @@ class Directory:
             fp for fp in dict.fromkeys(found) if fp not in self._known and fp not in self._refused
         ]
         names = [f"{self.base}/manifest/{fp}" for fp in fresh]
-        manifests = self._client.get(names, 1 << 20) if fresh else []
+        manifests = self._client.get(names, MANIFEST_BYTES) if fresh else []
         for fingerprint, data in zip(fresh, manifests, strict=True):
             if data is not None:
                 self._enter(fingerprint, data)
@@ -123,7 +124,7 @@ class Directory:
         manifest = data.tobytes()
         trouble = ""
         try:
-            layout = decode(manifest[: MAX_BYTES + 1])
+            layout = decode(manifest)
             if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
                 trouble = "its bytes are others than its fingerprint says"
             elif layout.identity is None or layout.identity.digest != self._identity.digest:

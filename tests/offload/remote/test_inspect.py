@@ -1,0 +1,116 @@
+"""`kvstow store inspect|verify|prune URL`, as their users run them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstow.cli import app
+from kvstow.offload.remote import collect as collecting
+from kvstow.offload.remote.client import Blob
+from kvstow.offload.remote.directory import WriterLayout
+from kvstow.offload.remote.url import opened
+from kvstow.offload.store import Store
+from offloading import IDENTITY
+from remote_stores import PROMPT, filled, layout_of
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def saved(url, layout):
+    arena, blocks = filled(layout)
+    with Store(remote=url) as store:
+        count = store.save(arena, blocks, PROMPT)
+        assert store.flush(20)
+    return count
+
+
+@pytest.fixture
+def rows(url):
+    """Two ranks' rows of one tenant."""
+    return sum(saved(url, layout_of(tp=(rank, 2))) for rank in range(2))
+
+
+def test_inspect_counts_rows_by_layout_and_tenant(url, rows):
+    saved(f"{url}&tenant=acme", layout_of())
+    found = json.loads(run("store", "inspect", url, "--json").stdout)
+    assert found["rows"] == sum(one["rows"] for one in found["layouts"])
+    assert set(found["tenants"]) == {"acme", "shared"}
+    mine = [one for one in found["layouts"] if one["tenant"] == "shared"]
+    assert sum(one["rows"] for one in mine) == rows
+    assert sorted(one["tp"] for one in mine) == [[0, 2], [1, 2]]
+    assert {one["identity"] for one in mine} == {IDENTITY.digest.hex()[:32]}
+    prints = {WriterLayout.of(layout_of(tp=(rank, 2))).fingerprint for rank in range(2)}
+    assert {one["fingerprint"] for one in mine} == prints
+    assert mine[0]["block_tokens"] == {"full": 4, "window8": 4, "state2": 4}
+    text = run("store", "inspect", url)
+    assert text.exit_code == 0
+    assert "0 of 2" in text.stdout
+    assert "secret" not in text.stdout
+
+
+def test_an_empty_store_is_inspected_and_verified(url):
+    assert json.loads(run("store", "inspect", url, "--json").stdout)["rows"] == 0
+    assert run("store", "inspect", url).exit_code == 0
+    assert run("store", "verify", url).exit_code == 0
+
+
+def test_verify_finds_a_flipped_bit_and_removes_the_row(url, rows):
+    done = run("store", "verify", url, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["rows"] == rows
+    client, _ = opened(url)
+    victim = next(collecting.rows_in(client)).facts.name
+    blob = client.get([victim], 1 << 20)[0].copy()
+    blob[-1] ^= 1
+    client.delete([victim])
+    client.put([Blob(victim, blob)])
+    done = run("store", "verify", url, "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["damaged"] == [{"name": victim, "reason": "damaged"}]
+    assert not client.exists([victim]).any()
+    assert run("store", "verify", url).exit_code == 0
+    client.close()
+
+
+def test_prune_removes_rows_and_leaves_the_count(url, rows, monkeypatch):
+    done = json.loads(run("store", "prune", url, "--to", "1MB", "--json").stdout)
+    assert done["rows"] == 0
+    monkeypatch.setattr(collecting, "YOUNG_SECONDS", -60.0)  # the server's clock may be ahead
+    done = json.loads(run("store", "prune", url, "--to", "4KiB", "--json").stdout)
+    assert 0 < done["rows"] < rows
+    assert done["bytes_after"] <= 4096 < done["bytes_before"]
+    assert done["tenants"] == {"shared": done["bytes_after"]}
+    done = json.loads(run("store", "prune", url, "--tenant-to", "1KiB", "--json").stdout)
+    assert done["bytes_after"] <= 1024
+    assert "rows dropped" in run("store", "prune", url, "--older-than", "7d").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "ftp://host/x"), "names no store"),
+        (("verify", "s3://b/p?what=1"), "no option 'what'"),
+        (("prune", "redis://h:1/0", "--older-than", "soon"), "no age"),
+        (
+            (
+                "prune",
+                ".",
+            ),
+            "--to SIZE",
+        ),
+        (("prune", ".", "--to", "1GiB", "--older-than", "7d"), "--to SIZE"),
+    ],
+)
+def test_what_cannot_be_understood_ends_with_2(arguments, message):
+    done = run("store", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_store_that_does_not_answer_ends_with_1():
+    done = run("store", "inspect", "redis://127.0.0.1:1/0")
+    assert done.exit_code == 1
+    assert "127.0.0.1:1" in done.stderr
