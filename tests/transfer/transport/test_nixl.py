@@ -11,6 +11,7 @@ import pytest
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
+from kvstow.transfer.transport import nixl
 from kvstow.transfer.transport.base import Kinds, Region
 from kvstow.transfer.transport.nixl import (
     NixlTransport,
@@ -54,6 +55,25 @@ def test_what_the_user_sets_and_other_addresses_are_left_to_ucx(monkeypatch):
     assert "engine_config" not in backend_options("tcp://10.0.0.1:5", 0)
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
     assert "engine_config" not in backend_options("tcp://127.0.0.1:*", 0)
+
+
+def test_libraries_for_rdma_are_loaded_where_there_are_devices(monkeypatch, tmp_path):
+    """With those of the system beside those of the wheel, a process crashes when it ends."""
+    monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path / "none")
+    assert nixl.ucx_defaults()["UCX_MODULES"] == "^ib"
+    (tmp_path / "none").mkdir()
+    assert nixl.ucx_defaults()["UCX_MODULES"] == "^ib"
+    (tmp_path / "none" / "mlx5_0").mkdir()
+    assert "UCX_MODULES" not in nixl.ucx_defaults()
+    monkeypatch.undo()
+    program = (
+        "from kvstow.transfer.transport.nixl import NixlTransport as T; T().close();"
+        "print('libibverbs' in open('/proc/self/maps').read())"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "UCX_MODULES"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    has_rdma = "UCX_MODULES" not in nixl.ucx_defaults()
+    assert has_rdma or (done.returncode, done.stdout) == (0, "False\n"), done
 
 
 def pair() -> tuple[NixlTransport, NixlTransport, np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ UCX_DEFAULTS = {
 }
 """Set before NIXL is imported unless the user has set them: 3 to 4 times the TCP rate, and no
 warnings on stdout, which is for data."""
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+WITHOUT_RDMA = {"UCX_MODULES": "^ib"}
+"""Set likewise where the machine has no RDMA device. UCX would load the libraries for them all the
+same; where the system has its own beside those of the NIXL wheel, the process then crashes in
+libnl when it ends, after all its work."""
 
 BINDINGS = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 INSTALL = "--no-deps nixl-cu13==1.5.1 nixl==1.5.1"
@@ -304,9 +311,15 @@ def backend_options(listen: str, num_threads: int) -> dict[str, str]:
     return options
 
 
+def ucx_defaults() -> dict[str, str]:
+    """What UCX is told on this machine, unless the user has told it otherwise."""
+    has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return UCX_DEFAULTS if has_rdma else UCX_DEFAULTS | WITHOUT_RDMA
+
+
 def _api() -> Any:
     """The NIXL bindings, imported with the environment they need."""
-    for name, value in UCX_DEFAULTS.items():
+    for name, value in ucx_defaults().items():
         os.environ.setdefault(name, value)
     for module in BINDINGS:
         try:
