@@ -228,11 +228,10 @@ def survivors(name: str, target: Target, count: int, seed: int, copied: Path) ->
             path.write_text(mutant.source, "utf-8")
             if passes(copied, target.tests, limit):
                 lived.append(f"{target.module}.py:{mutant.line}: {mutant.before} → {mutant.after}")
+                print(f"    {lived[-1]}", flush=True)
     finally:
         path.write_text(source, "utf-8")
     print(f"{name:10} {len(chosen)} of {len(every)} mutants, {len(lived)} survive", flush=True)
-    for line in lived:
-        print(f"    {line}", flush=True)
     return lived
 
 
