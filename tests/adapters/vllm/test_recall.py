@@ -294,6 +294,17 @@ def test_a_preempted_request_stores_what_it_had_no_room_for_before():
     assert rows(recall) == {0: [13, 14]}
 
 
+def test_blocks_that_were_cached_when_the_request_began_are_looked_at_when_it_ends():
+    """They were stored when they were computed; a tier may have lost them since."""
+    recall, _ = made(declared=ONE)
+    recall.arrived(asked("r", LONG))
+    assert recall.matched("r", 16) == 0
+    recall.computed("r", 25, BLOCKS)
+    assert rows(recall) == {0: [5, 6]}
+    recall.finished("r", 24, BLOCKS)
+    assert rows(recall) == {0: [1, 2, 3, 4]}
+
+
 def test_rows_that_found_no_room_before_their_request_ended_are_counted():
     recall, _ = made(declared=ONE, num_blocks=4)
     recall.arrived(asked("r", LONG))

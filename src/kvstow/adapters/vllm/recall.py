@@ -39,7 +39,7 @@ class RecalledRequest:
     request: EngineRequest
     keys: RequestKeys
     passed: list[int]
-    """Per group, how many blocks were looked at to be stored."""
+    """Per group, how many blocks were looked at to be stored, or were there when it began."""
     asked: bool = False
     answer: KeysPresent | None = None
     length: int = 0
@@ -130,13 +130,15 @@ class Recall:
             return 0
         if request.asked and request.answer is None:
             return None
+        request.passed = [num_computed // group.block_tokens for group in self._groups]
         limit = self._limit(request)
+        if limit <= num_computed:
+            return 0
         levels = self._levels(request, limit)
         near = self._longest(levels, limit, Level.HOST)
         far = self._longest(levels, limit, Level.BELOW) if request.answer else near
         request.length = far
         request.at_once = near == far and len(self._groups) == 1 and self._is_alone
-        request.passed = [0] * len(self._groups)
         return max(0, far - num_computed)
 
     @property
@@ -173,6 +175,7 @@ class Recall:
         """The engine has given blocks for `num_external` tokens: what to bring where."""
         request = self._requests[id]
         request.tried = True
+        request.passed = [request.length // group.block_tokens for group in self._groups]
         if request.at_once:
             self._unconfirmed.add(id)
             self.stores.doubt()
@@ -237,9 +240,13 @@ class Recall:
             if self.stores.is_full:
                 return
             request.passed[g] = k + 1
-            kept = self.known.has(g, keys[k]) or self.stores.contains(g, keys[k])
-            if ids[k] > 0 and not kept and self._returns(g, k):
+            if ids[k] > 0 and self._is_wanted(g, k, keys[k]):
                 self.stores.add(RowToStore(g, keys[k], ids[k]))
+
+    def _is_wanted(self, g: int, block: int, key: bytes) -> bool:
+        """Whether a row is neither kept nor on its way, and some return needs it."""
+        kept = self.known.has(g, key) or self.stores.contains(g, key)
+        return not kept and self._returns(g, block)
 
     def _returns(self, g: int, block: int) -> bool:
         """Whether a request that comes back needs this block of a group: at the next multiple
@@ -252,16 +259,22 @@ class Recall:
         return block in sinks or block in rest
 
     def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
-        """A request is over; the rest of its blocks is queued, as far as there is room."""
-        if num_tokens:
-            self.computed(id, num_tokens, ids)
+        """A request is over. What is not stored of its blocks is queued, as far as there is room:
+        of those, too, that were cached or loaded when it began, and that a tier may have lost."""
         self._running.discard(id)
-        request = self._requests.pop(id, None)
+        request = self._requests.get(id)
         if request is None or not num_tokens:
+            self._requests.pop(id, None)
             return
+        request.passed = [0] * len(self._groups)
+        self.computed(id, num_tokens, ids)
+        del self._requests[id]
         left = sum(
-            max(0, num_tokens // group.block_tokens - passed)
-            for group, passed in zip(self._groups, request.passed, strict=True)
+            self._is_wanted(g, k, keys[k])
+            for g, group in enumerate(self._groups)
+            for keys in [request.keys.of(group.block_tokens, num_tokens)]
+            for k in range(request.passed[g], min(len(keys), len(ids[g])))
+            if ids[g][k] > 0
         )
         if left:
             self.counts["not stored rows"] += left

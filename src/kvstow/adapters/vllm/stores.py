@@ -13,8 +13,9 @@ from typing import Protocol
 
 from kvstow.adapters.vllm.protocol import KeyedBlocks, StoreBlocks
 
-MAX_BYTES_UNDER_WAY = 1 << 30
-"""Bytes of one rank that the workers may be given before they have told of earlier ones."""
+MAX_BYTES_UNDER_WAY = 4 << 30
+"""Bytes of one rank that the workers may be given before they have told of earlier ones. They tell
+once per step, and a step of 8,192 tokens of a model of 8 B fills 1 GiB."""
 
 
 class BlockHolds(Protocol):
