@@ -55,6 +55,10 @@ class OffloadJob:
         return all(part.over for part in self.parts)
 
     @property
+    def num_damaged(self) -> int:
+        return sum(part.num_damaged for part in self.parts)
+
+    @property
     def num_moved(self) -> int:
         return sum(int(part.moved.sum()) for part in self.parts)
 
@@ -79,7 +83,10 @@ class LoadJob(OffloadJob):
         super(LoadJob, self).end()
         lost = sum(len(part.keys) for part in self.parts) - self.num_moved
         if self.error is None and lost:
-            self.error = StoreError(f"{lost} rows were gone when they were fetched")
+            damaged = self.num_damaged
+            self.error = StoreError(
+                f"{lost - damaged} rows were gone when they were fetched, {damaged} were damaged"
+            )
 
 
 AnyJob = TypeVar("AnyJob", bound=OffloadJob)
@@ -197,7 +204,7 @@ class WorkerTiers:
         self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._below: Tier | None = self._near or self._disk
-        self._mover = Mover(arena, self._host, self._below)
+        self._mover = Mover(arena, self._host, self._below, checked=True)
         self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:

@@ -224,6 +224,8 @@ class WorkerSide:
         for job in offload.loaded():
             assert job.order is not None
             self._loaded(job.order, job.error)
+            if job.num_damaged:
+                self._counts["damaged rows"] += job.num_damaged
 
     def _loaded(self, order: LoadBlocks, error: StoreError | None) -> None:
         if order.at_once:

@@ -1,6 +1,7 @@
 """Triton kernels, and the only package that imports triton.
 
 copy       many runs of bytes in one launch
+sums       a sum over each of many rows
 digest     the digest's sum over pages
 attention  paged attention that reads keys and values where they lie
 

@@ -240,6 +240,11 @@ class HostTier:
             Counts(hits=loaded, misses=asked - loaded, loaded_rows=loaded, loaded_bytes=nbytes)
         )
 
+    def discard(self, group: int, keys: Sequence[bytes]) -> None:
+        """Forget rows that are not what was stored, and count them as failures."""
+        self.evict(group, keys)
+        self._counter.add(Counts(failures=len(keys)))
+
     # ── giving up ─────────────────────────────────────────────────────────────────
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:

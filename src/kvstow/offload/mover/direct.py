@@ -1,7 +1,7 @@
 """Copies between an arena and the host tier that the caller submits, and asks about later.
 
     store    reserve rows → submit ······ poll: all bytes there → rows are kept
-    load     hold rows    → submit ······ poll: all bytes there → rows are let go
+    load     hold rows    → submit ······ poll: all bytes there → sums agree, rows are let go
 
 No queue and no thread stand between: on CUDA a submission takes about a microsecond per row, and
 the copies run on the stream of their direction. Between host arenas a copy is over when it was
@@ -17,21 +17,28 @@ import numpy as np
 from kvstow.errors import CopyError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import CopyHandle, copy
-from kvstow.offload.host.tier import HostTier, Reservation
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.checks import PendingSums, RowChecks, Sums
 from kvstow.offload.mover.jobs import JobKind, MoverJob
 from kvstow.offload.mover.streams import StreamOrder
 from kvstow.offload.rows import RowMapping
+from kvstow.offload.tier import chosen
 from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubmittedCopy:
-    """A copy under way; `finish` is told whether it has succeeded."""
+    """A copy under way; `finish` is told the sums of the rows when it has succeeded, None when
+    it has not."""
 
     job: MoverJob
     handle: CopyHandle
-    finish: Callable[[bool], None]
+    sums: PendingSums
+    finish: Callable[[Sums | None], None]
+
+    def over(self) -> bool:
+        return self.handle.poll() and self.sums.over()
 
 
 class DirectCopies:
@@ -45,11 +52,13 @@ class DirectCopies:
         host_group: Sequence[int],
         mappings: Sequence[RowMapping],
         order: StreamOrder,
+        checks: RowChecks,
         on_stored: Callable[[MoverJob, slice], None],
     ) -> None:
         self._arena, self._host = arena, host
         self._host_group, self._mappings = host_group, mappings
         self._order = order
+        self._checks = checks
         self._on_stored = on_stored
         self._submitted: list[SubmittedCopy] = []
 
@@ -70,20 +79,18 @@ class DirectCopies:
         sources = np.array([place[key] for key in reservation.keys], np.int64)
         moves = self._mappings[group].out(sources, reservation.ids)
 
-        def finish(ok: bool) -> None:
-            self._kept(job, reservation, ok=ok)
+        def finish(sums: Sums | None) -> None:
+            if sums is None:
+                self._host.abandon(reservation)
+                return
+            self._checks.note(there, reservation.keys, sums)
+            self._host.keep(reservation)
+            job.moved[:] = self._host.contains(there, job.keys)
+            self._on_stored(job, slice(0, len(job.keys)))
 
         self._order.record(job)
-        self._submit(job, self._arena, self._host.arena, moves, finish)
+        self._submit(job, moves, reservation.ids, finish)
         return job
-
-    def _kept(self, job: MoverJob, reservation: Reservation, *, ok: bool) -> None:
-        if not ok:
-            self._host.abandon(reservation)
-            return
-        self._host.keep(reservation)
-        job.moved[:] = self._host.contains(reservation.group, job.keys)
-        self._on_stored(job, slice(0, len(job.keys)))
 
     def load(
         self, group: int, keys: Sequence[bytes], ids: Ints, *, before_compute: bool = False
@@ -98,33 +105,46 @@ class DirectCopies:
         mask, rows = holding.enter_context(self._host.held(there, keys))
         moves = self._mappings[group].back(rows, ids[mask])
 
-        def finish(ok: bool) -> None:
+        def finish(sums: Sums | None) -> None:
             holding.close()
-            job.moved[:] = mask & ok
+            if sums is not None:
+                job.moved[mask] = self._checks.good(there, chosen(keys, mask), sums)
+                self._discard(job, there, chosen(keys, mask & ~job.moved))
             self._host.count_load(there, len(keys), int(job.moved.sum()))
 
-        self._submit(job, self._host.arena, self._arena, moves, finish, join=before_compute)
+        self._submit(job, moves, rows, finish, join=before_compute)
         return job
+
+    def _discard(self, job: MoverJob, group: int, damaged: Sequence[bytes]) -> None:
+        job.num_damaged = len(damaged)
+        if damaged:
+            self._host.discard(group, damaged)
 
     def _submit(
         self,
         job: MoverJob,
-        source: Arena,
-        destination: Arena,
         moves: Copies,
-        finish: Callable[[bool], None],
+        rows: Ints,
+        finish: Callable[[Sums | None], None],
         *,
         join: bool = False,
     ) -> None:
+        outward = not job.kind.inward
+        ends = (self._arena, self._host.arena) if outward else (self._host.arena, self._arena)
+        here, there = moves.source, moves.destination
+        if not outward:
+            here, there = there, here
         try:
             with self._order.after(job) as stream:
-                handle = copy(source, destination, moves, stream=stream)
+                handle = copy(ends[0], ends[1], moves, stream=stream)
+                group = self._host_group[job.group]
+                sums = self._checks.begin(group, rows, here, there, moves.nbytes)
             if join:
                 handle.join()
         except Exception as error:
-            self._end(job, finish, error)
+            self._end(job, finish, None, error)
             return
-        self._submitted.append(SubmittedCopy(job, handle, finish))
+        self._submitted.append(SubmittedCopy(job, handle, sums, finish))
         if handle.work is None:
             self.poll()
 
@@ -133,12 +153,12 @@ class DirectCopies:
         left: list[SubmittedCopy] = []
         for each in self._submitted:
             try:
-                if not each.handle.poll():
+                if not each.over():
                     left.append(each)
                     continue
-                self._end(each.job, each.finish, None)
+                self._end(each.job, each.finish, each.sums.result(), None)
             except CopyError as error:
-                self._end(each.job, each.finish, error)
+                self._end(each.job, each.finish, None, error)
         self._submitted = left
 
     def wait(self) -> None:
@@ -146,12 +166,19 @@ class DirectCopies:
         for each in self._submitted:
             try:
                 each.handle.wait()
+                each.sums.result()
             except CopyError:
                 continue  # `poll` finds it again and ends its job
         self.poll()
 
-    def _end(self, job: MoverJob, finish: Callable[[bool], None], cause: Exception | None) -> None:
-        finish(cause is None)
+    def _end(
+        self,
+        job: MoverJob,
+        finish: Callable[[Sums | None], None],
+        sums: Sums | None,
+        cause: Exception | None,
+    ) -> None:
+        finish(sums)
         self._order.forget(job)
         what = f"{job.kind.name.lower()} of group {job.group}, {len(job.keys)} rows: {cause}"
         error = None if cause is None else StoreError(what, blocks=job.blocks)

@@ -57,6 +57,8 @@ class MoverJob:
         self.ids = ids
         self.moved: Bools = np.zeros(len(keys), bool)
         """Per key, whether its row has arrived. Complete when the job is over."""
+        self.num_damaged = 0
+        """Rows that had not come back as they left; they were forgotten."""
         self.error: StoreError | None = None
         self._lock = Lock()
         self._over = Event()

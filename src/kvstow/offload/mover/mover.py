@@ -31,6 +31,7 @@ from kvstow.memory.copy import copy
 from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import mark
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.checks import PendingSums, RowChecks, Sums
 from kvstow.offload.mover.direct import DirectCopies
 from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
@@ -71,7 +72,9 @@ USUAL = Limits()
 class Mover:
     """Moves rows of one arena through a host tier and, if there is one, a tier below it.
 
-    Call `store`, `load`, `prefetch` and `reap` from the thread that owns the pool.
+    Call `store`, `load`, `prefetch` and `reap` from the thread that owns the pool. With `checked`,
+    rows that come back from the host tier are compared with what left (`checks`); those that
+    differ are forgotten, and fetched from the tier below where that has them.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Mover:
         pool: Holds | None = None,
         admission: SecondTouch | None = None,
         limits: Limits = USUAL,
+        checked: bool = False,
     ) -> None:
         self._arena, self._host, self._below = arena, host, below
         self._pool = pool
@@ -100,15 +104,18 @@ class Mover:
                 _check_same(host, below, g)
         self._fences: StreamOrder = fences(arena)
         self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
-        self.direct = DirectCopies(
-            arena,
-            host,
-            host_group=self._host_group,
-            mappings=self._mappings,
-            order=self._fences,
-            on_stored=self._begin_demotion,
-        )
-        """Copies without a queue, for whoever owns this mover's thread."""
+        self._checks = RowChecks(arena, host) if checked else None
+        self._direct: DirectCopies | None = None
+        if self._checks is not None:
+            self._direct = DirectCopies(
+                arena,
+                host,
+                host_group=self._host_group,
+                mappings=self._mappings,
+                order=self._fences,
+                checks=self._checks,
+                on_stored=self._begin_demotion,
+            )
         self._queues = {
             urgent.inward: JobQueue(
                 urgent=urgent,
@@ -134,6 +141,14 @@ class Mover:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def direct(self) -> DirectCopies:
+        """Copies without a queue, for the thread that owns this mover. Only a checked one has
+        them."""
+        if self._direct is None:
+            raise StoreError("no direct copies\n\nhint: Mover(..., checked=True)")
+        return self._direct
 
     # ── commands ──────────────────────────────────────────────────────────────────
 
@@ -185,7 +200,8 @@ class Mover:
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has."""
-        self.direct.wait()
+        if self._direct is not None:
+            self._direct.wait()
         for queue in self._queues.values():
             for part in queue.close():
                 part.job.cancel()
@@ -249,11 +265,21 @@ class Mover:
             with self._lock:
                 self._finished.append(job)
 
-    def _copied(self, job: MoverJob, source: Arena, destination: Arena, moves: Copies) -> None:
-        """Copy after the job's fence; wait until all bytes have arrived."""
+    def _copied(self, job: MoverJob, moves: Copies, rows: Ints) -> Sums | None:
+        """Copy after the job's fence; wait until all bytes have arrived. The rows' sums."""
+        outward = not job.kind.inward
+        ends = (self._arena, self._host.arena) if outward else (self._host.arena, self._arena)
+        here, there = moves.source, moves.destination
+        if not outward:
+            here, there = there, here
+        sums: PendingSums | None = None
         with self._fences.after(job) as stream:
-            under_way = copy(source, destination, moves, stream=stream)
+            under_way = copy(ends[0], ends[1], moves, stream=stream)
+            if self._checks is not None:
+                group = self._host_group[job.group]
+                sums = self._checks.begin(group, rows, here, there, moves.nbytes)
         under_way.wait()
+        return sums.result() if sums else None
 
     def _store(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]
@@ -263,7 +289,9 @@ class Mover:
             if len(reservation.ids):
                 sources = _of(reservation.keys, keys, ids)
                 moves = self._mappings[job.group].out(sources, reservation.ids)
-                self._copied(job, self._arena, self._host.arena, moves)
+                sums = self._copied(job, moves, reservation.ids)
+                if self._checks is not None and sums is not None:
+                    self._checks.note(group, reservation.keys, sums)
         except BaseException:
             self._host.abandon(reservation)
             raise
@@ -288,13 +316,21 @@ class Mover:
     ) -> Bools:
         """Bring rows that the host has to their blocks; which."""
         group = self._host_group[job.group]
+        moved = np.zeros(len(keys), bool)
         with self._host.held(group, keys) as (mask, rows):
             if len(rows):
                 moves = self._mappings[job.group].back(rows, ids[mask])
-                self._copied(job, self._host.arena, self._arena, moves)
+                sums = self._copied(job, moves, rows)
+                moved |= mask
+                if self._checks is not None and sums is not None:
+                    moved[mask] = self._checks.good(group, chosen(keys, mask), sums)
+        damaged = chosen(keys, mask & ~moved)
+        if damaged:
+            self._host.discard(group, damaged)
+            job.num_damaged += len(damaged)
         if count:
-            self._host.count_load(group, len(keys), len(rows))
-        return mask.copy()
+            self._host.count_load(group, len(keys), int(moved.sum()))
+        return moved
 
     def _prefetch(self, job: MoverJob, positions: slice) -> None:
         group = self._host_group[job.group]

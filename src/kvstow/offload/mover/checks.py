@@ -1,0 +1,113 @@
+"""Sums of rows in the host tier: taken in the arena when they leave and when they come back.
+
+    store   arena → host; the sum of the row in the arena is noted
+    load    host → arena; the sum of the row in the arena must be the noted one
+
+So a row that was damaged in host memory, or on the way, is found before anybody uses it. On CUDA a
+kernel sums weighted words where they lie; elsewhere it is XXH3. Rows that came from a tier below
+were compared with their checksum there, and have no sum here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstow.memory.arena import Arena
+from kvstow.offload.disk.format import checksum
+from kvstow.offload.host.tier import HostTier
+from kvstow.offload.rows import starts
+from kvstow.offload.tier import Bools, Bytes, chosen
+from kvstow.plan.view import Ints
+
+Sums = npt.NDArray[np.int64]
+
+WORD = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingSums:
+    """Sums that are being taken: `taken` gives them when `event` is over."""
+
+    event: "torch.cuda.Event | None"
+    taken: Callable[[], Sums]
+    kept: tuple[torch.Tensor, ...] = ()
+    """What the work needs until then."""
+
+    def over(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def result(self) -> Sums:
+        """The sums; waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.taken()
+
+
+class RowChecks:
+    """Sums by key of one host tier's rows, taken in one arena. Call from any thread."""
+
+    def __init__(self, arena: Arena, host: HostTier) -> None:
+        self._arena, self._host = arena, host
+        self._sums: tuple[dict[bytes, int], ...] = tuple({} for _ in host.layout.groups)
+        self._room = sum(host.layout.num_blocks(g) for g in range(len(host.layout.groups)))
+        if arena.device.type == "cuda":
+            self._on_device(np.zeros((4, 1), np.int64), 1).result()  # compiled before it is needed
+
+    def begin(self, group: int, rows: Ints, here: Ints, there: Ints, nbytes: Ints) -> PendingSums:
+        """Sums of rows of the tier as they lie in the arena, in the current stream.
+
+        Bytes `[here, here + nbytes)` of the arena are bytes `[there, …)` of the tier, each run in
+        one of the rows.
+        """
+        firsts = starts(self._host.layout, group, rows)
+        order = np.argsort(firsts)
+        row = order[np.searchsorted(firsts[order], there, side="right") - 1]
+        table = np.stack([here, there - firsts[row], nbytes, row])
+        if self._arena.device.type != "cuda":
+            sums = self._on_host(table, len(rows))
+            return PendingSums(None, lambda: sums)
+        table[:3] //= WORD
+        return self._on_device(table, len(rows))
+
+    def _on_host(self, table: Ints, num_rows: int) -> Sums:
+        memory: Bytes = self._arena.bytes.numpy()
+        parts: list[list[Bytes]] = [[] for _ in range(num_rows)]
+        for here, _, nbytes, row in table[:, np.lexsort((table[1], table[3]))].T.tolist():
+            parts[int(row)].append(memory[here : here + nbytes])
+        whole = [each[0] if len(each) == 1 else np.concatenate(each) for each in parts]
+        return np.array([checksum(row) for row in whole], np.int64)
+
+    def _on_device(self, table: Ints, num_rows: int) -> PendingSums:
+        from kvstow.memory.kernels.sums import sum_rows
+
+        device = self._arena.device
+        on_device = torch.as_tensor(table).pin_memory().to(device, non_blocking=True)
+        sums = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        sum_rows(self._arena.bytes, on_device, sums)
+        here = torch.empty(num_rows, dtype=torch.int64, pin_memory=True)
+        here.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+
+        def taken() -> Sums:
+            return here.numpy().copy()
+
+        return PendingSums(event, taken, (on_device, sums))
+
+    def note(self, group: int, keys: Sequence[bytes], sums: Sums) -> None:
+        """The rows of these keys left with these sums."""
+        noted = self._sums[group]
+        noted.update(zip(keys, sums.tolist(), strict=True))
+        if len(noted) > 2 * self._room:
+            kept = self._host.contains(group, old := list(noted))
+            for key in chosen(old, ~kept):
+                noted.pop(key, None)
+
+    def good(self, group: int, keys: Sequence[bytes], sums: Sums) -> Bools:
+        """Which rows have come back as they left, as far as that is known."""
+        noted = self._sums[group]
+        pairs = zip(keys, sums.tolist(), strict=True)
+        return np.array([noted.get(key, found) == found for key, found in pairs], bool)
