@@ -6,14 +6,16 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import FAILED, emit_json, emit_text, human, table
+from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, refuse, table
 from kvstow.errors import TransferError
 from kvstow.plan.words import counted
 
 Agents = Annotated[
     list[str],
     typer.Argument(
-        metavar="AGENT…", help="Addresses of agents: tcp://127.0.0.1:PORT.", show_default=False
+        metavar="AGENT…",
+        help="Agents: tcp://HOST:PORT, dns://NAME:PORT or etcd://HOST:PORT/PREFIX.",
+        show_default=False,
     ),
 ]
 Watch = Annotated[
@@ -31,13 +33,12 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
     """
     from kvstow.transfer.channel.status import Asker
 
-    for address in agents:
-        options.check_agent(address)
+    addresses = [each for agent in agents for each in _found(agent)]
     documents: list[dict[str, Any]] = []
     asker = Asker()
     try:
         while True:
-            documents = [_asked(asker, address) for address in agents]
+            documents = [_asked(asker, address) for address in addresses]
             if json:
                 emit_json(documents)
             else:
@@ -51,6 +52,19 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
         asker.close()
     if any("error" in document for document in documents):
         raise typer.Exit(FAILED)
+
+
+def _found(agent: str) -> tuple[str, ...]:
+    """The agents that an argument stands for; ends with 2 on what stands for none."""
+    if not agent.startswith(("dns://", "etcd://")):
+        options.check_agent(agent)
+        return (agent,)
+    from kvstow.transfer.discovery import found_agents
+
+    try:
+        return found_agents(agent)
+    except TransferError as error:
+        refuse(str(error), code=MISUSED)
 
 
 def _asked(asker: Any, address: str) -> dict[str, Any]:
@@ -67,7 +81,7 @@ def _shown(document: dict[str, Any]) -> str:
         f"{document['agent']} at {document['address']}: {document['model'] or 'a model'} in "
         f"{human(document['arena_bytes'])} of {document['memory']}, "
         f"{counted(document['leases'], 'lease')}, {counted(document['transfers'], 'transfer')}, "
-        f"{counted(document['quarantined_rows'], 'row')} in quarantine"
+        f"{counted(document['quarantined_rows'], 'row')} in quarantine{_held(document)}"
     )
     rows = [
         (
@@ -85,6 +99,19 @@ def _shown(document: dict[str, Any]) -> str:
     if not rows:
         return head
     return f"{head}\n\n{table(('peer', 'health', 'direction', 'GB/s', 'moved'), rows, num_left=3)}"
+
+
+def _held(document: dict[str, Any]) -> str:
+    """What may be asked for by key, and what became of questions."""
+    blocks = document.get("registered_blocks", 0)  # older agents do not tell
+    answers = document.get("answers", {})
+    if not blocks and not answers:
+        return ""
+    asked = sum(answers.values())
+    return (
+        f", {counted(blocks, 'block')} to be asked for, "
+        f"{answers.get('ticket', 0):,} of {counted(asked, 'question')} answered with a ticket"
+    )
 
 
 def _health(peer: dict[str, Any]) -> str:

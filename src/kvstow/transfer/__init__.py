@@ -7,6 +7,8 @@ serve        the producer's half, likewise
 loop         what drives them: stories, each in its own `try`
 source       one ticket of a pull, and what is said to its producer
 quarantine   when rows of a failed pull may be used again; fresh engines
+prefixes     blocks that peers may ask for by key, without a ticket
+discovery    where agents are: a list, a name in DNS, leases in etcd
 fence        the generations of a ticket's blocks, read after the last byte
 digests      which bytes are compared, and what they add up to
 ticket       what a producer hands out        lease        until when it keeps its word

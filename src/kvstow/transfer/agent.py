@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from random import Random, SystemRandom
 from types import TracebackType
@@ -26,7 +27,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
-from kvstow.transfer.channel.messages import AnyMessage, End
+from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, End, TellPrefix
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
@@ -35,7 +36,9 @@ from kvstow.transfer.lease import EndReason, Lease
 from kvstow.transfer.loop import Loop, Story
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way
 from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
+from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
+from kvstow.transfer.prefixes import PrefixQuestion, RegisteredPrefixes, asked
 from kvstow.transfer.pull import Order, Transfer
 from kvstow.transfer.pulls import Pulls
 from kvstow.transfer.quarantine import Quarantine
@@ -48,6 +51,10 @@ log = logging.getLogger(__name__)
 
 CLOSING_TURNS = 200
 """So many milliseconds a closing agent waits for producers to say that they write no more."""
+
+
+ANSWER_SECONDS = 0.005
+"""How often a thread that waits for a peer's answer gives answers itself."""
 
 
 class Agent:
@@ -100,6 +107,7 @@ class Agent:
         self.server = Server(
             self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
         )
+        self.prefixes = RegisteredPrefixes(self.endpoint)
         self._key = keys.public if keys else ""
         self._owed: deque[Callable[[], None]] = deque()
         self.pulls = Pulls(
@@ -153,6 +161,16 @@ class Agent:
         thread of the blocks' owner.
         """
         self.settle()
+        return self._offered(blocks, num_tokens, readers, lease_seconds, on_end)
+
+    def _offered(
+        self,
+        blocks: Mapping[int, Blocks],
+        num_tokens: int,
+        readers: int | None,
+        lease_seconds: float | None,
+        on_end: Callable[[EndReason], None] | None,
+    ) -> Ticket:
         endpoint = self.endpoint
         check_blocks(endpoint.layout, blocks, whose=self.name)
         self._share(blocks)  # from here on their generations stay
@@ -227,6 +245,78 @@ class Agent:
     def withdraw(self, ticket: Ticket) -> None:
         """Take a ticket back: its readers fail, its blocks are given back."""
         self.loop.submit(lambda: self.server.leases.end(ticket.lease, "withdrawn"))
+
+    # ── prefixes ──────────────────────────────────────────────────────────────────
+
+    def register(self, blocks: Mapping[int, Blocks], keys: Mapping[int, Sequence[bytes]]) -> None:
+        """Let peers ask for these blocks by their keys, as long as the blocks stay as they are.
+
+        `keys` are, by group, those of the listed blocks: `kvstow.block_keys` at their indices.
+        Nothing is kept from being reused: whoever asks later gets a ticket or a miss.
+        """
+        check_blocks(self.endpoint.layout, blocks, whose=self.name)
+        self.prefixes.register(blocks, keys)
+        self.server.on_question = self._question
+
+    def _question(self, peer: Incoming, asked: AskPrefix) -> None:
+        """Somebody asks; the owner's thread answers when it next settles."""
+        if self.prefixes.has_room():
+            self._owed.append(partial(self._answer, peer, asked))
+        else:
+            peer.send(TellPrefix(asked.question, b""))
+
+    def _answer(self, peer: Incoming, asked: AskPrefix) -> None:
+        ticket = self.prefixes.answer(asked, self._offered_prefix)
+        told = TellPrefix(asked.question, ticket.to_bytes() if ticket else b"")
+        with suppress(TransferError):  # closed meanwhile: the lease has ended with the agent
+            self.loop.submit(lambda: peer.send(told))
+
+    def _offered_prefix(
+        self,
+        blocks: Mapping[int, Blocks],
+        num_tokens: int,
+        on_end: Callable[[EndReason], None],
+    ) -> Ticket:
+        return self._offered(blocks, num_tokens, 1, None, on_end)
+
+    def ask(
+        self,
+        address: str,
+        keys: Sequence[bytes],
+        *,
+        step: int,
+        key: str = "",
+        seconds: float | None = None,
+    ) -> Ticket | None:
+        """A ticket for the longest beginning of a prompt that the agent at an address holds.
+
+        `keys` are the prompt's, one after every `step` tokens. None for a miss. TransferError
+        if the agent refuses or does not answer in time; one of an older version does not.
+        """
+        peer = self.peers.at(address, key)
+        question = PrefixQuestion.of(self.endpoint, keys, step)
+        limit = seconds or self.options.contact_seconds
+        answer: Future[Ticket | None] = Future()
+
+        def begin() -> None:
+            task = self.loop.start(f"ask {address}", asked(peer, question))
+            task.deadline = self.endpoint.clock() + limit
+            task.late = lambda: TransferError(
+                f"agent at {address} did not answer within {limit} s\n\n"
+                "hint: its owner settles too seldom, or it is of a version that knows no prefixes",
+                kind="timeout",
+                peer=address,
+            )
+            task.on_end = lambda: (
+                answer.set_exception(task.error) if task.error else answer.set_result(task.result)
+            )
+            question.wake = task.wake
+
+        self.loop.submit(begin)
+        while not answer.done():  # whoever we ask may be asking us
+            self.settle()
+            wait((answer,), ANSWER_SECONDS)
+        return answer.result()
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 

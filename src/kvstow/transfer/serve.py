@@ -14,6 +14,7 @@ from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
+    AskPrefix,
     AskProbe,
     AskStatus,
     Begin,
@@ -29,6 +30,7 @@ from kvstow.transfer.channel.messages import (
     Stopped,
     Stranger,
     TellDigest,
+    TellPrefix,
     TellStatus,
     Welcome,
     Write,
@@ -228,6 +230,11 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]
     serving.send(Stopped(serving.transfer))
 
 
+def _no_prefix(peer: Incoming, asked: AskPrefix) -> None:
+    """Nothing is registered here."""
+    peer.send(TellPrefix(asked.question, b""))
+
+
 class Ended(TransferError):
     """The consumer wants no more, or may have no more: no fault of ours."""
 
@@ -263,6 +270,7 @@ class Server:
         self.servings: dict[int, Serving] = {}
         self._channel = channel
         self._status = CachedStatus(status, endpoint.clock)
+        self.on_question: Callable[[Incoming, AskPrefix], None] = _no_prefix
         self._lines: dict[int, Line] = {}
         self._tickets: dict[int, Ticket] = {}
         self._probed: list[Incoming] = []
@@ -334,6 +342,8 @@ class Server:
                 self._renew(peer, leases)
             case AskProbe(nbytes):
                 self._probe(peer, nbytes)
+            case AskPrefix():
+                self.on_question(peer, message)
             case _:
                 pass
 

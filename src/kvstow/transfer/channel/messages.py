@@ -18,6 +18,7 @@ Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Device = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 MAX_GROUPS = 1 << 12
+MAX_ASKED_KEYS = 1 << 16
 
 
 class RegionCard(msgspec.Struct, frozen=True, array_like=True):
@@ -220,6 +221,25 @@ class TellProbe(Message, frozen=True, tag="tell-probe"):
     seconds: float
 
 
+class AskPrefix(Message, frozen=True, tag="ask-prefix"):
+    """Do you hold the beginning of a prompt? Its keys of 32 bytes, one after every `step` tokens.
+
+    An agent that does not know this message gives no answer.
+    """
+
+    question: Address
+    identity: Annotated[bytes, msgspec.Meta(max_length=64)]
+    step: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    keys: Annotated[bytes, msgspec.Meta(max_length=32 * MAX_ASKED_KEYS)]
+
+
+class TellPrefix(Message, frozen=True, tag="tell-prefix"):
+    """A ticket for the longest beginning that is held; empty where none is."""
+
+    question: Address
+    ticket: bytes
+
+
 class AskStatus(Message, frozen=True, tag="ask-status"):
     """How are you? Needs no handshake."""
 
@@ -249,6 +269,8 @@ AnyMessage = (
     | TellDigest
     | AskProbe
     | TellProbe
+    | AskPrefix
+    | TellPrefix
     | AskStatus
     | TellStatus
 )

@@ -21,7 +21,7 @@ from kvstow.transfer.channel.address import check_dialled, is_loopback
 from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys, check_key
 from kvstow.transfer.channel.framing import MAX_FRAME, Clients, OnDrop, Session, answered
-from kvstow.transfer.channel.messages import AnyMessage, AskStatus, Hello
+from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, AskStatus, Hello
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ HIGH_WATER = 10_000
 TURN_COST = 64
 """What one turn may cost in messages; a costly one counts for several."""
 
-COST: dict[type[AnyMessage], int] = {Hello: 16, AskStatus: 4}
+COST: dict[type[AnyMessage], int] = {Hello: 16, AskPrefix: 4, AskStatus: 4}
 
 _READABLE = int(zmq.POLLIN)  # a flag of its own type is slower to compare
 _FAILED_HANDSHAKES = (

@@ -88,6 +88,8 @@ def status_document(agent: "Agent") -> bytes:
         "leases": len(agent.server.leases),
         "transfers": len(agent.pulls),
         "quarantined_rows": agent.quarantine.rows,
+        "registered_blocks": len(agent.prefixes),
+        "answers": dict(agent.prefixes.answers),
         "peers": peers,
         "guests": guests,
         "slabs": asdict(owner.slab_map()) if isinstance(owner, Pool) else None,

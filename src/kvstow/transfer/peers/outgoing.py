@@ -14,6 +14,7 @@ from kvstow.transfer.channel.messages import (
     AnyMessage,
     Begun,
     Card,
+    End,
     Failed,
     Hello,
     Refused,
@@ -22,6 +23,7 @@ from kvstow.transfer.channel.messages import (
     Stopped,
     Stranger,
     TellDigest,
+    TellPrefix,
     TellProbe,
     Welcome,
     Written,
@@ -29,6 +31,7 @@ from kvstow.transfer.channel.messages import (
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Story, Task
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import Path, measured_path
+from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import lost
 
 SILENT_BEATS = 30
@@ -67,6 +70,8 @@ class Outgoing:
         self.path: Path | None = None
         self.mailbox = Mailbox(self._wake)
         self.readers: dict[int, Reader] = {}
+        self.questions: dict[int, Mailbox] = {}
+        """Questions for prefixes that wait for their answers."""
         self.kept: set[int] = set()
         self.heard_at = 0.0
         self.unanswered = 0
@@ -231,6 +236,11 @@ class Outgoing:
         match message:
             case Welcome() | TellProbe():
                 self.mailbox.put(message)
+            case TellPrefix(question, ticket):
+                if question in self.questions:
+                    self.questions[question].put(message)
+                elif ticket:  # nobody waits for it any more
+                    self.send(End(0, Ticket.from_bytes(ticket).lease, "aborted"))
             case Refused(0, kind, reasons):
                 text = "\n".join(reasons)
                 self.lose(

@@ -1,0 +1,215 @@
+"""Prefixes without tickets: a peer asks for a prompt by its keys, and gets a ticket or a miss.
+
+    consumer                                producer
+    ask-prefix  identity, keys  ─────────▶  which blocks have these keys, and still their bytes?
+                ◀─────────  tell-prefix     a ticket for the longest beginning; empty: a miss
+
+A key names the computation and all tokens up to the end of its block, so nobody learns or gets
+anything of a prompt whose keys it cannot compute. Registered blocks are not kept from being
+reused; their generations tell whether they were. A ticket keeps them, as any ticket does.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from threading import Lock
+
+import numpy as np
+
+from kvstow.errors import KvstowError, TransferError
+from kvstow.plan.retention import Encoder, can_hit, seen_blocks
+from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.channel.messages import MAX_ASKED_KEYS, AskPrefix, TellPrefix
+from kvstow.transfer.lease import EndReason
+from kvstow.transfer.loop import Mailbox, Story
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.peers.outgoing import Outgoing
+from kvstow.transfer.ticket import Ticket
+
+KEY_BYTES = 32
+MOST_BLOCKS = 1 << 20
+"""Blocks that are remembered; those registered longest ago are forgotten first."""
+
+MOST_LEASES = 256
+"""Tickets that were given to askers and still run, and questions that wait: more are misses."""
+
+Offer = Callable[[Mapping[int, Blocks], int, Callable[[EndReason], None]], Ticket]
+
+
+# ── the producer ──────────────────────────────────────────────────────────────────────
+
+
+class RegisteredPrefixes:
+    """Blocks by key. Used in the thread of the blocks' owner, but for `has_room`."""
+
+    def __init__(self, endpoint: Endpoint, most_blocks: int = MOST_BLOCKS) -> None:
+        self._endpoint = endpoint
+        self._most_blocks = most_blocks
+        self._blocks: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+        self._open = 0
+        self._lock = Lock()
+        self.answers: Counter[str] = Counter()
+        """Answers by kind: ticket, miss, identity, busy."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def register(self, blocks: Mapping[int, Blocks], keys: Mapping[int, Sequence[bytes]]) -> None:
+        """Remember blocks, and the generations under which they hold these keys' bytes."""
+        for g, listed in blocks.items():
+            named = keys.get(g, ())
+            if len(named) != len(listed):
+                raise TransferError(
+                    f"group {g}: {len(named)} keys for {len(listed)} blocks", kind="refused"
+                )
+            counters = self._endpoint.owner.generations[g].take(listed.ids)
+            pairs = zip(listed.ids.tolist(), counters.tolist(), strict=True)
+            for key, place in zip(named, pairs, strict=True):
+                self._blocks[g, key] = place
+                self._blocks.move_to_end((g, key))
+        while len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)
+
+    def has_room(self) -> bool:
+        """Whether one more question may wait for its answer; it counts from now on."""
+        with self._lock:
+            if self._open >= MOST_LEASES:
+                self.answers["busy"] += 1
+                return False
+            self._open += 1
+            return True
+
+    def answer(self, asked: AskPrefix, offer: Offer) -> Ticket | None:
+        """A ticket for the longest beginning that is held, if there is one."""
+
+        def over(reason: EndReason | None = None) -> None:
+            with self._lock:
+                self._open -= 1
+
+        ticket: Ticket | None = None
+        if asked.identity != self._endpoint.identity.digest:
+            self.answers["identity"] += 1
+        else:
+            try:
+                num_tokens, blocks = self.longest(_split(asked.keys), asked.step)
+                ticket = offer(blocks, num_tokens, over) if num_tokens else None
+            except KvstowError as error:
+                self._endpoint.note("prefix-not-offered", {"why": str(error)})
+            self.answers["miss" if ticket is None else "ticket"] += 1
+        if ticket is None:
+            over()
+        return ticket
+
+    def longest(self, keys: Sequence[bytes], step: int) -> tuple[int, dict[int, Blocks]]:
+        """How many tokens from the first on are held by every group, and in which blocks."""
+        layout = self._endpoint.layout
+        groups = {
+            g: rows.group
+            for g, rows in enumerate(layout.groups)
+            if not isinstance(rows.group.retention, Encoder)
+        }
+        if any(group.block_tokens % step for group in groups.values()):
+            return 0, {}
+        unit = lcm(*(group.block_tokens for group in groups.values()))
+        lengths: Ints = np.arange(0, len(keys) * step // unit * unit + 1, unit)
+        found: dict[int, Ints] = {}
+        for g, group in groups.items():
+            every = group.block_tokens // step
+            found[g] = self._ids(g, keys[every - 1 :: every])
+            present = found[g] >= 0
+            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
+        num_tokens = int(lengths.max(initial=0))
+        blocks: dict[int, Blocks] = {}
+        for g, group in groups.items():
+            sinks, rest = seen_blocks(group.retention, num_tokens, group.block_tokens)
+            index = np.array([*sinks, *rest], np.int64)
+            blocks[g] = Blocks(found[g][index], index)
+        return num_tokens, blocks
+
+    def _ids(self, group: int, keys: Sequence[bytes]) -> Ints:
+        """The block of each key, −1 where none holds it any more."""
+        ids: Ints = np.full(len(keys), -1, np.int64)
+        counters = self._endpoint.owner.generations[group]
+        for i, key in enumerate(keys):
+            place = self._blocks.get((group, key))
+            if place is None:
+                continue
+            if counters[place[0]] == place[1]:
+                ids[i] = place[0]
+            else:  # the block has changed hands since
+                del self._blocks[group, key]
+        return ids
+
+
+def _split(keys: bytes) -> list[bytes]:
+    if len(keys) % KEY_BYTES:
+        raise TransferError(f"{len(keys)} bytes are not whole keys", kind="refused")
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+# ── the consumer ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, eq=False)
+class PrefixQuestion:
+    """A question, and where its answer is put. `wake` resumes whoever waits for it."""
+
+    message: AskPrefix
+    num_tokens: int
+    wake: Callable[[], None] = lambda: None
+    mailbox: Mailbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mailbox = Mailbox(lambda: self.wake())
+
+    @staticmethod
+    def of(endpoint: Endpoint, keys: Sequence[bytes], step: int) -> "PrefixQuestion":
+        """A question for keys; TransferError for what cannot be asked."""
+        if not 1 <= len(keys) <= MAX_ASKED_KEYS or {len(key) for key in keys} != {KEY_BYTES}:
+            raise TransferError(
+                f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS} of {KEY_BYTES} bytes",
+                kind="refused",
+            )
+        number = endpoint.random.getrandbits(62)
+        message = AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
+        return PrefixQuestion(message, len(keys) * step)
+
+
+def asked(peer: Outgoing, question: PrefixQuestion) -> Story[Ticket | None]:
+    """Ask a peer and wait for its answer: a ticket, or None for a miss."""
+    number = question.message.question
+    yield from peer.met()
+    peer.questions[number] = question.mailbox
+    try:
+        peer.send(question.message)
+        told = yield from question.mailbox.wait(TellPrefix)
+    finally:
+        del peer.questions[number]
+    if not told.ticket:
+        return None
+    ticket = Ticket.from_bytes(told.ticket)
+    _check(peer, question, ticket)
+    return ticket
+
+
+def _check(peer: Outgoing, question: PrefixQuestion, ticket: Ticket) -> None:
+    """TransferError unless the ticket is the peer's own, and for what was asked."""
+    card = peer.card
+    assert card is not None
+    mine = question.message.identity, card.agent, card.start
+    if (ticket.identity, ticket.agent, ticket.start) != mine:
+        raise TransferError(
+            f"peer {peer.name!r} answered with a ticket of agent {ticket.agent!r}, start "
+            f"{ticket.start!r}, or of another computation",
+            kind="ticket",
+            peer=peer.name,
+        )
+    if not 0 < ticket.num_tokens <= question.num_tokens:
+        raise TransferError(
+            f"peer {peer.name!r} answered with {ticket.num_tokens} tokens, asked for at most "
+            f"{question.num_tokens}",
+            kind="ticket",
+            peer=peer.name,
+        )

@@ -1,0 +1,311 @@
+"""Prefixes without tickets: asked for by key, answered by a ticket or a miss."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import TransferError
+from kvstow.memory.arena import Arena
+from kvstow.offload.keys import block_keys
+from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Full, Window
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.channel.messages import AskPrefix, TellPrefix
+from kvstow.transfer.options import Options
+from kvstow.transfer.prefixes import MOST_LEASES
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from transfer_node import attention
+
+MODEL = Identity(model="m", weights="ab" * 16)
+OTHER = Identity(model="m", weights="cd" * 16)
+LAYERS = [attention("l.0", Full(), 4), attention("l.1", Window(8), 4)]
+LAYOUT = packed(grouped(LAYERS), num_slabs=40)
+PROMPT = Prompt.of(np.random.default_rng(5).integers(0, 9000, 30))
+
+
+class Engine:
+    """An agent with its arena, pool and ledger; its blocks belong to the test's thread."""
+
+    def __init__(
+        self, fabric: Fabric, name: str, identity: Identity = MODEL, layout: Layout = LAYOUT
+    ) -> None:
+        self.arena = Arena(layout.identified(identity))
+        memory = self.arena.bytes.numpy()
+        memory[:] = np.random.default_rng(len(name)).integers(0, 256, len(memory), dtype=np.uint8)
+        self.pool = Pool(self.arena.layout)
+        self.ledger = Ledger(self.pool)
+        self.identity = identity
+        self.agent = Agent(
+            self.arena,
+            self.pool,
+            transport=LocalTransport(fabric),
+            name=name,
+            options=Options(contact_seconds=20.0),
+        )
+        self.agent.start()
+
+    def holds(self, prompt: Prompt) -> int:
+        """Admit a prompt as if it were computed here, and let peers ask for it."""
+        request = self.ledger.admit(prompt).request
+        blocks = self.ledger.blocks(request)
+        keys: dict[int, list[bytes]] = {}
+        for g, listed in blocks.items():
+            every = block_keys(self.identity, prompt, self.ledger.groups[g].block_tokens)
+            whole = listed.index < len(every)
+            blocks[g] = Blocks(listed.ids[whole], listed.index[whole])
+            keys[g] = [every[k] for k in blocks[g].index.tolist()]
+        self.agent.register(blocks, keys)
+        return request
+
+    def row(self, group: int, block: int) -> bytes:
+        memory = self.arena.bytes.numpy()
+        runs = self.arena.layout.runs(group, block)
+        return b"".join(memory[run.offset : run.end].tobytes() for run in runs)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    fabric = Fabric()
+    engines = Engine(fabric, "producer"), Engine(fabric, "a consumer")
+    yield engines
+    for engine in engines:
+        engine.agent.close()
+
+
+def asked(
+    consumer: Engine, producer: Engine, keys: list[bytes], step: int = 4, seconds: float = 20
+) -> Ticket | None:
+    """Ask in another thread, while the producer settles in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        answer: Future[Ticket | None] = thread.submit(
+            consumer.agent.ask, producer.agent.address, keys, step=step, seconds=seconds
+        )
+        while not answer.done():
+            producer.agent.settle()
+            time.sleep(0.002)
+    return answer.result()
+
+
+def keys_of(prompt: Prompt, identity: Identity = MODEL, step: int = 4) -> list[bytes]:
+    return block_keys(identity, prompt, step)
+
+
+def test_a_prefix_that_is_asked_for_is_pulled_byte_for_byte(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    there = producer.ledger.blocks(producer.holds(PROMPT))
+    ticket = asked(consumer, producer, keys_of(PROMPT))
+    assert ticket is not None
+    assert ticket.num_tokens == 28
+    mine = consumer.ledger.blocks(consumer.ledger.admit(PROMPT).request)
+    transfer = consumer.agent.pull(ticket, into=mine)
+    while not transfer.done:
+        producer.agent.settle()
+        consumer.agent.settle()
+        time.sleep(0.002)
+    transfer.wait()
+    for g, listed in ticket.blocks.items():
+        theirs = dict(zip(there[g].index.tolist(), there[g].ids.tolist(), strict=True))
+        ours = dict(zip(mine[g].index.tolist(), mine[g].ids.tolist(), strict=True))
+        for k in listed.index.tolist():
+            assert consumer.row(g, ours[k]) == producer.row(g, theirs[k])
+
+
+def test_as_much_is_offered_as_both_prompts_share(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    tokens = PROMPT.tokens.copy()
+    tokens[21] += 1
+    ticket = asked(consumer, producer, keys_of(Prompt.of(tokens)))
+    assert ticket is not None
+    assert ticket.num_tokens == 20
+
+
+def test_what_nobody_registered_is_a_miss(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    keys = keys_of(PROMPT)
+    assert asked(consumer, producer, keys) is None
+    producer.holds(Prompt.of(PROMPT.tokens[::-1].copy()))
+    assert asked(consumer, producer, keys) is None
+    assert producer.agent.prefixes.answers == {"miss": 1}
+
+
+def test_blocks_that_have_changed_hands_are_a_miss(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.ledger.release(producer.holds(PROMPT))
+    held = asked(consumer, producer, keys_of(PROMPT))
+    assert held is not None  # cached rows are still what they were
+    consumer.agent.drop(held)
+    while len(producer.agent.server.leases):
+        producer.agent.settle()
+        time.sleep(0.002)
+    producer.agent.settle()
+    for seed in range(20):
+        fresh = Prompt.of(np.random.default_rng(seed).integers(0, 9000, 60))
+        producer.ledger.release(producer.ledger.admit(fresh).request)
+    assert asked(consumer, producer, keys_of(PROMPT)) is None
+
+
+def test_other_weights_of_the_same_shape_do_not_even_meet():
+    fabric = Fabric()
+    producer, consumer = Engine(fabric, "producer"), Engine(fabric, "consumer", OTHER)
+    producer.holds(PROMPT)
+    with pytest.raises(TransferError, match="weights"):
+        asked(consumer, producer, keys_of(PROMPT, OTHER))
+    for engine in (producer, consumer):
+        engine.agent.close()
+
+
+def test_a_question_under_another_identity_is_a_miss(pair: tuple[Engine, Engine]):
+    producer, _ = pair
+    producer.holds(PROMPT)
+
+    def never(*about: object) -> Ticket:
+        raise AssertionError("nothing may be offered")
+
+    keys = b"".join(keys_of(PROMPT))
+    forged = AskPrefix(1, OTHER.digest, 4, keys)
+    assert producer.agent.prefixes.has_room()
+    assert producer.agent.prefixes.answer(forged, never) is None
+    assert producer.agent.prefixes.answers == {"identity": 1}
+
+
+def test_a_tenants_rows_are_found_by_its_own_keys_only(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    tenant = MODEL.for_request(salt="tenant")
+    producer.identity = tenant
+    producer.holds(PROMPT)
+    assert asked(consumer, producer, keys_of(PROMPT)) is None
+    assert asked(consumer, producer, keys_of(PROMPT, tenant)) is not None
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_keys_may_be_given_more_often_than_blocks_end(pair: tuple[Engine, Engine], step: int):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    ticket = asked(consumer, producer, keys_of(PROMPT, step=step), step)
+    assert ticket is not None
+    assert ticket.num_tokens == 28
+
+
+def test_keys_that_end_inside_of_blocks_are_a_miss(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    assert asked(consumer, producer, keys_of(PROMPT, step=3), 3) is None
+
+
+@pytest.mark.parametrize("keys", [[], [b"short"], [bytes(32), bytes(31)]])
+def test_what_cannot_be_asked_is_refused_here(pair: tuple[Engine, Engine], keys: list[bytes]):
+    producer, consumer = pair
+    with pytest.raises(TransferError, match="keys"):
+        consumer.agent.ask(producer.agent.address, keys, step=4)
+
+
+def test_an_agent_that_does_not_know_the_question_gives_no_answer_and_still_serves(
+    pair: tuple[Engine, Engine],
+):
+    producer, consumer = pair
+    producer.agent.server.on_question = lambda peer, asked: None  # as an older version
+    with pytest.raises(TransferError, match=r"hint: .*version"):
+        asked(consumer, producer, keys_of(PROMPT), seconds=0.5)
+    producer.agent.server.on_question = producer.agent._question  # pyright: ignore[reportPrivateUsage]
+    producer.holds(PROMPT)
+    assert asked(consumer, producer, keys_of(PROMPT)) is not None
+
+
+def test_too_many_open_answers_are_misses_until_some_have_ended(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    prefixes = producer.agent.prefixes
+    for _ in range(MOST_LEASES):
+        assert prefixes.has_room()
+    assert asked(consumer, producer, keys_of(PROMPT)) is None
+    assert prefixes.answers == {"busy": 1}
+
+
+def test_a_ticket_that_comes_too_late_is_given_back(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    with pytest.raises(TransferError, match="did not answer"):  # nobody settles there
+        consumer.agent.ask(producer.agent.address, keys_of(PROMPT), step=4, seconds=0.3)
+    leases = producer.agent.server.leases
+    until = time.monotonic() + 20
+    while not producer.agent.prefixes.answers or len(leases):
+        assert time.monotonic() < until
+        producer.agent.settle()
+        time.sleep(0.01)
+    assert producer.agent.prefixes.answers == {"ticket": 1}
+
+
+def test_a_peers_ticket_must_be_its_own(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    request = producer.holds(PROMPT)
+    foreign = Ticket(
+        agent="somebody else",
+        start="x",
+        address="tcp://127.0.0.1:1",
+        key="",
+        lease=1,
+        lease_seconds=1.0,
+        fingerprint="f",
+        num_tokens=4,
+        blocks=producer.ledger.blocks(request),
+        generations={
+            g: np.zeros(len(b), np.int64) for g, b in producer.ledger.blocks(request).items()
+        },
+        identity=MODEL.digest,
+    )
+    producer.agent.server.on_question = lambda peer, asked: peer.send(
+        TellPrefix(asked.question, foreign.to_bytes())
+    )
+    with pytest.raises(TransferError, match="somebody else"):
+        asked(consumer, producer, keys_of(PROMPT))
+
+
+def test_two_agents_that_ask_each_other_both_get_an_answer():
+    """Each has a thread of its own, which waits for the other's answer."""
+    fabric, together = Fabric(), Barrier(2)
+    addresses: dict[str, str] = {}
+
+    def life(name: str, other: str) -> int:
+        engine = Engine(fabric, name)
+        engine.holds(PROMPT)
+        addresses[name] = engine.agent.address
+        together.wait(20)
+        ticket = engine.agent.ask(addresses[other], keys_of(PROMPT), step=4, seconds=20)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            engine.agent.settle()
+            time.sleep(0.005)
+        together.wait(20)
+        engine.agent.close()
+        assert ticket is not None
+        return ticket.num_tokens
+
+    with ThreadPoolExecutor(2) as threads:
+        lives = [threads.submit(life, *names) for names in (("one", "two"), ("two", "one"))]
+        assert [one.result() for one in lives] == [28, 28]
+
+
+def test_the_status_tells_what_may_be_asked_for(pair: tuple[Engine, Engine]):
+    from kvstow.transfer.channel.status import Asker
+
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    asked(consumer, producer, keys_of(PROMPT))
+    asker = Asker()
+    document = asker.ask(producer.agent.address, seconds=20)
+    asker.close()
+    assert document["registered_blocks"] == len(producer.agent.prefixes) > 7
+    assert document["answers"] == {"ticket": 1}
