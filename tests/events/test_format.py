@@ -75,3 +75,22 @@ def test_what_vllm_publishes_is_read_with_fields_that_are_not_known_here():
 def test_anything_else_is_one_error(data: bytes):
     with pytest.raises(SpecError, match="not a batch of KV events"):
         decode_batch(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": [1, 2, 3, 1 << 63]},
+        {"token_ids": [1, 2, 3, 1 << 32]},
+        {"token_ids": [1, 2, 3, -1]},
+        {"block_size": 0, "token_ids": [], "block_hashes": []},
+        {"block_size": -2, "token_ids": [], "block_hashes": []},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_block_has_are_refused(change):
+    """An index that took them would fail, or answer for every prompt with an error."""
+    batch = msgspec.to_builtins(EventBatch(1.5, [STORED]))
+    batch[1][0] |= change
+    with pytest.raises(SpecError, match="not a batch"):
+        decode_batch(msgspec.msgpack.encode(batch))

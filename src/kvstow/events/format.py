@@ -8,7 +8,7 @@ Written as vLLM 0.32 writes them; fields that a later version adds are passed ov
 `block_hashes` name blocks within one publisher: whoever compares publishers compares tokens.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -22,6 +22,8 @@ HOST: Medium = "CPU"
 STORAGE: Medium = "STORAGE"
 
 BlockHash = int | bytes
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+BlockSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
@@ -38,8 +40,8 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, frozen=
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
+    token_ids: list[TokenId]
+    block_size: BlockSize
     lora_id: int | None
     medium: str | None
     lora_name: str | None
