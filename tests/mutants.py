@@ -63,7 +63,9 @@ TARGETS = {
         "offload/disk/recovery",
         ("offload/disk/test_recovery", "offload/disk/test_opening", "offload/disk/test_identity"),
     ),
-    "prefix": Target("blocks/prefix", ("blocks/test_prefix", "laws/test_blocks_prefix")),
+    "prefix": Target(
+        "blocks/prefix", ("blocks/test_prefix", "blocks/test_events", "laws/test_blocks_prefix")
+    ),
     "expand": Target(
         "route/expand", ("route/test_expand", "route/test_route", "laws/test_equal_rows")
     ),

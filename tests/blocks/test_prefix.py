@@ -151,6 +151,58 @@ def test_salts_and_extra_content_keep_prompts_apart(first: dict, second: dict, h
     assert ledger.hit_tokens(Prompt.of(ids, **second)) == hit
 
 
+@pytest.mark.parametrize("extra", [((0, b"dog"),), ((5, b"cat"),), ()])
+def test_a_collision_with_other_content_between_the_tokens_is_no_hit(extra) -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    mine = Prompt.of(tokens(12), extra=((0, b"cat"),))
+    ledger.release(computed(ledger, mine))
+    assert ledger.hit_tokens(mine) == 10
+    assert ledger.hit_tokens(Prompt(mine.tokens, mine.salt, extra, mine.sums)) == 0
+    assert ledger.hit_tokens(Prompt(mine.tokens, b"salt", mine.extra, mine.sums)) == 0
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_every_token_is_confirmed(at: int) -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    mine = Prompt.of(tokens(12))
+    ledger.release(computed(ledger, mine))
+    other = mine.tokens.copy()
+    other[at] += 1
+    assert ledger.hit_tokens(Prompt(other, mine.salt, mine.extra, mine.sums)) == 0
+
+
+def test_prompts_are_confirmed_each_by_its_own_tokens() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    prompts = [Prompt.of(tokens(12, seed=seed)) for seed in range(5)]
+    for request in [computed(ledger, prompt) for prompt in prompts]:
+        ledger.release(request)
+    assert [ledger.hit_tokens(prompt) for prompt in prompts] == [10] * 5
+
+
+def test_outputs_that_follow_a_prompt_are_confirmed_with_it() -> None:
+    ledger = ledger_of(layer("a", tokens=2))
+    ids = tokens(20)
+    ledger.release(computed(ledger, Prompt.of(ids[:10])))
+    ledger.release(computed(ledger, Prompt.of(ids)))
+    assert ledger.hit_tokens(Prompt.of([*ids, 1])) == 20
+    numbers = {int(n) for n in ledger.prefixes._index[0].source if n >= 0}
+    sources = [ledger.prefixes.source(number) for number in numbers]
+    assert sorted((source.start, source.end) for source in sources) == [(0, 10), (10, 20)]
+
+
+def test_a_chain_of_source_tokens_is_no_longer_than_its_limit() -> None:
+    ids = tokens(MAX_DEPTH + 9)
+    source = SourceTokens.of(Prompt.of(ids[:1]))
+    assert source.depth == 0
+    for end in range(2, len(ids) + 1):
+        source = SourceTokens.of(Prompt.of(ids[:end]), source, end - 1)
+        links, part = 0, source
+        while part.parent is not None:
+            links, part = links + 1, part.parent
+        assert links == source.depth <= MAX_DEPTH
+        assert source.confirms(Prompt.of(ids), end)
+
+
 def test_a_long_chain_of_source_tokens_still_confirms() -> None:
     ids = tokens(100)
     source = SourceTokens.of(Prompt.of(ids[:5]))
