@@ -6,9 +6,11 @@ import torch
 from kvstow.errors import SpecError
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
+from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Alignment, Demand, Site, packed
-from kvstow.plan.spec import DType
-from kvstow.testing.attention import check_attention, check_in_place
+from kvstow.plan.retention import Chunk, Full, Window
+from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.testing.attention import check_attention, check_in_place, check_latent_attention
 from planning import attention, recurrent
 
 DEFAULT = Alignment()
@@ -225,23 +227,31 @@ def test_a_layout_without_keys_and_values_cannot_be_checked():
     layout = packed(grouped([recurrent("m")]), num_slabs=4)
     with pytest.raises(SpecError, match="no layer with fields"):
         check_attention(gathered, layout)
-    with pytest.raises(SpecError, match="no reference for"):
+    with pytest.raises(SpecError, match="no reference for k in int8, v in int8"):
         check_attention(gathered, cache(dtype=DType.INT8))
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
-        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:, None], "shape"),
-        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:1], "shape"),
+        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:, None], r"shape \(6, 1, 4, 4\), not"),
+        (lambda q, k, v, t, n: gathered(q, k, v, t, n)[:1], r"shape \(1, 4, 4\), not"),
         (lambda q, k, v, t, n: None, "returned NoneType"),
+        (lambda q, k, v: gathered(q, k, v, None, None), "cannot be called with .query, keys"),
+        (lambda q, k, v, t, n, scale: q, "missing a required argument: 'scale'"),
     ],
-    ids=["one axis more", "one sequence", "nothing"],
+    ids=["one axis more", "one sequence", "nothing", "three arguments", "six arguments"],
 )
-def test_a_result_of_another_shape_is_refused_and_not_stretched(kernel, reason):
-    report = check_attention(kernel, cache())
-    assert not report.ok
-    assert all(reason in check.refused for check in report.checks)
+def test_a_wrapper_of_another_shape_or_arity_is_an_error_and_no_refusal(kernel, reason):
+    with pytest.raises(SpecError, match=reason):
+        check_attention(kernel, cache())
+
+
+@pytest.mark.parametrize("num_slabs", [2, 3, 4])
+def test_a_layout_too_small_to_tell_anything_is_refused(num_slabs):
+    """With one token per sequence every kernel that returns a value is right."""
+    with pytest.raises(SpecError, match="nothing would be tested"):
+        check_attention(lambda q, k, v, t, n: q, cache(num_slabs=num_slabs))
 
 
 def test_a_kernel_that_asserts_what_it_cannot_do_is_reported_as_refusing():
@@ -250,3 +260,132 @@ def test_a_kernel_that_asserts_what_it_cannot_do_is_reported_as_refusing():
 
     report = check_attention(kernel, cache())
     assert all("head size 4" in check.refused for check in report.checks)
+
+
+# ── fp8 and windows ───────────────────────────────────────────────────────────────────
+
+
+def widened(query, keys, values, table, lengths):
+    """fp8 elements, made wider before they are used."""
+    return gathered(query, keys.to(query.dtype), values.to(query.dtype), table, lengths)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT8_E4M3, DType.FLOAT8_E5M2])
+def test_fp8_caches_are_compared_with_what_they_hold(dtype):
+    report = check_attention(widened, cache(dtype=dtype, dim=16))
+    assert report.ok, report
+
+    def other_format(query, keys, values, table, lengths):
+        views = (x.view(torch.uint8).to(query.dtype) for x in (keys, values))
+        return gathered(query, *views, table, lengths)
+
+    assert "compact" in check_attention(other_format, cache(dtype=dtype, dim=16)).broken
+
+
+def seen(query, keys, values, table, lengths, window):
+    """The last `window` tokens, and nothing else, looked up one by one."""
+    tokens = keys.shape[2]
+    rows = []
+    for i, length in enumerate(lengths.tolist()):
+        places = [
+            (int(table[i, t // tokens]), t % tokens) for t in range(max(0, length - window), length)
+        ]
+        k, v = (torch.stack([x[b, :, n] for b, n in places], dim=1)[None] for x in (keys, values))
+        q = query[i][None, :, None]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        rows.append(out[0, :, 0])
+    return torch.stack(rows)
+
+
+def windowed(window: int, order: str = "BLHNC") -> Layout:
+    layers = [
+        attention("l.0", heads=2, dim=4, tokens=4, retention=Window(window), dtype=DType.FLOAT32)
+    ]
+    return packed(grouped(layers), num_slabs=24, site=Site(order=order))
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 100])
+def test_a_window_is_the_last_tokens_and_blocks_before_it_are_gone(window):
+    report = check_attention(seen, windowed(window))
+    assert report.ok, report
+    assert not report.needs_clean_tail
+
+
+@pytest.mark.parametrize("mistake", [-1, 1, 4])
+def test_a_window_that_is_too_long_or_too_short_is_found_out(mistake):
+    def kernel(query, keys, values, table, lengths, window):
+        return seen(query, keys, values, table, lengths, window + mistake)
+
+    assert "compact" in check_attention(kernel, windowed(5)).broken
+
+
+def test_a_wrapper_that_takes_no_window_cannot_be_checked_on_windows():
+    with pytest.raises(SpecError, match="unexpected keyword argument 'window'"):
+        check_attention(gathered, windowed(5))
+
+
+def test_there_is_no_reference_for_chunks():
+    layers = [attention("l.0", retention=Chunk(8), dtype=DType.FLOAT32)]
+    with pytest.raises(SpecError, match="no reference for attention that keeps Chunk"):
+        check_attention(gathered, packed(grouped(layers), num_slabs=24))
+
+
+# ── latents ───────────────────────────────────────────────────────────────────────────
+
+
+def latents(order: str = "BLHNC", *, tokens: int = 4, dtype: DType = DType.FLOAT32) -> Layout:
+    def layer(name: str) -> LayerSpec:
+        return LayerSpec(
+            name=name, retention=Full(), block_tokens=tokens, states=tokens,
+            heads=Extent.whole("head", 1),
+            fields=(
+                Field("latent", dtype, (Extent.whole("content", 8),)),
+                Field("rope", dtype, (Extent.whole("content", 4),)),
+            ),
+        )  # fmt: skip
+
+    groups = grouped([layer("l.0"), layer("l.1")])
+    return packed(groups, num_slabs=24, site=Site(order=order))
+
+
+def absorbed(query, cached, table, lengths):
+    """MLA over gathered blocks: eight of twelve are the latent."""
+    rows = []
+    for i, length in enumerate(lengths.tolist()):
+        every = cached[table[i].long()].flatten(0, 1)[:length]
+        scores = query[i] @ every.T * query.shape[-1] ** -0.5
+        rows.append(scores.softmax(-1) @ every[:, :8])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_latent_attention_honours_every_order(order, tokens):
+    report = check_latent_attention(absorbed, latents(order, tokens=tokens))
+    assert report.ok, report
+
+
+def test_latent_attention_that_ignores_the_block_stride_or_returns_the_rope_part_is_found_out():
+    def dense(query, cached, table, lengths):
+        page = cached.shape[1] * cached.stride(1)
+        there = cached.as_strided(cached.shape, (page, *cached.stride()[1:]))
+        return absorbed(query, there, table, lengths)
+
+    assert "block stride" in check_latent_attention(dense, latents()).broken
+
+    def all_of_it(query, cached, table, lengths):
+        return absorbed(query, cached, table, lengths).repeat(1, 1, 2)
+
+    with pytest.raises(SpecError, match=r"shape \(6, 4, 16\), not \(6, 4, 8\)"):
+        check_latent_attention(all_of_it, latents())
+
+
+def test_latents_and_keys_are_checked_by_functions_of_their_own():
+    with pytest.raises(SpecError, match="no layer with fields 'latent' and 'rope'"):
+        check_latent_attention(absorbed, cache())
+    with pytest.raises(SpecError, match="no layer with fields 'k' and 'v'"):
+        check_attention(gathered, latents())
+    scaled = packed(grouped(model_layers("deepseek-v2-lite", kv_dtype="fp8_ds_mla").layers[:1]),
+                    num_slabs=24)  # fmt: skip
+    with pytest.raises(SpecError, match="no reference for latent in float8_e4m3fn, scale in"):
+        check_latent_attention(absorbed, scaled)

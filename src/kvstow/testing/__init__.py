@@ -1,6 +1,7 @@
 """For tests of kvstow, and of engines that build on it.
 
 attention    does an attention kernel honour the strides of packed rows?
+cache_writes does a cache-writing kernel?
 layouts      hypothesis strategies for layouts (needs hypothesis)
 patterns     content that names its place
 poison       freed rows that read as not-a-number
@@ -20,7 +21,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstow.testing.attention import AttentionReport, check_attention, check_in_place
+    from kvstow.testing.attention import (
+        AttentionReport,
+        check_attention,
+        check_in_place,
+        check_latent_attention,
+    )
+    from kvstow.testing.cache_writes import WriteReport, check_cache_write
     from kvstow.testing.faulty import FaultyFiles
     from kvstow.testing.patterns import block_contents, fill, pattern
     from kvstow.testing.poison import Poison, check_reads
@@ -30,9 +37,12 @@ __all__ = [
     "AttentionReport",
     "FaultyFiles",
     "Poison",
+    "WriteReport",
     "block_contents",
     "check_attention",
+    "check_cache_write",
     "check_in_place",
+    "check_latent_attention",
     "check_reads",
     "fill",
     "pattern",
@@ -43,9 +53,12 @@ _MODULES = {
     "AttentionReport": "attention",
     "FaultyFiles": "faulty",
     "Poison": "poison",
+    "WriteReport": "cache_writes",
     "block_contents": "patterns",
     "check_attention": "attention",
+    "check_cache_write": "cache_writes",
     "check_in_place": "attention",
+    "check_latent_attention": "attention",
     "check_reads": "poison",
     "fill": "patterns",
     "pattern": "patterns",

@@ -7,9 +7,12 @@ and the result is compared with a float64 computation that never saw the cache:
     ┃ NaN ┃ page of block 2 ┃ NaN ┃ page of block 0 ┃ NaN …
 
 So a kernel that computes an address from a wrong stride reads NaN or another token's content.
+Of a window, blocks that the next token does not see are not listed, as in service: their place
+in the block table is 0, the null block.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from typing import cast
@@ -22,19 +25,33 @@ from kvstow.memory.arena import POISON, Arena
 from kvstow.memory.dtypes import TORCH_TYPES
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Order, PlacedGroup, Placement
+from kvstow.plan.retention import Encoder, Full, Window
 from kvstow.plan.spec import DType, LayerSpec
 from kvstow.plan.view import align_up
 
-PagedAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
+PagedAttention = Callable[..., torch.Tensor]
 """`(query [sequence, head, dim], keys [block, head, token, dim], values [block, head, token, dim],
 block_table [sequence, logical block], lengths [sequence]) → [sequence, head, dim]`: one new token
 per sequence attends to its `lengths` cached tokens, scores scaled by `dim ** -0.5`. Keys and
-values are views into the arena, as strided as the layout says."""
+values are views into the arena, as strided as the layout says. Where layers have a window the
+kernel is called with `window=tokens` as well: it sees the last so many cached tokens."""
 
-TOLERANCE = {DType.FLOAT64: 1e-6, DType.FLOAT32: 1e-3, DType.FLOAT16: 4e-3, DType.BFLOAT16: 2e-2}
-"""Largest ‖result − reference‖ / ‖reference‖ by element type."""
+LatentAttention = Callable[..., torch.Tensor]
+"""`(query [sequence, head, dim], latents [block, token, dim], block_table, lengths) → [sequence,
+head, latent]`: MLA, absorbed. `dim` is the latent's and the rotary part's together, all heads share
+one latent, scores are scaled by `dim ** -0.5`, and values are the latent's part alone."""
+
+TOLERANCE = {
+    DType.FLOAT64: 1e-6,
+    DType.FLOAT32: 1e-3,
+    DType.FLOAT16: 4e-3,
+    DType.BFLOAT16: 2e-2,
+    DType.FLOAT8_E4M3: 2e-2,
+    DType.FLOAT8_E5M2: 2e-2,
+}
+"""Largest ‖result − reference‖ / ‖reference‖ by element type. Queries of fp8 are bfloat16."""
+
+_FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +114,30 @@ def check_attention(
     """Run a kernel on the layout itself, and on placements that differ in one stride each.
 
     Looks at one layer of each shape that has fields `k` and `v` with one axis.
-    `query_groups` query heads share a kv head.
+    `query_groups` query heads share a kv head. Raises SpecError for a kernel that cannot be
+    called so or returns something else, and for a layout that is too small to tell.
     """
-    trial = _Trial(attention, torch.device(device), query_groups, seed)
+    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
+    return _checked(trial, layout)
+
+
+def check_latent_attention(
+    attention: LatentAttention,
+    layout: Layout,
+    *,
+    device: str | torch.device = "cpu",
+    query_heads: int = 4,
+    seed: int = 0,
+) -> AttentionReport:
+    """`check_attention` for MLA: layers with fields `latent` and `rope` of one element type."""
+    trial = _Trial(attention, _LATENTS, torch.device(device), query_heads, seed)
+    return _checked(trial, layout)
+
+
+def _checked(trial: "_Trial", layout: Layout) -> AttentionReport:
     checks: list[StrideCheck] = []
     dirty = False
-    for name in _shapes(layout):
+    for name in shapes(layout, trial.subject.fields):
         variants = stride_variants(layout.layers[name][1])
         checks.append(trial.check(layout, name, "the layout itself", tail=1.0))
         checks += [trial.check(placed, name, which, tail=1.0) for which, placed in variants]
@@ -121,8 +156,8 @@ def check_in_place(
     seed: int = 0,
 ) -> AttentionReport:
     """Run a kernel on the layout itself alone: right or wrong there, not why."""
-    trial = _Trial(attention, torch.device(device), query_groups, seed)
-    names = _shapes(layout)
+    trial = _Trial(attention, _KEYS_AND_VALUES, torch.device(device), query_groups, seed)
+    names = shapes(layout, trial.subject.fields)
     checks = [trial.check(layout, name, "the layout itself", tail=1.0) for name in names]
     tails = [
         trial.check(layout, name, "unfilled slots", tail=float("nan"))
@@ -132,15 +167,80 @@ def check_in_place(
     return AttentionReport(tuple(checks), any(not tail.honoured for tail in tails))
 
 
-def _shapes(layout: Layout) -> list[str]:
-    """One layer of each shape."""
-    shapes: dict[tuple[object, ...], str] = {}
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What a kernel is called with: a query, views of these fields, block table and lengths."""
+
+    fields: tuple[str, str]
+    arguments: tuple[str, ...]
+    in_one_view: bool
+
+    def views(self, arena: Arena, layer: str) -> list[torch.Tensor]:
+        if self.in_one_view:
+            return [arena.tensor(layer)[:, 0]]
+        return [arena.field(layer, field) for field in self.fields]
+
+
+_KEYS_AND_VALUES = _Subject(
+    ("k", "v"), ("query", "keys", "values", "block_table", "lengths"), in_one_view=False
+)
+_LATENTS = _Subject(
+    ("latent", "rope"), ("query", "latents", "block_table", "lengths"), in_one_view=True
+)
+
+
+def shapes(layout: Layout, fields: Sequence[str]) -> list[str]:
+    """One layer of each shape and window that has these fields."""
+    found: dict[tuple[object, ...], str] = {}
     for name, (_, spec, _) in layout.layers.items():
-        if {"k", "v"} <= {field.name for field in spec.fields}:
-            shapes.setdefault((spec.heads, spec.states, spec.fields), name)
-    if not shapes:
-        raise SpecError(f"layout {layout.model!r} has no layer with fields 'k' and 'v'")
-    return list(shapes.values())
+        if set(fields) <= {field.name for field in spec.fields}:
+            found.setdefault((spec.heads, spec.states, spec.fields, window_of(spec)), name)
+    if not found:
+        wanted = " and ".join(map(repr, fields))
+        raise SpecError(f"layout {layout.model!r} has no layer with fields {wanted}")
+    for name in found.values():
+        element_of(layout.layers[name][1], fields)
+    return list(found.values())
+
+
+def element_of(spec: LayerSpec, fields: Sequence[str]) -> DType:
+    """The one element type of all fields of a layer that has these fields and no others."""
+    dtypes = {field.dtype for field in spec.fields}
+    names = [field.name for field in spec.fields]
+    if names != list(fields) or len(dtypes) > 1 or not dtypes <= TOLERANCE.keys():
+        kept = ", ".join(f"{field.name} in {field.dtype}" for field in spec.fields)
+        raise SpecError(f"layer {spec.name!r}: no reference for {kept}")
+    return dtypes.pop()
+
+
+def window_of(spec: LayerSpec) -> int | None:
+    """How many tokens a layer sees, where it does not see all."""
+    match spec.retention:
+        case Full() | Encoder():
+            return None
+        case Window(tokens):
+            return tokens
+        case other:
+            raise SpecError(
+                f"layer {spec.name!r}: no reference for attention that keeps {other}"
+                "\n\nhint: check a layout of its layers with Full() retention"
+            )
+
+
+def check_callable(
+    kernel: Callable[..., object], arguments: Sequence[str], **named: object
+) -> None:
+    """SpecError for a kernel that does not take these arguments."""
+    try:
+        inspect.signature(kernel).bind(*arguments, **named)
+    except TypeError as error:
+        told = ", ".join((*arguments, *(f"{name}=…" for name in named)))
+        raise SpecError(
+            f"the kernel cannot be called with ({told}): {error}"
+            "\n\nhint: wrap it in a function of these arguments"
+        ) from error
+    except ValueError:  # a builtin that does not tell its arguments
+        return
 
 
 def stride_variants(spec: LayerSpec) -> list[tuple[str, Layout]]:
@@ -180,7 +280,8 @@ def _single(spec: LayerSpec, order: Order, place: Placement) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    attention: PagedAttention
+    attention: Callable[..., torch.Tensor]
+    subject: _Subject
     device: torch.device
     query_groups: int
     seed: int
@@ -188,21 +289,25 @@ class _Trial:
     def check(self, layout: Layout, layer: str, name: str, *, tail: float) -> StrideCheck:
         """Fill a poisoned arena with random sequences and run the kernel once."""
         group, spec, _ = layout.layers[layer]
-        dtype = spec.field("k").dtype
-        if dtype not in TOLERANCE or dtype != spec.field("v").dtype:
-            raise SpecError(
-                f"layer {layer!r}: no reference for {dtype} keys and {spec.field('v').dtype} values"
-            )
+        dtype, window = element_of(spec, self.subject.fields), window_of(spec)
+        named = {} if window is None else {"window": window}
+        check_callable(self.attention, self.subject.arguments, **named)
         rng = np.random.Generator(np.random.PCG64(self.seed))
-        lengths, table = _requests(rng, layout.num_blocks(group), spec.states)
+        lengths, table = requests(rng, layout.num_blocks(group), spec.states)
         with Arena(layout, device=self.device) as arena:
             arena.bytes.fill_(POISON)
-            contents = _written(rng, arena, layer, lengths, table, tail)
-            shape = (len(lengths), spec.heads.size * self.query_groups, contents[0].shape[-1])
-            query = torch.as_tensor(rng.standard_normal(shape)).to(TORCH_TYPES[dtype])
+            contents = _written(rng, arena, layer, self.subject.fields, (lengths, table), tail)
+            if window is not None:
+                _forget(arena, layer, self.subject.fields, (lengths, table), window, tail)
+            keys, values = contents
+            if self.subject.in_one_view:
+                keys, values = torch.cat(contents, dim=-1), contents[0]
+            shape = (len(lengths), spec.heads.size * self.query_groups, keys.shape[-1])
+            query = torch.as_tensor(rng.standard_normal(shape))
+            query = query.to(torch.bfloat16 if dtype in _FP8 else TORCH_TYPES[dtype])
             before = arena.bytes.clone()
-            wanted = reference(query, *contents, lengths)
-            result = self._run(query, arena, layer, lengths, table, wanted.shape)
+            wanted = reference(query, keys, values, lengths, window)
+            result = self._run(query, arena, layer, (lengths, table), wanted.shape, named)
             wrote = not torch.equal(before, arena.bytes)
         if isinstance(result, str):
             return StrideCheck(
@@ -219,34 +324,39 @@ class _Trial:
         query: torch.Tensor,
         arena: Arena,
         layer: str,
-        lengths: "Lengths",
-        table: "Table",
+        requests: "Requests",
         shape: torch.Size,
+        named: dict[str, int],
     ) -> torch.Tensor | str:
-        """The kernel's result in float64 on the host, or why there is none."""
+        """The kernel's result in float64 on the host, or why it refused the layout."""
+        lengths, table = requests
         try:
             returned = self.attention(
                 query.to(self.device),
-                arena.field(layer, "k"),
-                arena.field(layer, "v"),
+                *self.subject.views(arena, layer),
                 torch.as_tensor(table, dtype=torch.int32, device=self.device),
                 torch.as_tensor(lengths, dtype=torch.int32, device=self.device),
+                **named,
             )
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             return f"{type(error).__name__}: {error}"
         result = cast("object", returned)  # a kernel may return what its type does not say
         if not isinstance(result, torch.Tensor):
-            return f"returned {type(result).__name__}, not a tensor"
+            raise SpecError(f"the kernel returned {type(result).__name__}, not a tensor")
         if result.shape != shape:
-            return f"returned shape {tuple(result.shape)}, not {tuple(shape)}"
+            raise SpecError(
+                f"the kernel returned shape {tuple(result.shape)}, not {tuple(shape)}"
+                "\n\nhint: one row per sequence and query head"
+            )
         return result.detach().to("cpu", torch.float64)
 
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 Lengths = list[int]
+Requests = tuple[Lengths, Table]
 
 
-def _requests(rng: np.random.Generator, num_blocks: int, states: int) -> tuple[Lengths, Table]:
+def requests(rng: np.random.Generator, num_blocks: int, states: int) -> Requests:
     """Sequences of awkward lengths, and blocks for them in random order; block 0 is nobody's."""
     wished = [1, states, states + 1, 2 * states, 3 * states - 1, 3 * states + states // 2]
     ids = rng.permutation(np.arange(1, num_blocks))
@@ -261,19 +371,57 @@ def _requests(rng: np.random.Generator, num_blocks: int, states: int) -> tuple[L
         table[len(lengths), :count] = ids[used : used + count]
         lengths.append(length)
         used += count
-    if not lengths:
-        raise SpecError(f"a layout of {num_blocks} blocks has none for a sequence of one token")
+    if not lengths or max(lengths) <= states:
+        raise SpecError(
+            f"a layout of {num_blocks} blocks has no room for a sequence of two blocks beside "
+            f"shorter ones, so nothing would be tested\n\nhint: {_ENOUGH_BLOCKS} blocks are enough"
+        )
     return lengths, table[: len(lengths)]
 
 
+_ENOUGH_BLOCKS = 15
+"""For all sequences that are wished for, and the null block."""
+
+
+def _forget(
+    arena: Arena,
+    layer: str,
+    fields: Sequence[str],
+    requests: Requests,
+    window: int,
+    tail: float,
+) -> None:
+    """Give back the blocks before each sequence's window: the table has the null block there.
+
+    What lies in them, and in slots before the window, is as good as what lies in unfilled slots.
+    """
+    lengths, table = requests
+    for field in fields:
+        view = arena.field(layer, field)
+        junk = torch.full((), 100.0 * tail, dtype=torch.float32).to(view.dtype)
+        view[0] = junk
+        for i, length in enumerate(lengths):
+            for token in range(max(0, length - window)):
+                block, slot = int(table[i, token // view.shape[2]]), token % view.shape[2]
+                view[block, :, slot] = junk
+    for i, length in enumerate(lengths):
+        table[i, : max(0, length - window) // arena.layout.layers[layer][1].states] = 0
+
+
 def _written(
-    rng: np.random.Generator, arena: Arena, layer: str, lengths: Lengths, table: Table, tail: float
+    rng: np.random.Generator,
+    arena: Arena,
+    layer: str,
+    fields: Sequence[str],
+    requests: Requests,
+    tail: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values for every token, put where they belong; unfilled slots of a
     sequence's blocks hold `tail` times something large. Contents are `[sequence, token, head,
     dim]`."""
+    lengths, table = requests
     found: list[torch.Tensor] = []
-    for field in ("k", "v"):
+    for field in fields:
         view = arena.field(layer, field)
         heads, states, dim = view.shape[1:]
         content = torch.as_tensor(rng.standard_normal((len(lengths), max(lengths), heads, dim)))
@@ -281,7 +429,7 @@ def _written(
         for i, length in enumerate(lengths):
             for logical in range(-(-length // states)):
                 start = logical * states
-                page = torch.full((states, heads, dim), 100.0 * tail, dtype=view.dtype)
+                page = torch.full((states, heads, dim), 100.0 * tail).to(view.dtype)
                 filled = min(states, length - start)
                 page[:filled] = content[i, start : start + filled]
                 view[int(table[i, logical])] = page.transpose(0, 1).to(view.device)
@@ -290,14 +438,19 @@ def _written(
 
 
 def reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Lengths
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: Lengths,
+    window: int | None = None,
 ) -> torch.Tensor:
     """The same attention in float64, from contents `[sequence, token, head, dim]`."""
     groups = query.shape[1] // keys.shape[2]
     rows: list[torch.Tensor] = []
     for i, length in enumerate(lengths):
-        k = keys[i, :length].double().repeat_interleave(groups, dim=1)
-        v = values[i, :length].double().repeat_interleave(groups, dim=1)
+        seen = slice(0 if window is None else max(0, length - window), length)
+        k = keys[i, seen].double().repeat_interleave(groups, dim=1)
+        v = values[i, seen].double().repeat_interleave(groups, dim=1)
         scores = torch.einsum("hd,thd->ht", query[i].double(), k) * query.shape[-1] ** -0.5
         rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v))
     return torch.stack(rows)
