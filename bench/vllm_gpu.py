@@ -1,6 +1,6 @@
 """First tokens inside vLLM on one GPU: kvstow beside vLLM's own connectors.
 
-    python bench/vllm_gpu.py --json FILE [--only handover] [--models dense] [--quick]
+    python bench/vllm_gpu.py --json FILE [--parts handover] [--models dense] [--variants kvstow]
 
 Two engines on one GPU, dummy weights that were drawn large enough for the text to depend on the
 cache, token-id prompts, pools that were used before so that free blocks lie scattered.
@@ -8,301 +8,106 @@ cache, token-id prompts, pools that were used before so that free blocks lie sca
 handover   prompts are prefilled in one engine; measured is the time to first token in the other,
            with kvstow (sample digest, and none), NixlPushConnector and NixlConnector; beside it
            the same prompts computed again, and with the prefix cached there (the floor)
+failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
+           prompt, and whose prefill engine is killed
 offload    prompts are computed, pushed out of the pool by others and asked again: kvstow's host
            tier beside vLLM's OffloadingConnector
 
-All texts are compared with those of one engine that computed everything itself.
+All texts are compared with those of an engine that computed the prompt itself. The file is
+written after every variant, and keeps what an earlier run has measured of other parts.
 """
 
 import argparse
 import json
-import multiprocessing as mp
-import os
-import random
-import signal
-import statistics
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-BLOCK = 16
-TEXT_TOKENS = 8
-LENGTHS = (64, 512, 2048, 8192, 16384, 32000)
-IN_FLIGHT = (1, 4, 16)
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {  # Llama-3.1-8B's shape
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "hybrid": {  # Gemma-3-12B's shape: five layers with a window of 1,024 to one without
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": 262208,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
+from machine import machine
+from vllm_engines import (
+    BLOCK,
+    MODELS,
+    SMALL,
+    EngineOptions,
+    Prompts,
+    Remote,
+    connector,
+    spread,
+    use,
+    versions,
+)
+
+PARTS = ("handover", "failures", "offload")
+HANDOVER = {
+    "kvstow": connector("kvstow"),
+    "kvstow, digest off": connector("kvstow", digest="off"),
+    "NixlPushConnector": connector("NixlPushConnector"),
+    "NixlConnector": connector("NixlConnector"),
 }
-ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-
-
-def connector(name: str, role: str, **options: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of one of the connectors that are compared."""
-    if name.startswith("kvstow"):
-        return {
-            "kv_connector": "KvstowConnector",
-            "kv_connector_module_path": "kvstow.adapters.vllm",
-            "kv_role": role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"unverified": "dummy weights", **options},
-        }
-    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": options}
-
-
-# ── an engine in a process of its own ─────────────────────────────────────────────────
-
-
-def fill_weights(model: Any) -> None:
-    """Draw weights from a seeded normal, so large that a wrong cache changes the text."""
-    import torch
-
-    generator = torch.Generator(device="cuda").manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            scale = 1.0 if "embed" in name else 0.03
-            noise = torch.empty_like(parameter, dtype=torch.float32)
-            parameter.copy_(noise.normal_(0.0, scale, generator=generator))
-
-
-class Engine:
-    """vLLM driven step by step, so that every request's first token has its own time."""
-
-    def __init__(self, model: str, memory_bytes: int, transfer: dict[str, Any] | None) -> None:
-        from vllm import LLM
-
-        extra = {"kv_transfer_config": transfer} if transfer else {}
-        self._llm = LLM(
-            model=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            attention_backend="FLASH_ATTN",
-            max_model_len=33000,
-            block_size=BLOCK,
-            kv_cache_memory_bytes=memory_bytes,
-            gpu_memory_utilization=0.4,  # only checked against what is free: two engines share it
-            enable_prefix_caching=True,
-            max_num_batched_tokens=8192,
-            **extra,
-        )
-        self._llm.apply_model(fill_weights)
-        self._count = 0
-
-    def run(self, jobs: list[dict[str, Any]], in_flight: int = 1) -> dict[str, Any]:
-        """Run prompts, so many at once; per prompt the seconds to its first token, and its text."""
-        waiting = list(enumerate(jobs))[::-1]
-        running: dict[str, int] = {}
-        done: list[dict[str, Any]] = [{} for _ in jobs]
-        begun = time.perf_counter()
-        while waiting or running:
-            while waiting and len(running) < in_flight:
-                index, job = waiting.pop()
-                running[self._add(job)] = index
-                done[index]["began"] = time.perf_counter()
-            for output in self._llm.llm_engine.step():
-                key = output.request_id.split("-")[0]
-                entry = done[running[key]]
-                tokens = list(output.outputs[0].token_ids)
-                if tokens and "first" not in entry:
-                    entry["first"] = time.perf_counter() - entry.pop("began")
-                if output.finished:
-                    entry |= {"text": tokens, "params": output.kv_transfer_params}
-                    running.pop(key)
-        return {"jobs": done, "seconds": time.perf_counter() - begun}
-
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-
-    def _add(self, job: dict[str, Any]) -> str:
-        from vllm import SamplingParams
-
-        self._count += 1
-        params = job.get("params")
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=job.get("max_tokens", TEXT_TOKENS),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
-        key = f"r{self._count}"
-        self._llm.llm_engine.add_request(key, {"prompt_token_ids": job["prompt"]}, sampling)
-        return key
-
-
-def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    """The body of an engine's process: answers calls of `Engine` until it is told to end."""
-    os.environ.update(ENVIRONMENT | environment)
-    os.setsid()  # so that its own processes can be ended with it
-    try:
-        engine = Engine(*arguments)
-        pipe.send(("ready", None))
-        while (call := pipe.recv()) is not None:
-            pipe.send(("ok", engine.run(*call)))
-        started = time.perf_counter()
-        engine.close()
-        pipe.send(("closed", time.perf_counter() - started))
-    except Exception as error:  # the other side shows it
-        pipe.send(("failed", repr(error)))
-        raise
-
-
-class Remote:
-    """An engine in another process."""
-
-    def __init__(self, port: int, *arguments: Any) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-        self._process = context.Process(target=serve, args=(theirs, environment, arguments))
-        self._process.start()
-        theirs.close()
-
-    def ready(self) -> None:
-        self._answer(300)
-
-    def run(self, jobs: list[dict[str, Any]], in_flight: int = 1) -> dict[str, Any]:
-        self._pipe.send((jobs, in_flight))
-        return self._answer(240)
-
-    def _answer(self, seconds: float) -> Any:
-        if not self._pipe.poll(seconds):
-            raise RuntimeError(f"an engine did not answer within {seconds} s")
-        kind, value = self._pipe.recv()
-        if kind == "failed":
-            raise RuntimeError(value)
-        return value
-
-    def close(self) -> float:
-        """End the engine and all its processes; the seconds that it took to shut down itself,
-        -1 where it did not within 20."""
-        seconds = -1.0
-        if self._process.is_alive():
-            self._pipe.send(None)
-            if self._pipe.poll(20):
-                kind, value = self._pipe.recv()
-                seconds = value if kind == "closed" else -1.0
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.join()
-        return round(seconds, 2)
-
-
-# ── what is measured ──────────────────────────────────────────────────────────────────
+OFFLOAD = ("kvstow", "OffloadingConnector")
 
 
 @dataclass
 class Settings:
-    """How much is measured."""
+    """How much is measured. `slow` lengths are those of a connector that takes seconds."""
 
-    lengths: tuple[int, ...]
-    repeats: int
-    in_flight: tuple[int, ...]
-    burst: int
-    seed: int = 1
-
-    def prompt(self, length: int) -> list[int]:
-        self.seed += 1
-        return random.Random(self.seed).choices(range(1000, 100_000), k=length)
-
-
-def used(engine: Remote, settings: Settings, requests: int = 150) -> None:
-    """Use a pool, so that its free blocks lie scattered as in service."""
-    lengths = random.Random(5).choices(range(40, 3000), k=requests)
-    engine.run([{"prompt": settings.prompt(n), "max_tokens": 1} for n in lengths], 16)
+    options: EngineOptions
+    prompts: Prompts
+    lengths: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32000)
+    slow: tuple[int, ...] = (2048, 8192)
+    repeats: int = 7
+    in_flight: tuple[int, ...] = (1, 4, 16)
+    burst: int = 24
+    burst_tokens: int = 4096
+    used: int = 150
+    longest_used: int = 3000
+    first: int = 2048
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds: median, 99th percentile, least, most, and all of them."""
-    ms = sorted(1000 * value for value in seconds)
-    return {
-        "p50_ms": round(statistics.median(ms), 1),
-        "p99_ms": round(ms[min(len(ms) - 1, int(0.99 * len(ms)))], 1),
-        "min_ms": round(ms[0], 1),
-        "max_ms": round(ms[-1], 1),
-        "n": len(ms),
-    }
+Save = Callable[[str, dict[str, Any]], None]
+
+
+# ── handover ──────────────────────────────────────────────────────────────────────────
 
 
 def prefilled(prefill: Remote, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """The prompts as the other engine is to be asked, with what hands their caches over."""
     ask = {"do_remote_decode": True, "do_remote_prefill": False}
     ask |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    out = prefill.run([{"prompt": p, "max_tokens": 1, "params": dict(ask)} for p in prompts], 4)
+    jobs = [
+        {"id": f"h{time.monotonic_ns() + i}", "prompt": p, "max_tokens": 1, "params": dict(ask)}
+        for i, p in enumerate(prompts)
+    ]
+    out = prefill.run(jobs, 4)
     return [
-        {"prompt": p, "params": job["params"]} for p, job in zip(prompts, out["jobs"], strict=True)
+        {"id": job["id"], "prompt": job["prompt"], "params": done["params"]}
+        for job, done in zip(jobs, out["jobs"], strict=True)
     ]
 
 
-def handed_over(prefill: Remote, decode: Remote, settings: Settings) -> dict[str, Any]:
+def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bool) -> Any:
     """Times to first token of handed-over prompts, and whether all texts were right."""
     result: dict[str, Any] = {"lengths": {}, "in_flight": {}, "wrong_texts": 0, "texts": 0}
-    first = prefilled(prefill, [settings.prompt(2048)])
-    result["first_of_all_ms"] = round(1000 * decode.run(first)["jobs"][0]["first"], 1)
-    for length in settings.lengths:
-        prompts = [settings.prompt(length) for _ in range(settings.repeats)]
-        seconds = []
-        for prompt in prompts:
-            job = decode.run(prefilled(prefill, [prompt]))["jobs"][0]
+    firsts = [
+        decode.first(prefilled(prefill, [settings.prompts(settings.first)])[0]) for _ in range(4)
+    ]
+    result["first_pulls_ms"] = [round(1000 * job["first"], 1) for job in firsts]
+    for length in settings.slow if slow else settings.lengths:
+        seconds, before = [], decode.counts()
+        for _ in range(2 if slow else settings.repeats):
+            prompt = settings.prompts(length)
+            job = decode.first(prefilled(prefill, [prompt])[0])
             seconds.append(job["first"])
-            compare(result, prefill, prompt, job["text"])
-        result["lengths"][str(length)] = spread(seconds)
-    for many in settings.in_flight:
-        prompts = [settings.prompt(4096) for _ in range(settings.burst)]
-        jobs = prefilled(prefill, prompts)
+            result["texts"] += 1
+            result["wrong_texts"] += job["text"] != prefill.first({"prompt": prompt})["text"]
+        result["lengths"][str(length)] = spread(seconds) | counted(before, decode.counts())
+    for many in () if slow else settings.in_flight:
+        jobs = prefilled(
+            prefill, [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+        )
         out = decode.run([{**job, "max_tokens": 1} for job in jobs], many)
         figures = spread([job["first"] for job in out["jobs"]])
         figures["requests_per_s"] = round(len(jobs) / out["seconds"], 2)
@@ -310,105 +115,235 @@ def handed_over(prefill: Remote, decode: Remote, settings: Settings) -> dict[str
     return result
 
 
-def compare(result: dict[str, Any], engine: Remote, prompt: list[int], text: list[int]) -> None:
-    """Count whether a text is what the engine that computed the prompt makes of it."""
-    own = engine.run([{"prompt": prompt}])["jobs"][0]["text"]
-    result["texts"] += 1
-    result["wrong_texts"] += own != text
+def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What kvstow's own counters say of the pulls between: milliseconds and descriptors each."""
+    grown = {what: after[what] - before.get(what, 0.0) for what in after}
+    pulls = grown.get("pull accepted", 0)
+    if not pulls:
+        return {}
+    return {
+        "agent_ms": round(1000 * grown["pull seconds"] / pulls, 1),
+        "descriptors": grown["descriptors"] / pulls,
+        "megabytes": round(grown["pulled bytes"] / pulls / 1e6, 1),
+    }
 
 
-def floor_and_ceiling(decode: Remote, settings: Settings) -> dict[str, Any]:
-    """The same lengths computed again, and with the prefix cached here."""
-    result: dict[str, Any] = {"computed": {}, "cached": {}}
+def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
+    """The same lengths computed, and with the prefix cached here; bursts likewise."""
+    result: dict[str, Any] = {"computed": {}, "cached": {}, "cached_in_flight": {}}
     for length in settings.lengths:
         computed, cached = [], []
-        for _ in range(max(2, settings.repeats // 2)):
-            prompt = settings.prompt(length)
-            job = {"prompt": prompt, "max_tokens": 1}
-            computed.append(decode.run([job])["jobs"][0]["first"])
-            cached.append(decode.run([job])["jobs"][0]["first"])
+        for _ in range(settings.repeats):
+            job = {"prompt": settings.prompts(length), "max_tokens": 1}
+            computed.append(decode.first(job)["first"])
+            time.sleep(0.1)  # as long as another engine takes to prefill, in the other figures
+            cached.append(decode.first(job)["first"])
         result["computed"][str(length)] = spread(computed)
         result["cached"][str(length)] = spread(cached)
+    for many in settings.in_flight:
+        prompts = [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+        jobs = [{"prompt": prompt, "max_tokens": 1} for prompt in prompts]
+        decode.run(jobs, 4)
+        out = decode.run(jobs, many)
+        figures = spread([job["first"] for job in out["jobs"]])
+        figures["requests_per_s"] = round(len(jobs) / out["seconds"], 2)
+        result["cached_in_flight"][str(many)] = figures
     return result
 
 
-def depends_on_the_cache(engine: Remote, settings: Settings) -> bool:
-    """Whether prompts that differ only in their distant half give different texts."""
-    end = settings.prompt(256)
-    prompts = [settings.prompt(256) + end for _ in range(4)]
-    texts = [job["text"] for job in engine.run([{"prompt": p} for p in prompts])["jobs"]]
-    return len({tuple(text) for text in texts}) == len(texts)
+def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[str, float]:
+    """Milliseconds per token of requests that decode while others come in: with prefixes cached
+    here, and handed over."""
+    result = {}
+    for name in ("cached", "handed over"):
+        running = [{"prompt": settings.prompts(256), "max_tokens": 200} for _ in range(8)]
+        prompts = [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+        if name == "cached":
+            coming = [{"prompt": prompt} for prompt in prompts]
+            decode.run(coming, 4)
+        else:
+            coming = prefilled(prefill, prompts)
+        out = decode.run([*running, *({**job, "max_tokens": 1} for job in coming)], 9)
+        total = [(job["total"] - job["first"]) / 199 for job in out["jobs"][:8]]
+        result[f"{name}, ms per token"] = round(1000 * sum(total) / 8, 3)
+    return result
 
 
-def measure_handover(model: str, settings: Settings, memory_bytes: int) -> dict[str, Any]:
-    variants = {
-        "kvstow": connector("kvstow", "kv_both"),
-        "kvstow, digest off": connector("kvstow", "kv_both", digest="off"),
-        "NixlPushConnector": connector("NixlPushConnector", "kv_both"),
-        "NixlConnector": connector("NixlConnector", "kv_both"),
-    }
-    results: dict[str, Any] = {}
-    for name, transfer in variants.items():
-        print(f"handover, {name}", flush=True)
+def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings) -> bool:
+    """Whether a prompt that is given another one's cache, on purpose, gets another text."""
+    from kvstow.adapters.vllm.protocol import OURS, EngineRequest, prompt_digest
+
+    one, other = (settings.prompts(500) for _ in range(2))
+    job = prefilled(prefill, [one])[0]
+    carried = job["params"][OURS]
+    request = EngineRequest(id="", tokens=other)
+    carried["prompt"] = prompt_digest(request, carried["num_tokens"])
+    wrong = decode.first({**job, "prompt": other})["text"]
+    return wrong != prefill.first({"prompt": other})["text"]
+
+
+def measure_handover(model: str, settings: Settings, variants: list[str], save: Save) -> None:
+    for name in variants:
         slow = name == "NixlConnector"
-        own = settings if not slow else Settings(settings.lengths, 2, (1,), 2, settings.seed)
-        engines = [Remote(5600 + 100 * i, model, memory_bytes, transfer) for i in range(2)]
+        engines = started(model, settings, HANDOVER[name])
+        result: dict[str, Any] = {}
         try:
             for engine in engines:
                 engine.ready()
-                used(engine, settings)
-            results[name] = handed_over(*engines, own)
+                use(engine, settings.prompts, settings.used, settings.longest_used)
+            result |= handed_over(*engines, settings, slow=slow)
+            save(name, result)
             if name == "kvstow":
-                results["text_depends_on_the_cache"] = depends_on_the_cache(engines[0], settings)
-                results["decode_alone"] = floor_and_ceiling(engines[1], settings)
+                result["others"] = others_slowed(*engines, settings)
+                changes = wrong_cache_changes_text(*engines, settings)
+                result["a_wrong_cache_changes_the_text"] = changes
+                save("decode alone", alone(engines[1], settings))
         except Exception as error:  # one connector's failure is a result, too
-            results[name] = {"error": repr(error)[:500]}
+            result["error"] = repr(error)[:500]
         finally:
-            ended = [engine.close() for engine in engines]
-            results[name]["shutdown_s"] = ended
-        print(json.dumps(results[name]), flush=True)
-    return results
+            result["shutdown_s"] = [engine.close() for engine in engines]
+        save(name, result)
 
 
-def measure_offload(model: str, settings: Settings, memory_bytes: int) -> dict[str, Any]:
+def started(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
+    """A prefill and a decode engine, not yet ready."""
+    roles = ("kv_both", "kv_both")
+    if transfer["kv_connector"].startswith("Nixl"):
+        roles = ("kv_producer", "kv_consumer")
+        transfer = {**transfer, "kv_buffer_device": "cpu" if settings.options.cpu else "cuda"}
+    return [
+        Remote(5600 + 100 * i, model, settings.options, {**transfer, "kv_role": role})
+        for i, role in enumerate(roles)
+    ]
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────
+
+LEASE_SECONDS = 2
+
+
+def measure_failures(model: str, settings: Settings, save: Save) -> None:
+    """What becomes of handed-over requests that cannot be served: seconds, counters, texts."""
+    transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
+    engines = started(model, settings, transfer)
+    length = settings.lengths[-1] - 64
+    results: dict[str, Any] = {}
+    try:
+        for engine in engines:
+            engine.ready()
+        cases = {
+            "the ticket was used before": used_ticket,
+            "the lease has expired and its blocks were reused": expired,
+            "the ticket is forged": forged,
+            "the ticket is of another prompt": of_another_prompt,
+            "prefill is killed during the pull": killed,
+        }
+        for name, case in cases.items():
+            results[name] = failed(*engines, settings.prompts(length), settings, case)
+            save("kvstow", results)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def failed(
+    prefill: Remote, decode: Remote, prompt: list[int], settings: Settings, case: Any
+) -> dict[str, Any]:
+    """One case: the job is spoilt, decode must compute it, and count it."""
+    right = prefill.first({"prompt": prompt})["text"]
+    job = prefilled(prefill, [prompt])[0]
+    before = decode.counts()
+    done = case(prefill, decode, job, settings)
+    if done is None:
+        done = decode.first(job)
+    grown = {k: v - before.get(k, 0.0) for k, v in decode.counts().items()}
+    faults = ("pull ", "refused")
+    return {
+        "first_token_s": round(done["first"], 3),
+        "counted": {k: v for k, v in grown.items() if v and k.startswith(faults) and k[-1] != "s"},
+        "text_is_right": done["text"] == right,
+    }
+
+
+def used_ticket(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
+    decode.first(job)
+    use(decode, settings.prompts, settings.used, settings.longest_used)
+    fill(decode, settings)
+
+
+def expired(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
+    time.sleep(LEASE_SECONDS + 1)
+    fill(prefill, settings)
+
+
+def fill(engine: Remote, settings: Settings) -> None:
+    """Push everything out of a pool."""
+    length = settings.lengths[-1] - 64
+    fits = 8 if settings.options.cpu else settings.options.memory_bytes // (131_072 * length) + 2
+    engine.run([{"prompt": settings.prompts(length), "max_tokens": 1} for _ in range(fits)], 2)
+
+
+def forged(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
+    from kvstow.adapters.vllm.protocol import OURS
+    from kvstow.transfer.ticket import Ticket
+
+    carried = job["params"][OURS]
+    ticket = Ticket.parse(carried["tickets"][0])
+    carried["tickets"] = [str(replace(ticket, lease=ticket.lease ^ 1))]
+
+
+def of_another_prompt(
+    prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings
+) -> None:
+    other = prefilled(prefill, [settings.prompts(len(job["prompt"]))])[0]
+    job["params"] = other["params"]
+
+
+def killed(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> Any:
+    decode.begin([job])
+    time.sleep(0.012)
+    prefill.kill()
+    return decode.answer(120)["jobs"][0]
+
+
+# ── offload ───────────────────────────────────────────────────────────────────────────
+
+
+def measure_offload(model: str, settings: Settings, variants: list[str], save: Save) -> None:
     host = 40 << 30
-    variants = {
-        "kvstow": connector("kvstow", "kv_both", host_bytes=host),
+    transfers = {
+        "kvstow": connector("kvstow", host_bytes=host),
         "OffloadingConnector": connector(
-            "OffloadingConnector", "kv_both", cpu_bytes_to_use=host, block_size=BLOCK
+            "OffloadingConnector", cpu_bytes_to_use=host, block_size=BLOCK
         ),
     }
-    results: dict[str, Any] = {}
-    lengths = [n for n in settings.lengths if 512 <= n <= 16384]
-    for name, transfer in variants.items():
-        print(f"offload, {name}", flush=True)
-        engine = Remote(5900, model, memory_bytes, transfer)
+    for name in variants:
+        engine = Remote(5900, model, settings.options, transfers[name])
+        result: dict[str, Any] = {}
         try:
             engine.ready()
-            used(engine, settings, 60)
-            results[name] = come_back(engine, settings, lengths, memory_bytes)
+            use(engine, settings.prompts, 60, settings.longest_used)
+            result |= come_back(engine, settings)
         except Exception as error:  # as above
-            results[name] = {"error": repr(error)[:500]}
+            result["error"] = repr(error)[:500]
         finally:
-            results[name]["shutdown_s"] = engine.close()
-        print(json.dumps(results[name]), flush=True)
-    return results
+            result["shutdown_s"] = engine.close()
+        save(name, result)
 
 
-def come_back(
-    engine: Remote, settings: Settings, lengths: list[int], memory_bytes: int
-) -> dict[str, Any]:
+def come_back(engine: Remote, settings: Settings) -> dict[str, Any]:
     """Compute prompts, push them out with others, and ask for them again."""
     result: dict[str, Any] = {"lengths": {}, "wrong_texts": 0, "texts": 0}
-    prompts = {n: [settings.prompt(n) for _ in range(settings.repeats)] for n in lengths}
+    lengths = [n for n in settings.lengths if 512 <= n <= 16384]
+    prompts = {n: [settings.prompts(n) for _ in range(settings.repeats)] for n in lengths}
     texts = {
         n: [job["text"] for job in engine.run([{"prompt": p} for p in each])["jobs"]]
         for n, each in prompts.items()
     }
-    others = memory_bytes // (2 << 20) * BLOCK // 4000 + 8  # enough to fill the pool again
-    engine.run([{"prompt": settings.prompt(4000), "max_tokens": 1} for _ in range(others)], 4)
+    others = settings.options.memory_bytes // (2 << 20) * BLOCK // 4000 + 8  # fill the pool again
+    engine.run([{"prompt": settings.prompts(4000), "max_tokens": 1} for _ in range(others)], 4)
     for n, each in prompts.items():
-        jobs = [engine.run([{"prompt": p}])["jobs"][0] for p in each]
+        jobs = [engine.first({"prompt": p}) for p in each]
         result["lengths"][str(n)] = spread([job["first"] for job in jobs])
         for job, text in zip(jobs, texts[n], strict=True):
             result["texts"] += 1
@@ -416,40 +351,66 @@ def come_back(
     return result
 
 
+# ── from the command line ─────────────────────────────────────────────────────────────
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--json", type=Path, required=True)
-    options.add_argument("--only", choices=("handover", "offload"))
-    options.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    options.add_argument("--quick", action="store_true", help="few lengths, few repeats")
-    chosen = options.parse_args()
-    from machine import machine
-
-    settings = Settings(LENGTHS, 5, IN_FLIGHT, 24)
-    if chosen.quick:
-        settings = Settings((2048, 16384), 3, (1, 8), 8)
-    document: dict[str, Any] = {"machine": machine(), "versions": versions()}
-    for model in chosen.models:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", help="connectors; all by default")
+    parser.add_argument("--quick", action="store_true", help="few lengths, few repeats")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--try", dest="cpu", action="store_true", help="tiny models, on a CPU")
+    chosen = parser.parse_args()
+    document: dict[str, Any] = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
+    document |= {"machine": machine(), "versions": versions()}
+    for name in chosen.models:
+        config = MODELS[name] | (SMALL if chosen.cpu else {})
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
-            part = document.setdefault(model, {})
-            if chosen.only != "offload":
-                part["handover"] = measure_handover(folder, settings, 20 << 30)
-            if chosen.only != "handover":
-                part["offload"] = measure_offload(folder, settings, 8 << 30)
-        chosen.json.write_text(json.dumps(document, indent=1) + "\n")
+            Path(folder, "config.json").write_text(json.dumps(config))
+            for part in chosen.parts:
+                save = saver(chosen.json, document, name, part)
+                measure(part, folder, settings_of(chosen, part, config), chosen.variants, save)
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+def settings_of(chosen: argparse.Namespace, part: str, config: dict[str, Any]) -> Settings:
+    options = EngineOptions(
+        memory_bytes=(8 << 30) if part == "offload" else (20 << 30), eager=chosen.eager
+    )
+    made = Settings(options, Prompts(config["vocab_size"]))
+    if chosen.quick:
+        made = replace(made, lengths=(2048, 16384), repeats=3, in_flight=(1, 8), burst=8)
+    if chosen.cpu:
+        small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
+        made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 10, 700, 300)
+    return made
 
-    found = {}
-    for name in ("vllm", "torch", "nixl", "nixl-cu13", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+
+def measure(
+    part: str, model: str, settings: Settings, variants: list[str] | None, save: Save
+) -> None:
+    match part:
+        case "handover":
+            chosen = [name for name in HANDOVER if name in (variants or HANDOVER)]
+            measure_handover(model, settings, chosen, save)
+        case "failures":
+            measure_failures(model, settings, save)
+        case _:
+            chosen = [name for name in OFFLOAD if name in (variants or OFFLOAD)]
+            measure_offload(model, settings, chosen, save)
+
+
+def saver(file: Path, document: dict[str, Any], model: str, part: str) -> Save:
+    """Keeps what was measured of a variant, prints it, and writes the file."""
+
+    def save(name: str, result: dict[str, Any]) -> None:
+        document.setdefault(model, {}).setdefault(part, {})[name] = result
+        print(f"{model}, {part}, {name}: {json.dumps(result)}", flush=True)
+        file.write_text(json.dumps(document, indent=1) + "\n")
+
+    return save
 
 
 if __name__ == "__main__":

