@@ -8,6 +8,7 @@ import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any
@@ -139,17 +140,20 @@ def connector(name: str, role: str = "kv_both", **options: Any) -> dict[str, Any
 
 
 def fill_weights(model: Any) -> None:
-    """Draw weights from a seeded normal, so large that a wrong cache changes the text."""
+    """Draw weights from a seeded normal, so large that a wrong cache changes the text; vLLM's
+    own dummies make norms so small that attention says nothing."""
     import torch
 
     parameters = dict(model.named_parameters())
+    neutral = 0.0 if "Gemma" in type(model).__name__ else 1.0  # Gemma's norms add one
     device = next(iter(parameters.values())).device
     generator = torch.Generator(device=device).manual_seed(7)
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.dim() < 2:
+                parameter.fill_(neutral if "norm" in name else 0.0)
                 continue
-            scale = 1.0 if "embed" in name else 0.03
+            scale = 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5
             noise = torch.empty_like(parameter, dtype=torch.float32)
             parameter.copy_(noise.normal_(0.0, scale, generator=generator))
 
@@ -225,10 +229,14 @@ class Engine:
 
 
 def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    """The body of an engine's process: answers calls of `Engine` until it is told to end."""
+    """The body of an engine's process: answers calls of `Engine` until it is told to end. It
+    imports vLLM, which takes longest, and starts when it is told to."""
     os.environ.update(ENVIRONMENT | dict(os.environ) | environment)
     os.setsid()  # so that its own processes can be ended with it
     try:
+        import_module("vllm.v1.engine.core")
+        pipe.send(("imported", None))
+        pipe.recv()
         engine = Engine(*arguments)
         pipe.send(("ready", None))
         while True:
@@ -242,7 +250,7 @@ def serve(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, .
 
 
 class Remote:
-    """An engine in another process."""
+    """An engine in another process: `imported`, `start` and `ready` come first, in that order."""
 
     def __init__(
         self, port: int, model: str, options: EngineOptions, transfer: dict[str, Any] | None
@@ -255,6 +263,14 @@ class Remote:
         )
         self._process.start()
         theirs.close()
+
+    def imported(self) -> None:
+        """Wait until the process has imported vLLM."""
+        self.answer(300)
+
+    def start(self) -> None:
+        """Begin to start; `ready` waits until it has."""
+        self._pipe.send(("start",))
 
     def ready(self) -> None:
         self.answer(300)
@@ -318,10 +334,18 @@ class Prompts:
         return random.Random(self._seed).choices(self._words, k=length)
 
 
-def use(engine: Remote, prompts: Prompts, requests: int, longest: int = 3000) -> None:
-    """Use a pool, so that its free blocks lie scattered as in service."""
-    lengths = random.Random(5).choices(range(40, longest), k=requests)
-    engine.run([{"prompt": prompts(n), "max_tokens": 1} for n in lengths], 16, seconds=300)
+def use(engines: list[Remote], prompts: Prompts, requests: int, longest: int = 3000) -> None:
+    """Use pools, so that free blocks lie scattered as in service: requests of random lengths, many
+    at once, that grow block by block."""
+    draw = random.Random(5)
+    jobs = [
+        {"prompt": prompts(draw.randrange(40, longest)), "max_tokens": draw.randrange(1, 100)}
+        for _ in range(requests)
+    ]
+    for engine in engines:
+        engine.begin(jobs, 32)
+    for engine in engines:
+        engine.answer(300)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

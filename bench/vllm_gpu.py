@@ -10,8 +10,6 @@ handover   prompts are prefilled in one engine; measured is the time to first to
            the same prompts computed again, and with the prefix cached there (the floor)
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
-offload    prompts are computed, pushed out of the pool by others and asked again: kvstow's host
-           tier beside vLLM's OffloadingConnector
 
 All texts are compared with those of an engine that computed the prompt itself. The file is
 written after every variant, and keeps what an earlier run has measured of other parts.
@@ -23,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from machine import machine
 from vllm_engines import (
-    BLOCK,
     MODELS,
     SMALL,
     EngineOptions,
@@ -40,31 +38,36 @@ from vllm_engines import (
     versions,
 )
 
-PARTS = ("handover", "failures", "offload")
+PARTS = ("handover", "failures")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, digest off": connector("kvstow", digest="off"),
     "NixlPushConnector": connector("NixlPushConnector"),
     "NixlConnector": connector("NixlConnector"),
 }
-OFFLOAD = ("kvstow", "OffloadingConnector")
 
 
 @dataclass
 class Settings:
-    """How much is measured. `slow` lengths are those of a connector that takes seconds."""
+    """How much is measured. `slow` lengths are those of a connector that takes seconds.
+
+    Prompts are one token longer than their length says. A whole number of blocks is cached then,
+    and wherever the rest comes from, exactly one token is computed, by the same kernels.
+    """
 
     options: EngineOptions
     prompts: Prompts
     lengths: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32000)
     slow: tuple[int, ...] = (2048, 8192)
-    repeats: int = 7
+    repeats: int = 4
     in_flight: tuple[int, ...] = (1, 4, 16)
     burst: int = 24
     burst_tokens: int = 4096
-    used: int = 150
+    used: int = 120
     longest_used: int = 3000
     first: int = 2048
+    failing: int = 16384
+    filling: int = 11
 
 
 Save = Callable[[str, dict[str, Any]], None]
@@ -98,7 +101,7 @@ def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bo
     for length in settings.slow if slow else settings.lengths:
         seconds, before = [], decode.counts()
         for _ in range(2 if slow else settings.repeats):
-            prompt = settings.prompts(length)
+            prompt = settings.prompts(length + 1)
             job = decode.first(prefilled(prefill, [prompt])[0])
             seconds.append(job["first"])
             result["texts"] += 1
@@ -106,7 +109,7 @@ def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bo
         result["lengths"][str(length)] = spread(seconds) | counted(before, decode.counts())
     for many in () if slow else settings.in_flight:
         jobs = prefilled(
-            prefill, [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+            prefill, [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         )
         out = decode.run([{**job, "max_tokens": 1} for job in jobs], many)
         figures = spread([job["first"] for job in out["jobs"]])
@@ -134,14 +137,14 @@ def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
     for length in settings.lengths:
         computed, cached = [], []
         for _ in range(settings.repeats):
-            job = {"prompt": settings.prompts(length), "max_tokens": 1}
+            job = {"prompt": settings.prompts(length + 1), "max_tokens": 1}
             computed.append(decode.first(job)["first"])
             time.sleep(0.1)  # as long as another engine takes to prefill, in the other figures
             cached.append(decode.first(job)["first"])
         result["computed"][str(length)] = spread(computed)
         result["cached"][str(length)] = spread(cached)
     for many in settings.in_flight:
-        prompts = [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+        prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         jobs = [{"prompt": prompt, "max_tokens": 1} for prompt in prompts]
         decode.run(jobs, 4)
         out = decode.run(jobs, many)
@@ -157,7 +160,7 @@ def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[s
     result = {}
     for name in ("cached", "handed over"):
         running = [{"prompt": settings.prompts(256), "max_tokens": 200} for _ in range(8)]
-        prompts = [settings.prompts(settings.burst_tokens) for _ in range(settings.burst)]
+        prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         if name == "cached":
             coming = [{"prompt": prompt} for prompt in prompts]
             decode.run(coming, 4)
@@ -173,7 +176,7 @@ def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings
     """Whether a prompt that is given another one's cache, on purpose, gets another text."""
     from kvstow.adapters.vllm.protocol import OURS, EngineRequest, prompt_digest
 
-    one, other = (settings.prompts(500) for _ in range(2))
+    one, other = (settings.prompts(513) for _ in range(2))
     job = prefilled(prefill, [one])[0]
     carried = job["params"][OURS]
     request = EngineRequest(id="", tokens=other)
@@ -182,31 +185,29 @@ def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings
     return wrong != prefill.first({"prompt": other})["text"]
 
 
-def measure_handover(model: str, settings: Settings, variants: list[str], save: Save) -> None:
-    for name in variants:
-        slow = name == "NixlConnector"
-        engines = started(model, settings, HANDOVER[name])
-        result: dict[str, Any] = {}
-        try:
-            for engine in engines:
-                engine.ready()
-                use(engine, settings.prompts, settings.used, settings.longest_used)
-            result |= handed_over(*engines, settings, slow=slow)
-            save(name, result)
-            if name == "kvstow":
-                result["others"] = others_slowed(*engines, settings)
-                changes = wrong_cache_changes_text(*engines, settings)
-                result["a_wrong_cache_changes_the_text"] = changes
-                save("decode alone", alone(engines[1], settings))
-        except Exception as error:  # one connector's failure is a result, too
-            result["error"] = repr(error)[:500]
-        finally:
-            result["shutdown_s"] = [engine.close() for engine in engines]
+def measure_handover(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
+    """All figures of one connector, with the engines' own beside kvstow's."""
+    result: dict[str, Any] = {}
+    try:
+        begun(engines)
+        use(engines, settings.prompts, settings.used, settings.longest_used)
+        prefill, decode = engines
+        result |= handed_over(prefill, decode, settings, slow=name == "NixlConnector")
         save(name, result)
+        if name == "kvstow":
+            result["others"] = others_slowed(prefill, decode, settings)
+            changes = wrong_cache_changes_text(prefill, decode, settings)
+            result["a_wrong_cache_changes_the_text"] = changes
+            save("decode alone", alone(decode, settings))
+    except Exception as error:  # one connector's failure is a result, too
+        result["error"] = repr(error)[:500]
+    finally:
+        result["shutdown_s"] = [engine.close() for engine in engines]
+    save(name, result)
 
 
-def started(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
-    """A prefill and a decode engine, not yet ready."""
+def pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
+    """A prefill and a decode engine that have not started."""
     roles = ("kv_both", "kv_both")
     if transfer["kv_connector"].startswith("Nixl"):
         roles = ("kv_producer", "kv_consumer")
@@ -217,29 +218,35 @@ def started(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Re
     ]
 
 
+def begun(engines: list[Remote]) -> None:
+    """Start engines, and wait until all are ready."""
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.ready()
+
+
 # ── failures ──────────────────────────────────────────────────────────────────────────
 
 LEASE_SECONDS = 2
 
 
-def measure_failures(model: str, settings: Settings, save: Save) -> None:
+def measure_failures(engines: list[Remote], *, settings: Settings, save: Save) -> None:
     """What becomes of handed-over requests that cannot be served: seconds, counters, texts."""
-    transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
-    engines = started(model, settings, transfer)
-    length = settings.lengths[-1] - 64
     results: dict[str, Any] = {}
+    cases = {
+        "the ticket was used before": used_ticket,
+        "the lease has expired and its blocks were reused": expired,
+        "the ticket is forged": forged,
+        "the ticket is of another prompt": of_another_prompt,
+        "prefill is killed during the pull": killed,
+    }
     try:
-        for engine in engines:
-            engine.ready()
-        cases = {
-            "the ticket was used before": used_ticket,
-            "the lease has expired and its blocks were reused": expired,
-            "the ticket is forged": forged,
-            "the ticket is of another prompt": of_another_prompt,
-            "prefill is killed during the pull": killed,
-        }
+        begun(engines)
+        use(engines, settings.prompts, settings.used, settings.longest_used)
         for name, case in cases.items():
-            results[name] = failed(*engines, settings.prompts(length), settings, case)
+            prompt = settings.prompts(settings.failing + 1)
+            results[name] = failed(*engines, prompt, settings, case)
             save("kvstow", results)
     finally:
         for engine in engines:
@@ -267,7 +274,6 @@ def failed(
 
 def used_ticket(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
     decode.first(job)
-    use(decode, settings.prompts, settings.used, settings.longest_used)
     fill(decode, settings)
 
 
@@ -278,9 +284,8 @@ def expired(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Sett
 
 def fill(engine: Remote, settings: Settings) -> None:
     """Push everything out of a pool."""
-    length = settings.lengths[-1] - 64
-    fits = 8 if settings.options.cpu else settings.options.memory_bytes // (131_072 * length) + 2
-    engine.run([{"prompt": settings.prompts(length), "max_tokens": 1} for _ in range(fits)], 2)
+    prompts = [settings.prompts(settings.failing) for _ in range(settings.filling)]
+    engine.run([{"prompt": prompt, "max_tokens": 1} for prompt in prompts], 2)
 
 
 def forged(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
@@ -306,51 +311,6 @@ def killed(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Setti
     return decode.answer(120)["jobs"][0]
 
 
-# ── offload ───────────────────────────────────────────────────────────────────────────
-
-
-def measure_offload(model: str, settings: Settings, variants: list[str], save: Save) -> None:
-    host = 40 << 30
-    transfers = {
-        "kvstow": connector("kvstow", host_bytes=host),
-        "OffloadingConnector": connector(
-            "OffloadingConnector", cpu_bytes_to_use=host, block_size=BLOCK
-        ),
-    }
-    for name in variants:
-        engine = Remote(5900, model, settings.options, transfers[name])
-        result: dict[str, Any] = {}
-        try:
-            engine.ready()
-            use(engine, settings.prompts, 60, settings.longest_used)
-            result |= come_back(engine, settings)
-        except Exception as error:  # as above
-            result["error"] = repr(error)[:500]
-        finally:
-            result["shutdown_s"] = engine.close()
-        save(name, result)
-
-
-def come_back(engine: Remote, settings: Settings) -> dict[str, Any]:
-    """Compute prompts, push them out with others, and ask for them again."""
-    result: dict[str, Any] = {"lengths": {}, "wrong_texts": 0, "texts": 0}
-    lengths = [n for n in settings.lengths if 512 <= n <= 16384]
-    prompts = {n: [settings.prompts(n) for _ in range(settings.repeats)] for n in lengths}
-    texts = {
-        n: [job["text"] for job in engine.run([{"prompt": p} for p in each])["jobs"]]
-        for n, each in prompts.items()
-    }
-    others = settings.options.memory_bytes // (2 << 20) * BLOCK // 4000 + 8  # fill the pool again
-    engine.run([{"prompt": settings.prompts(4000), "max_tokens": 1} for _ in range(others)], 4)
-    for n, each in prompts.items():
-        jobs = [engine.first({"prompt": p}) for p in each]
-        result["lengths"][str(n)] = spread([job["first"] for job in jobs])
-        for job, text in zip(jobs, texts[n], strict=True):
-            result["texts"] += 1
-            result["wrong_texts"] += job["text"] != text
-    return result
-
-
 # ── from the command line ─────────────────────────────────────────────────────────────
 
 
@@ -359,47 +319,58 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", help="connectors; all by default")
+    parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
     parser.add_argument("--quick", action="store_true", help="few lengths, few repeats")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--try", dest="cpu", action="store_true", help="tiny models, on a CPU")
     chosen = parser.parse_args()
     document: dict[str, Any] = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
     document |= {"machine": machine(), "versions": versions()}
-    for name in chosen.models:
-        config = MODELS[name] | (SMALL if chosen.cpu else {})
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(config))
-            for part in chosen.parts:
-                save = saver(chosen.json, document, name, part)
-                measure(part, folder, settings_of(chosen, part, config), chosen.variants, save)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            run
+            for model in chosen.models
+            for run in planned(chosen, model, Path(folder, model), document)
+        ]
+        for engines, _ in runs:
+            for engine in engines:
+                engine.imported()
+        for engines, run in runs:
+            run(engines)
 
 
-def settings_of(chosen: argparse.Namespace, part: str, config: dict[str, Any]) -> Settings:
-    options = EngineOptions(
-        memory_bytes=(8 << 30) if part == "offload" else (20 << 30), eager=chosen.eager
-    )
+def planned(
+    chosen: argparse.Namespace, model: str, folder: Path, document: dict[str, Any]
+) -> list[tuple[list[Remote], Callable[[list[Remote]], None]]]:
+    """All runs of a model and their engines, whose processes import vLLM side by side."""
+    config = MODELS[model] | (SMALL if chosen.cpu else {})
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = settings_of(chosen, config)
+    runs: list[tuple[list[Remote], Callable[[list[Remote]], None]]] = []
+    if "handover" in chosen.parts:
+        save = saver(chosen.json, document, model, "handover")
+        for name in chosen.variants:
+            measure = partial(measure_handover, name=name, settings=settings, save=save)
+            runs.append((pair(str(folder), settings, HANDOVER[name]), measure))
+    if "failures" in chosen.parts:
+        save = saver(chosen.json, document, model, "failures")
+        transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
+        measure = partial(measure_failures, settings=settings, save=save)
+        runs.append((pair(str(folder), settings, transfer), measure))
+    return runs
+
+
+def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
+    options = EngineOptions(memory_bytes=20 << 30, eager=chosen.eager)
     made = Settings(options, Prompts(config["vocab_size"]))
     if chosen.quick:
         made = replace(made, lengths=(2048, 16384), repeats=3, in_flight=(1, 8), burst=8)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 10, 700, 300)
+        made = replace(made, failing=700, filling=8)
     return made
-
-
-def measure(
-    part: str, model: str, settings: Settings, variants: list[str] | None, save: Save
-) -> None:
-    match part:
-        case "handover":
-            chosen = [name for name in HANDOVER if name in (variants or HANDOVER)]
-            measure_handover(model, settings, chosen, save)
-        case "failures":
-            measure_failures(model, settings, save)
-        case _:
-            chosen = [name for name in OFFLOAD if name in (variants or OFFLOAD)]
-            measure_offload(model, settings, chosen, save)
 
 
 def saver(file: Path, document: dict[str, Any], model: str, part: str) -> Save:

@@ -21,8 +21,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 FILE = Path(__file__).parent.parent / "tests" / "recorded_vllm_cuda.json"
-MAX_TOKENS = 1024
-NUM_BLOCKS = 80
+MAX_TOKENS = 256
+NUM_BLOCKS = 160
 FEW_BLOCKS = {"qwen3-next-80b": 12}
 """Where blocks are large."""
 
@@ -247,6 +247,24 @@ def pretend_cuda() -> None:
     flash.get_flash_attn_version = lambda *_, **__: 3
 
 
+def without_memory() -> Any:
+    """A mode in which tensors of a GPU have shapes and no memory; streams and events are nothing."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    for name in ("Stream", "Event", "current_stream", "current_device"):
+        setattr(torch.cuda, name, MagicMock(name=name))
+
+    class WithoutMemory(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = dict(kwargs or {})
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
+
+    return WithoutMemory()
+
+
 def _answering(value: object) -> Any:
     return classmethod(lambda cls, *_, **__: value)
 
@@ -280,7 +298,7 @@ def recorded(name: str, config: dict[str, Any]) -> dict[str, Any]:
             from vllm.model_executor.model_loader.utils import initialize_model
 
             torch.set_default_dtype(torch.bfloat16)
-            with torch.device("meta"):
+            with torch.device("meta"), without_memory():
                 initialize_model(vllm_config)
             return planned(vllm_config)
 

@@ -254,14 +254,20 @@ class Loop:
         """How soon a story looks again that only lets the engine work for a peer."""
         return SOON if self.clock() < self._busy_until else NOW_AND_THEN
 
+    def expect_work(self) -> None:
+        """A peer will need the engine at once."""
+        self._busy_until = self.clock() + 2 * NOW_AND_THEN
+
     def step(self, timeout: float = 0.0) -> float:
         """One turn: messages, commands, the engine, every story that is due.
 
         Waits at most `timeout` seconds for a message; returns how long the next turn may.
         """
-        if 0 < timeout < NOW_AND_THEN:
+        milliseconds = math.ceil(timeout * 1000)
+        if 0 < timeout < NOW_AND_THEN / 2:  # too short for a socket to be waited for
             time.sleep(timeout)
-        for line, message in self._channel.heard(int(timeout * 1000)):
+            milliseconds = 0
+        for line, message in self._channel.heard(milliseconds):
             self._busy_until = self.clock() + NOW_AND_THEN
             self._obey()
             self._guarded(partial(self._hear, line, message), type(message).__name__)

@@ -25,7 +25,7 @@ from kvstow.transfer.digests import (
 )
 from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.generations import ids_of
-from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Story, bug, result_of, together
+from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy, Way
@@ -284,11 +284,10 @@ class DigestsHere:
         self._take: Callable[[], tuple[int, ...]] | None = None
 
     def get_ready(self) -> Story[None]:
-        """Do what can be done before the rows are there."""
+        """Do what can be done before the rows are there, and after other pulls have begun."""
         if self._is_small:
+            yield AT_ONCE
             self._take = prepared_digests(*self._what)
-        return
-        yield
 
     def counted(self) -> Story[tuple[int, ...]]:
         """Count what lies there now."""

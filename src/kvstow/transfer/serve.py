@@ -116,6 +116,7 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
     accepted = False
     try:
         yield from together(bringing, telling)
+        server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
         accepted = serving.mailbox.take(End).outcome == "accepted"

@@ -38,7 +38,10 @@ from kvstow.transfer.transport.base import Transport
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
-"""An engine that only waits for us asks again and again: it may wait so long for a pull's end."""
+"""An engine that only waits for us asks again and again: it may as well sleep this long."""
+
+PULL_SECONDS = 0.004
+"""So long it waits for the end of a pull: between two steps it would not notice it."""
 
 GRACE_SECONDS = 10.0
 """A ticket may be shown before the producer's worker has heard of it: ask again so long."""
@@ -212,7 +215,7 @@ class WorkerSide:
         if self._offload is not None and self._offload.is_loading:
             self._offload.await_load(IDLE_SECONDS, self._news)
         else:
-            self._news.wait(IDLE_SECONDS)
+            self._news.wait(PULL_SECONDS if self._loading else IDLE_SECONDS)
 
     def _settle(self, offload: WorkerTiers) -> None:
         for job in offload.stored():
