@@ -17,6 +17,8 @@ written after every variant, and keeps what an earlier run has measured of other
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -332,11 +334,16 @@ def main() -> None:
             for model in chosen.models
             for run in planned(chosen, model, Path(folder, model), document)
         ]
-        for engines, _ in runs:
-            for engine in engines:
+        all_engines = [engine for engines, _ in runs for engine in engines]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        try:
+            for engine in all_engines:
                 engine.imported()
-        for engines, run in runs:
-            run(engines)
+            for engines, run in runs:
+                run(engines)
+        finally:
+            for engine in all_engines:
+                engine.kill()
 
 
 def planned(
@@ -365,7 +372,8 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     options = EngineOptions(memory_bytes=20 << 30, eager=chosen.eager)
     made = Settings(options, Prompts(config["vocab_size"]))
     if chosen.quick:
-        made = replace(made, lengths=(2048, 16384), repeats=3, in_flight=(1, 8), burst=8)
+        made = replace(made, lengths=(2048, 8192, 16384), repeats=3, in_flight=(1, 16), burst=16)
+        made = replace(made, used=80)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 10, 700, 300)
