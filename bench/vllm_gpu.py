@@ -331,8 +331,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             run
+            for part in chosen.parts
             for model in chosen.models
-            for run in planned(chosen, model, Path(folder, model), document)
+            for run in planned(chosen, part, model, Path(folder, f"{part}-{model}"), document)
         ]
         all_engines = [engine for engines, _ in runs for engine in engines]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -347,25 +348,28 @@ def main() -> None:
 
 
 def planned(
-    chosen: argparse.Namespace, model: str, folder: Path, document: dict[str, Any]
+    chosen: argparse.Namespace, part: str, model: str, folder: Path, document: dict[str, Any]
 ) -> list[tuple[list[Remote], Callable[[list[Remote]], None]]]:
-    """All runs of a model and their engines, whose processes import vLLM side by side."""
+    """The runs of one part and their engines, whose processes import vLLM side by side. One
+    model's failures are enough."""
     config = MODELS[model] | (SMALL if chosen.cpu else {})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     settings = settings_of(chosen, config)
-    runs: list[tuple[list[Remote], Callable[[list[Remote]], None]]] = []
-    if "handover" in chosen.parts:
-        save = saver(chosen.json, document, model, "handover")
-        for name in chosen.variants:
-            measure = partial(measure_handover, name=name, settings=settings, save=save)
-            runs.append((pair(str(folder), settings, HANDOVER[name]), measure))
-    if "failures" in chosen.parts:
-        save = saver(chosen.json, document, model, "failures")
-        transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
-        measure = partial(measure_failures, settings=settings, save=save)
-        runs.append((pair(str(folder), settings, transfer), measure))
-    return runs
+    save = saver(chosen.json, document, model, part)
+    if part == "handover":
+        return [
+            (
+                pair(str(folder), settings, HANDOVER[name]),
+                partial(measure_handover, name=name, settings=settings, save=save),
+            )
+            for name in chosen.variants
+        ]
+    if model != chosen.models[0]:
+        return []
+    transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
+    engines = pair(str(folder), settings, transfer)
+    return [(engines, partial(measure_failures, settings=settings, save=save))]
 
 
 def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:

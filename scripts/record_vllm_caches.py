@@ -23,9 +23,6 @@ from unittest.mock import MagicMock
 FILE = Path(__file__).parent.parent / "tests" / "recorded_vllm_cuda.json"
 MAX_TOKENS = 256
 NUM_BLOCKS = 160
-FEW_BLOCKS = {"qwen3-next-80b": 12}
-"""Where blocks are large."""
-
 COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -205,7 +202,11 @@ class Nothing(types.ModuleType):
 def pretend_cuda() -> None:
     """Make vLLM plan for an H200. To be called before anything else of it is imported."""
     compiled = ("_C", "_C_stable_libtorch", "_moe_C", "_flashmla_C", "_flashmla_extension_C")
-    for name in (*compiled, "vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
+    wrapping = (
+        *("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"),
+        *("third_party.flashmla", "third_party.flashmla.flash_mla_interface"),
+    )
+    for name in (*compiled, *wrapping):
         sys.modules[f"vllm.{name}"] = Nothing(f"vllm.{name}")
     import torch._ops as ops
 
@@ -242,23 +243,29 @@ def pretend_cuda() -> None:
     }
     members = {name: _answering(value) for name, value in answers.items()}
     platforms._current_platform = type("PretendedH200", (CudaPlatformBase,), members)()
+    import vllm.model_executor.models.registry as registry
+    import vllm.utils.import_utils as imports
     import vllm.v1.attention.backends.fa_utils as flash
 
     flash.get_flash_attn_version = lambda *_, **__: 3
+    imports.has_deep_gemm = lambda: True
+    registry._run_in_subprocess = lambda function: function()  # which would not pretend
 
 
 def without_memory() -> Any:
-    """A mode in which tensors of a GPU have shapes and no memory; streams and events are nothing."""
+    """A mode in which tensors of a GPU have shapes and no memory; streams are nothing."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    for name in ("Stream", "Event", "current_stream", "current_device"):
+    for name in ("Stream", "Event", "current_stream"):
         setattr(torch.cuda, name, MagicMock(name=name))
+    torch.cuda.current_device = lambda: 0
 
     class WithoutMemory(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             kwargs = dict(kwargs or {})
-            if str(kwargs.get("device", "")).startswith("cuda"):
+            device = kwargs.get("device")
+            if device == 0 or str(device).startswith("cuda"):
                 kwargs["device"] = "meta"
             return func(*args, **kwargs)
 
@@ -278,6 +285,7 @@ def recorded(name: str, config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(COMMON | config))
@@ -287,7 +295,7 @@ def recorded(name: str, config: dict[str, Any]) -> dict[str, Any]:
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=MAX_TOKENS,
-            num_gpu_blocks_override=FEW_BLOCKS.get(name, NUM_BLOCKS),
+            num_gpu_blocks_override=NUM_BLOCKS,
             kv_cache_dtype=CACHE_DTYPES.get(name, "auto"),
             kv_transfer_config=CONNECTOR,
         ).create_engine_config()
@@ -300,6 +308,7 @@ def recorded(name: str, config: dict[str, Any]) -> dict[str, Any]:
             torch.set_default_dtype(torch.bfloat16)
             with torch.device("meta"), without_memory():
                 initialize_model(vllm_config)
+                current_platform.update_block_size_for_backend(vllm_config)
             return planned(vllm_config)
 
 

@@ -75,7 +75,6 @@ def pair(
             settings=SETTINGS,
             options=("-tp", str(size)),
             rows=size == 1,
-            cache_gib="0.25",
         )
         for size in request.param
     ]

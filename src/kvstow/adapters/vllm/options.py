@@ -16,6 +16,10 @@ FOREIGN = {
 }
 """Options of vLLM's own connectors and of earlier versions, and what to write instead."""
 
+QUARANTINE_SECONDS = 10.0
+"""A request whose prefill instance has died waits so long: then the engine is replaced, nothing can
+write to its blocks any more, and vLLM computes it."""
+
 PACKED = "enable_cross_layers_blocks"
 """An option of vLLM's connectors: true is our default layout, false is vLLM's own."""
 
@@ -103,6 +107,7 @@ class ConnectorOptions:
             transfer_seconds=self.transfer_seconds,
             contact_seconds=self.contact_seconds,
             digest=self.digest,
+            quarantine_seconds=QUARANTINE_SECONDS,
         )
 
     def keys(self) -> Keys | None:
