@@ -30,7 +30,15 @@ PACKAGES = {
 }
 KINDS = {int: "N", float: "X", Path: "FILE"}
 FIRST = {
-    "guides": ("plan.md", "transformers.md", "vllm.md", "transfer.md", "offload.md", "route.md"),
+    "guides": (
+        "plan.md",
+        "transformers.md",
+        "vllm.md",
+        "transfer.md",
+        "offload.md",
+        "cluster.md",
+        "route.md",
+    ),
     "concepts": ("layouts.md", "slabs.md", "blocks.md", "routes.md", "memory.md"),
     "reference": ("api.md", "cli.md", "commands.md", "spec.md"),
 }

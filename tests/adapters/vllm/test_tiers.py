@@ -13,10 +13,11 @@ import torch
 
 from kvstow.adapters.vllm.layout import CacheDeclaration, axes_of, declared_groups, declared_layout
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest
+from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, KeysPresent
 from kvstow.adapters.vllm.recall import Recall
 from kvstow.adapters.vllm.tiers import LoadJob, WorkerTiers
 from kvstow.memory.arena import Arena
+from kvstow.testing.servers import Valkey
 from recorded_vllm import IDENTITY, Pool, hybrid, one_group
 
 PROMPT = list(range(500, 518))
@@ -91,7 +92,12 @@ class Rank:
         lookup = self.recall.arrived(EngineRequest(id=id, tokens=tokens))
         if lookup is not None:
             assert self.recall.matched(id, 0) is None
-            self.recall.answer(self.tiers.look_up(lookup))
+            self.tiers.look_up(lookup)
+            until = time.monotonic() + 20
+            while not self.tiers.has_answers and time.monotonic() < until:
+                time.sleep(0.001)
+            for answer in self.tiers.answers():
+                self.recall.answer(answer)
         found = self.recall.matched(id, 0)
         assert found is not None
         return found
@@ -255,3 +261,54 @@ def test_a_window_that_moves_on_comes_back_at_every_length_it_has_passed(ranks: 
         last = length // 4 - 1
         assert torch.equal(rank.views["layers.0"][window[last]], kept["layers.0"][last + 1])
         assert torch.equal(rank.views["layers.2"][(1, 2, 3, 13)[last]], kept["layers.2"][11 + last])
+
+
+# ── remote ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+def remotely(url: str) -> ConnectorOptions:
+    return ConnectorOptions(host_bytes=8 << 20, remote=url)
+
+
+def test_rows_of_an_engine_that_has_ended_come_back_from_a_remote_store(
+    ranks: list[Rank], valkey: Valkey
+):
+    url = f"{valkey.url}?prefix=back&budget=10"
+    first = Rank.start(remotely(url), hybrid("BLHNC", 24))
+    kept = first.fill(1)
+    assert first.compute(PROMPT, THERE) == 6
+    first.tiers.close()
+    for order in ("BLHNC", "LBHNC"):
+        ranks.append(Rank.start(remotely(url), hybrid(order, 24)))
+        check_came_back(ranks[-1], kept)
+
+
+def test_a_dead_remote_store_leaves_host_memory_at_work(ranks: list[Rank], tmp_path: Path):
+    server = Valkey(tmp_path)  # never started
+    rank = Rank.start(remotely(f"{server.url}?budget=0.2&load=0.5"), hybrid("BLHNC", 24))
+    ranks.append(rank)
+    rank.fill(1)
+    assert rank.compute(PROMPT, THERE) == 6
+    assert rank.ask(PROMPT) == 16
+    assert rank.ask([1] * 18, id="e") == 0
+
+
+def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], valkey: Valkey):
+    url = f"{valkey.url}?prefix=ranks&budget=10"
+    rank = Rank.start(remotely(url), hybrid("BLHNC", 24))
+    ranks.append(rank)
+    rank.recall.meet(["0", "1"])
+    lookup = rank.recall.arrived(EngineRequest(id="d", tokens=PROMPT))
+    assert lookup is not None
+    everything = tuple((True,) * len(keys) for keys in lookup.keys)
+    rank.recall.answer(KeysPresent(request="d", present=everything))
+    assert rank.recall.matched("d", 0) is None
+    nothing = tuple((False,) * len(keys) for keys in lookup.keys)
+    rank.recall.answer(KeysPresent(request="d", present=nothing))
+    assert rank.recall.matched("d", 0) == 0

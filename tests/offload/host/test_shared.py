@@ -223,7 +223,8 @@ def test_a_worker_restores_what_another_worker_has_stored(name):
     ids, keys = [3, 4, 5], tuple(key(0, n) for n in range(3))
     one.store(StoreBlocks(job=1, rows={0: (keys, ids)}))
     assert waited(one.stored)
-    assert other.look_up(LookUpKeys(request="b", keys=(keys, ()))).present == ((True,) * 3, ())
+    other.look_up(LookUpKeys(request="b", keys=(keys, ())))
+    assert [answer.present for answer in other.answers()] == [((True,) * 3, ())]
     other.load(LoadBlocks(request="b", rows={0: (keys, ids)}, num_tokens=12))
     (job,) = waited(other.loaded)
     assert job.error is None

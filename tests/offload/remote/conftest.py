@@ -40,7 +40,7 @@ def s3_url(seaweed):
 @pytest.fixture
 def mooncake_url(mooncake):
     """A Mooncake store that nobody has written to."""
-    return mooncake.url.replace("/rows?", f"/{uuid4().hex}?") + "&budget=10&stage=4MiB"
+    return mooncake.url.replace("/rows?", f"/{uuid4().hex}?") + "&budget=10&stage=16MiB"
 
 
 @pytest.fixture(

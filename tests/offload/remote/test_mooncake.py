@@ -24,7 +24,7 @@ def server(tmp_path):
 
 
 def tier_of(server):
-    client, _ = opened(server.url + "&stage=4MiB")
+    client, _ = opened(server.url + "&stage=16MiB")
     return RemoteTier(client, layout_of(), options=RemoteOptions(budget=10.0, load=20.0))
 
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from kvstow.errors import LayoutError
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import BadObject
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import Site, packed
 from kvstow.testing.layouts import layouts
 from offloading import IDENTITY, random_rows
+from planning import attention
 from remote_stores import layout_of
 
 KEY = bytes(range(32))
@@ -125,3 +128,21 @@ def test_touched_bands_are_those_whose_bytes_are_meant(layout, data):
     meant = np.unique(owner[start : start + nbytes])
     found = objects.touched(np.array([start]), np.array([nbytes]))
     assert found.tolist() == [band for band in meant.tolist() if band >= 0]
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC", "LBHNC"])
+@pytest.mark.parametrize("value_section", [0, 1])
+def test_every_byte_of_every_field_belongs_to_one_band(order, value_section):
+    layers = [attention(f"l.{i}", heads=3, value_section=value_section) for i in range(3)]
+    layout = packed(grouped(layers), num_slabs=4, site=Site(model="m", order=order))
+    objects = objects_of(layout.identified(IDENTITY))
+    owner = np.zeros(objects.row_bytes, int)
+    for band in range(objects.num_bands):
+        for start, end in objects.ranges(np.array([band])):
+            owner[start:end] += 1
+    rows = objects.layout
+    for name in rows.layers:
+        for field in ("k", "v"):
+            for run in rows.field(name, field).at("block", 0).runs():
+                assert (owner[run.offset : run.end] == 1).all()
+    assert objects.num_bands == 3 * 3 * (1 + value_section)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvstow.errors import SpecError
+from kvstow.offload.remote.url import parse
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.options import DigestPolicy, Options
 
@@ -33,7 +34,8 @@ class ConnectorOptions:
 
     `host_bytes` above zero turns offloading on; the disk tier lies below the host tier. With
     `host_shared`, a name, the host tier lies in shared memory: it outlives the process, and ranks
-    of the machine that hold the same rows read each other's. Each rank stores no more than
+    of the machine that hold the same rows read each other's. `remote` is the URL of a store that
+    other machines and layouts read (see `offload.remote.url`). Each rank stores no more than
     `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
     layout. `unverified` says why the model's weights need not be looked at; without it, weights
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
@@ -53,6 +55,7 @@ class ConnectorOptions:
     host_shared: str = ""
     disk_path: str = ""
     disk_bytes: int = 0
+    remote: str = ""
     store_bytes_per_second: int = 0
     manifest_file: str = ""
     events: bool = False
@@ -94,6 +97,12 @@ class ConnectorOptions:
                 f"host_bytes is {self.host_bytes}, disk_path {self.disk_path!r}, disk_bytes "
                 f"{self.disk_bytes}\n\nhint: a disk tier needs disk_path, disk_bytes, host_bytes"
             )
+        if self.remote and not self.host_bytes:
+            raise SpecError(
+                "remote is given, host_bytes is 0\n\nhint: a remote tier needs host_bytes"
+            )
+        if self.remote:
+            parse(self.remote)
 
     @property
     def offloads(self) -> bool:

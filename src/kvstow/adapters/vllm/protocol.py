@@ -79,10 +79,11 @@ class LookUpKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysPresent:
-    """The answer: per group and key, whether the row was there."""
+    """The answer: per group and key, whether the row was there, for so many ranks."""
 
     request: str
     present: tuple[tuple[bool, ...], ...]
+    ranks: int = 1
 
     def both(self, other: "KeysPresent") -> "KeysPresent":
         """What two ranks have alike."""
@@ -90,6 +91,7 @@ class KeysPresent:
         return KeysPresent(
             request=self.request,
             present=tuple(tuple(a and b for a, b in zip(x, y, strict=True)) for x, y in pairs),
+            ranks=self.ranks + other.ranks,
         )
 
 

@@ -41,6 +41,8 @@ class RecalledRequest:
     passed: list[int]
     """Per group, how many blocks were looked at to be stored, or were there when it began."""
     asked: bool = False
+    partial: KeysPresent | None = None
+    """What some ranks have answered."""
     answer: KeysPresent | None = None
     length: int = 0
     """Tokens that can be loaded, as the engine was told last."""
@@ -107,18 +109,23 @@ class Recall:
         )
 
     def _must_ask(self, request: RecalledRequest, limit: int) -> bool:
-        if not self._options.disk_path and not self._options.host_shared:
+        options = self._options
+        if not (options.disk_path or options.host_shared or options.remote):
             return False
         levels = self._levels(request, limit)
         near = self._longest(levels, limit, Level.HOST)
-        if self._options.host_shared:
+        if options.host_shared or options.remote:
             return near < limit
         return near < self._longest(levels, limit, Level.BELOW)
 
     def answer(self, answer: KeysPresent) -> None:
-        """Which rows are there, by the workers' word."""
-        if answer.request in self._requests:
-            self._requests[answer.request].answer = answer
+        """Which rows are there, by the word of some ranks; known when all have answered."""
+        request = self._requests.get(answer.request)
+        if request is None:
+            return
+        request.partial = answer if request.partial is None else request.partial.both(answer)
+        if request.partial.ranks >= self.stores.num_ranks:
+            request.answer = request.partial
 
     def matched(self, id: str, num_computed: int) -> int | None:
         """Tokens beyond `num_computed` that can be brought back; None while it is not known.

@@ -8,6 +8,7 @@ the mover's threads.
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -33,8 +34,9 @@ from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.mover import Mover
+from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.rows import matching_group
-from kvstow.offload.tier import Tier, chosen, log
+from kvstow.offload.tier import Tier, TierChain, chosen, log
 from kvstow.offload.watch import TierChange, TierWatch
 
 LOOK_SECONDS = 1.0
@@ -181,7 +183,7 @@ class DiskWatch:
 
 
 class WorkerTiers:
-    """A host tier, and below it a disk tier where a path is set."""
+    """A host tier; below it a disk tier where a path is set, and a remote one where a URL is."""
 
     def __init__(self, arena: Arena, options: ConnectorOptions) -> None:
         layout = arena.layout
@@ -203,21 +205,50 @@ class WorkerTiers:
         )
         self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
-        self._below: Tier | None = self._near or self._disk
+        self._remote = RemoteTier(options.remote, rows) if options.remote else None
+        self._below = _below(self._near or self._disk, self._remote)
         self._mover = Mover(arena, self._host, self._below, checked=True)
         self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
             tiers: dict[str, Tier] = {"host": self._host}
             tiers |= {"disk": self._disk} if self._disk else {}
+            tiers |= {"remote": self._remote} if self._remote else {}
             self._events = TierWatch(tiers)
             self._events.start()
         self._direct = arena.device.type == "cuda"
         self._stores: list[StoreJob] = []
         self._loads: list[LoadJob] = []
+        self._asker = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
+        self._answers: deque[KeysPresent] = deque()
 
-    def look_up(self, lookup: LookUpKeys) -> KeysPresent:
-        """Which rows are in one of the tiers now."""
+    def look_up(self, lookup: LookUpKeys) -> None:
+        """Find out which rows are in one of the tiers now, for `answers`. A remote store is asked
+        in another thread: no step waits for it."""
+        if self._asker is None:
+            self._answers.append(self._found(lookup))
+        else:
+            self._asker.submit(self._ask, lookup)
+
+    def _ask(self, lookup: LookUpKeys) -> None:
+        """A look-up that fails finds nothing, but it has an answer: a request waits for it."""
+        nothing = tuple((False,) * len(keys) for keys in lookup.keys)
+        answer = KeysPresent(request=lookup.request, present=nothing)
+        try:
+            answer = self._found(lookup)
+        except Exception as error:
+            log.warning("request %s: not looked up: %s", lookup.request, error)
+        self._answers.append(answer)
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._answers)
+
+    def answers(self) -> list[KeysPresent]:
+        """Look-ups that are over since the last time."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def _found(self, lookup: LookUpKeys) -> KeysPresent:
         present: list[tuple[bool, ...]] = []
         for keys, g in zip(lookup.keys, self._groups, strict=True):
             self._note(g, keys)
@@ -337,8 +368,18 @@ class WorkerTiers:
         if self._near is not None:
             self._near.close()
         self._host.close()
-        if self._disk is not None:
-            self._disk.close()
+        if self._asker is not None:
+            self._asker.shutdown(cancel_futures=True)
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                tier.close()
+
+
+def _below(near: Tier | None, remote: RemoteTier | None) -> Tier | None:
+    """All tiers below host memory, as one."""
+    if near is None or remote is None:
+        return near or remote
+    return TierChain([near, remote])
 
 
 def _parted(jobs: Sequence[AnyJob]) -> tuple[list[AnyJob], list[AnyJob]]:

@@ -168,7 +168,8 @@ class WorkerSide:
             self._loading[pull.request] = loading
             self._try(loading)
         if self._offload is not None:
-            self._present += [self._offload.look_up(lookup) for lookup in step.lookups]
+            for lookup in step.lookups:
+                self._offload.look_up(lookup)
             for load in sorted(step.loads, key=lambda load: not load.at_once):
                 self._offload.load(load)
 
@@ -184,7 +185,7 @@ class WorkerSide:
 
     def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
-        if idle and not self._present and not self._was_news:
+        if idle and not (self._offload and self._offload.has_answers) and not self._was_news:
             self._rest()
         self._news.clear()
         self.agent.settle()
@@ -192,6 +193,7 @@ class WorkerSide:
             self._follow(loading)
         if self._offload is not None:
             self._settle(self._offload)
+            self._present += self._offload.answers()
         results = StepResults(
             sent=frozenset(self._sent),
             received=frozenset(self._received),

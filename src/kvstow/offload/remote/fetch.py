@@ -21,8 +21,9 @@ from kvstow.offload.tier import Bytes
 from kvstow.plan.view import Ints
 
 LOT_BYTES = 16 << 20
-"""Objects are fetched in lots of about so many bytes, `LOTS` at a time."""
-LOTS = 3
+"""Objects are fetched in lots of about so many bytes, `LOTS` at a time: one is verified while the
+next one comes."""
+LOTS = 2
 
 FORGET_SECONDS = 60.0
 

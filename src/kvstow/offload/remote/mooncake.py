@@ -8,6 +8,7 @@ what a read returns.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, cast
 
@@ -38,6 +39,15 @@ STAGE_BYTES = 64 << 20
 """Registered memory that reads and writes go through."""
 
 
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """Registered memory that one call at a time uses."""
+
+    memory: Bytes
+    address: int
+    lock: Lock = field(default_factory=Lock)
+
+
 class MooncakeClient:
     """Objects whose names begin with one prefix, on the segments that a master knows."""
 
@@ -58,16 +68,19 @@ class MooncakeClient:
         status = self._store.setup(local, metadata, 0, 16 << 20, protocol, device, master)
         if status:
             raise StoreUnreachable(f"{self.where}: setup ended with {status}")
-        self._stage: Bytes = np.zeros(stage_bytes, np.uint8)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._stage.data))
-        if status := self._store.register_buffer(self._address, stage_bytes):
-            raise StoreUnreachable(f"{self.where}: {stage_bytes} bytes not registered: {status}")
-        self._lock = Lock()
+        self._out, self._in = (self._registered(stage_bytes // 2) for _ in range(2))
+
+    def _registered(self, nbytes: int) -> "_Stage":
+        memory: Bytes = np.zeros(nbytes, np.uint8)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory.data))
+        if status := self._store.register_buffer(address, nbytes):
+            raise StoreUnreachable(f"{self.where}: {nbytes} bytes not registered: {status}")
+        return _Stage(memory, address)
 
     def put(self, blobs: Sequence[Blob]) -> None:
         """Make objects. One for which no machine has room is not made, and that is no error."""
-        with self._lock:
-            for lot in _lots([blob.data.nbytes for blob in blobs], self._stage.nbytes):
+        with self._out.lock:
+            for lot in _lots([blob.data.nbytes for blob in blobs], self._out.memory.nbytes):
                 names, places, sizes = self._placed([blobs[i] for i in lot])
                 answers = self._store.batch_put_from(names, places, sizes)
                 self._check([answer for answer in answers if answer != GONE])
@@ -76,22 +89,22 @@ class MooncakeClient:
         """Blobs copied into the stage: their names, addresses and sizes."""
         at, places = 0, list[int]()
         for blob in blobs:
-            self._stage[at : at + blob.data.nbytes] = blob.data
-            places.append(self._address + at)
+            self._out.memory[at : at + blob.data.nbytes] = blob.data
+            places.append(self._out.address + at)
             at += blob.data.nbytes
         names = [self._prefix + blob.name for blob in blobs]
         return names, places, [blob.data.nbytes for blob in blobs]
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         found: list[Bytes | None] = []
-        with self._lock:
-            for lot in _lots([most] * len(names), self._stage.nbytes):
+        with self._in.lock:
+            for lot in _lots([most] * len(names), self._in.memory.nbytes):
                 keys = [self._prefix + names[i] for i in lot]
                 starts = [i * most for i in range(len(keys))]
-                places = [self._address + start for start in starts]
+                places = [self._in.address + start for start in starts]
                 answers = self._store.batch_get_into(keys, places, [most] * len(keys))
                 found += [
-                    self._stage[start : start + answer].copy() if answer >= 0 else None
+                    self._in.memory[start : start + answer].copy() if answer >= 0 else None
                     for start, answer in zip(starts, self._check(answers), strict=True)
                 ]
         return found
@@ -99,8 +112,8 @@ class MooncakeClient:
     def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
         sizes = [sum(end - start for start, end in ranges) for _, ranges in wanted]
         found: list[list[Bytes] | None] = []
-        with self._lock:
-            for lot in _lots(sizes, self._stage.nbytes):
+        with self._in.lock:
+            for lot in _lots(sizes, self._in.memory.nbytes):
                 found += self._ranges_of([wanted[i] for i in lot])
         return found
 
@@ -112,7 +125,7 @@ class MooncakeClient:
                 places[-1].append(at)
                 at += end - start
         answers = self._store.get_into_ranges(
-            [self._address],
+            [self._in.address],
             [[self._prefix + name for name, _ in wanted]],
             [places],
             [[[start for start, _ in ranges] for _, ranges in wanted]],
@@ -122,7 +135,7 @@ class MooncakeClient:
         for starts, sizes in zip(places, answers, strict=True):
             missing = any(size in (NOT_FOUND, GONE) for size in self._check(sizes))
             parts = [
-                self._stage[start : start + max(size, 0)].copy()
+                self._in.memory[start : start + max(size, 0)].copy()
                 for start, size in zip(starts, sizes, strict=True)
             ]
             found.append(None if missing else parts)
@@ -136,7 +149,7 @@ class MooncakeClient:
         self._check(self._store.batch_remove([self._prefix + name for name in names], True))
 
     def close(self) -> None:
-        with self._lock:
+        with self._in.lock, self._out.lock:
             self._store.close()
 
     def _check(self, answers: Sequence[int]) -> Sequence[int]:

@@ -5,10 +5,11 @@
     └────────┴──────────────────────────┴────────┴─────────────────────┘
       128      8 each                     16       row_bytes, at a multiple of 64
 
-A *band* is one head of one layer. A reader that wants some heads or layers reads the ranges of
-their bands, and the checksums say whether these are the bytes that were written. The digest is of
-header and checksums. The header names the writer's layout by its fingerprint, the group and the
-key: an object under a wrong name is not taken for a row. All numbers are little endian.
+A *band* is one head of one layer, in each section of its page. A reader that wants some heads or
+layers reads the ranges of their bands, and the checksums say whether these are the bytes that were
+written. The digest is of header and checksums. The header names the writer's layout by its
+fingerprint, the group and the key: an object under a wrong name is not taken for a row. All
+numbers are little endian.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import xxhash
 
 from kvstow.offload.remote.client import Range
 from kvstow.offload.tier import Bools, Bytes
-from kvstow.plan.layout import Layout
+from kvstow.plan.layout import Layout, placed_sections
 from kvstow.plan.view import Ints, align_up
 
 MAGIC = b"kvstow\x00r"
@@ -72,15 +73,17 @@ class RowObjects:
 
     @cached_property
     def _pages(self) -> tuple[tuple[int, tuple[int, int, int], tuple[int, int, int]], ...]:
-        """Per layer: where its page begins in the row; heads, states, bytes of a cell; strides."""
+        """Per layer and section of its page: where it begins in the row; heads, states, bytes of
+        a cell; strides."""
         rows, start = self.layout.groups[self.group], self.layout.runs(self.group, 0)[0].offset
         return tuple(
             (
                 place.offset - start,
-                (layer.heads.size, layer.states, layer.cell_bytes),
+                (spec.heads.size, spec.states, spec.cell_bytes),
                 (place.head_stride, place.token_stride, 1),
             )
-            for layer, place in zip(rows.group.layers, rows.placements, strict=True)
+            for layer, at in zip(rows.group.layers, rows.placements, strict=True)
+            for spec, place in placed_sections(layer, at)
         )
 
     @cached_property
