@@ -4,6 +4,7 @@ models, plan, size, compare, check   layouts, before anything is allocated
 route, simulate                      what moving and serving would cost
 demo, bench                          prefill to decode for real; ratios on this machine
 peers, top, dash, store              running agents, tiers and stores
+why                                  where reuse of a prompt ends in a store, and why
 route_requests                       a router between prefill and decode instances
 options, output                      what users write, and how commands speak
 
@@ -33,6 +34,7 @@ from kvstow.cli.simulate import simulate
 from kvstow.cli.size import size
 from kvstow.cli.store import store
 from kvstow.cli.top import top
+from kvstow.cli.why import why
 
 app = typer.Typer(
     name="kvstow",
@@ -73,6 +75,7 @@ app.command("route")(route)
 app.command("route-requests")(route_requests)
 app.command("simulate")(simulate)
 app.command("top")(top)
+app.command("why")(why)
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 

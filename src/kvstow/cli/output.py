@@ -25,6 +25,7 @@ INTERRUPTED = 130
 EXTRAS = {
     "aiohttp": "router",
     "safetensors": "demo",
+    "tokenizers": "transformers",
     "torch": "torch",
     "transformers": "transformers",
 }

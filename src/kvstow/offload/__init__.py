@@ -12,5 +12,7 @@ disk      rows in data files with an index
 remote    rows on S3, Redis or Mooncake, which other machines and layouts read
 watch     which rows are in which tier, told as changes
 events    what a ledger and a store have cached, published for routers
+journal   which prompts were stored: digests of their blocks, tokens if asked for
+why       where reuse of a prompt ended, and why
 mover     rows moved between arena and tiers in the background
 """

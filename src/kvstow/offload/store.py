@@ -7,12 +7,13 @@ name the computation and all tokens (`keys`), so that another process, or anothe
 same prefix and nothing else.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.journal import Journal
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.remote.tier import RemoteTier
@@ -32,6 +34,7 @@ from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.staging import RowStage
 from kvstow.offload.tier import Bools, Tier, TierChain, checked_keys, chosen, known_identity
+from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State, can_hit
@@ -39,7 +42,13 @@ from kvstow.plan.view import Ints
 from kvstow.plan.words import parse_size
 from kvstow.route.blocks import Blocks
 
+log = logging.getLogger("kvstow.offload")
+
 FLUSH_SECONDS = 60.0
+
+JournalKind = Literal["digests", "tokens", "off"]
+"""What a store on disk remembers of prompts, for `kvstow why`: digests of their blocks, their
+tokens too, or nothing."""
 
 _NO_BLOCKS: Mapping[int, Blocks] = {}
 
@@ -67,6 +76,7 @@ class Store:
         identity: Identity | None = None,
         policy: PolicyName = "lru",
         files: Files | None = None,
+        journal: JournalKind = "digests",
     ) -> None:
         if host is None and disk is None and remote is None:
             raise StoreError(
@@ -83,6 +93,9 @@ class Store:
         self._wanted_identity = identity
         self._policy: PolicyName = policy
         self._files = files
+        self.journal: Journal | None = None
+        if self._path is not None and journal != "off":
+            self.journal = Journal(self._path, tokens=journal == "tokens")
         self._lock = RLock()
         self.host: HostTier | None = None
         self.disk: DiskTier | None = None
@@ -222,7 +235,24 @@ class Store:
             if len(last):
                 end = keys_at(known, prompt, [len(prompt)])
                 count += int(self.save_rows(arena, g, last, end).sum())
+        self.note(prompt, known)
         return count
+
+    def note(self, prompt: Prompt, identity: Identity | None = None) -> None:
+        """Remember that a prompt was stored, for `kvstow why`; `save` does so itself."""
+        if self.journal is not None:
+            self.journal.note(prompt, identity or self.identity, self._unit)
+
+    def why(self, prompt: Prompt, identity: Identity | None = None) -> WhyEnded:
+        """Where reuse of a prompt would end now, and why."""
+        known = identity or self.identity
+        found = self.stored_tokens(prompt, identity=known)
+        return why_ended(self.journal, prompt, known, found, self._unit)
+
+    @property
+    def _unit(self) -> int:
+        """Tokens after which blocks of all groups end."""
+        return lcm(*(group.block_tokens for _, group in tokenwise_groups(self.layout)))
 
     def stored_tokens(
         self, prompt: Prompt, *, most: int | None = None, identity: Identity | None = None
@@ -261,6 +291,8 @@ class Store:
         limit = most
         for _ in range(3):  # rows may go while they are looked for
             length = self._longest(arena.layout, known, prompt, limit, into)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("prompt of %d tokens: %s", len(prompt), self.why(prompt, known).text)
             if not length or self._loaded(arena, known, prompt, length, into):
                 return length
             limit = length - 1
@@ -428,6 +460,8 @@ class Store:
             if tier is not None:
                 tier.close()
         self.host = self.disk = self.remote = None
+        if self.journal is not None:
+            self.journal.close()
 
     def __enter__(self) -> Self:
         return self

@@ -202,6 +202,11 @@ class Identity:
             if ours.get(name, "") != theirs.get(name, "")
         )
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Everything that counts, by name, in words; of a salt only a digest."""
+        return dict(self._compared())
+
     def _compared(self) -> Iterator[tuple[str, str]]:
         """Everything that counts, in words. Why an identity is unverified does not."""
         yield "model", self.model

@@ -94,6 +94,9 @@ class PrefixStore:
                 )
             except StoreError as error:
                 log.warning("a prompt of %d tokens was not stored: %s", len(prompt), error)
+        extra = [each for each in prompt.extra if each[0] < num_tokens]
+        stored = Prompt.of(prompt.tokens[:num_tokens], salt=prompt.salt, extra=extra)
+        self._store.note(stored, self._identity)
 
     def _rows(self, request: int, g: int, num_tokens: int, *, is_running: bool) -> Blocks:
         """The request's rows of a group, each with the block that it ends."""

@@ -1,0 +1,207 @@
+"""Which prompts were stored, so that somebody can say later why one was not found.
+
+    secret      16 random bytes of this journal
+    identities  digest │ fields by name: model, weights, configuration, adapter, digest of the salt
+    prompts     when │ identity │ tokens per block │ per block 8 bytes of a keyed digest of all
+                tokens up to its end │ the tokens themselves, if that was asked for
+
+A digest of a block says whether another prompt has the same tokens so far, and nothing else
+to whoever cannot guess a whole block. Tokens are kept only if the user wants them. The journal
+is bounded, a prompt that goes on replaces its beginning, and no fault of it ever reaches a store.
+"""
+
+import json
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from kvstow.blocks.prompt import Prompt, Tokens
+from kvstow.errors import StoreError
+from kvstow.offload.keys import block_keys
+from kvstow.plan.identity import Identity
+
+log = logging.getLogger("kvstow.offload")
+
+FILE = "prompts.db"
+MOST_PROMPTS = 10_000
+MOST_CANDIDATES = 512
+DIGEST_BYTES = 8
+
+_NOBODY = Identity.unverified("only tokens count")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (secret BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS identities (digest BLOB PRIMARY KEY, fields TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS prompts (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, identity BLOB NOT NULL, step INTEGER NOT NULL,
+    first BLOB NOT NULL, last BLOB NOT NULL, digests BLOB NOT NULL, tokens BLOB);
+CREATE INDEX IF NOT EXISTS by_first ON prompts (first, identity);
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedPrompt:
+    """A prompt that was stored, and how many of its tokens another one shares, as far as known.
+
+    `shared_tokens` counts whole blocks; `num_tokens` what was recorded. `tokens` are there only
+    where they were asked for.
+    """
+
+    at: float
+    identity: bytes
+    fields: dict[str, str]
+    step: int
+    num_tokens: int
+    shared_tokens: int
+    tokens: Tokens | None
+
+
+class Journal:
+    """The journal in a directory; made when something is first noted.
+
+    `tokens`: keep the tokens too. Several processes may use one journal.
+    """
+
+    def __init__(
+        self, directory: Path, *, tokens: bool = False, most_prompts: int = MOST_PROMPTS
+    ) -> None:
+        self.path = directory / FILE
+        self._keeps_tokens = tokens
+        self._most_prompts = most_prompts
+        self._lock = Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._secret = b""
+        self._has_failed = False
+
+    # ── writing ───────────────────────────────────────────────────────────────────
+
+    def note(self, prompt: Prompt, identity: Identity, step: int) -> None:
+        """A prompt's blocks of `step` tokens are stored. Errors are logged, once."""
+        if len(prompt) < step:
+            return
+        try:
+            with self._lock:
+                self._note(self._opened(), prompt, identity, step)
+        except (sqlite3.Error, OSError) as error:
+            if not self._has_failed:
+                log.warning("%s: stored prompts are not noted: %s", self.path, error)
+            self._has_failed = True
+
+    def _note(
+        self, connection: sqlite3.Connection, prompt: Prompt, identity: Identity, step: int
+    ) -> None:
+        digests = self._digests(prompt, step)
+        tokens = prompt.tokens.astype("<i4").tobytes() if self._keeps_tokens else None
+        with connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO identities VALUES (?, ?)",
+                (identity.digest, json.dumps(identity.fields)),
+            )
+            beginnings = connection.execute(
+                "SELECT id, last FROM prompts WHERE first = ? AND identity = ?",
+                (digests[0], identity.digest),
+            ).fetchall()
+            passed = set(digests)  # a prompt that ended where this one passes is its beginning
+            connection.executemany(
+                "DELETE FROM prompts WHERE id = ?",
+                [(number,) for number, last in beginnings if last in passed],
+            )
+            row = (time.time(), identity.digest, step, digests[0], digests[-1])
+            row += (b"".join(digests), tokens)
+            connection.execute(
+                "INSERT INTO prompts (at, identity, step, first, last, digests, tokens) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            connection.execute(
+                "DELETE FROM prompts WHERE id <= (SELECT MAX(id) FROM prompts) - ?",
+                (self._most_prompts,),
+            )
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = _connected(self.path)
+            self._secret = _secret(self._connection)
+        return self._connection
+
+    def _digests(self, prompt: Prompt, step: int) -> list[bytes]:
+        """Per whole block, what its tokens and other content, and all before, come to."""
+        plain = Prompt.of(prompt.tokens, salt=self._secret, extra=prompt.extra)
+        return [key[:DIGEST_BYTES] for key in block_keys(_NOBODY, plain, step)]
+
+    # ── reading ───────────────────────────────────────────────────────────────────
+
+    def alike(self, prompt: Prompt) -> list[RecordedPrompt]:
+        """Recorded prompts that begin like this one, the longest common beginning first.
+
+        Empty where there is no journal; StoreError where it cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            with self._lock:
+                return self._alike(self._opened(), prompt)
+        except (sqlite3.Error, ValueError) as error:
+            raise StoreError(f"{self.path}: cannot be read: {error}") from None
+
+    def _alike(self, connection: sqlite3.Connection, prompt: Prompt) -> list[RecordedPrompt]:
+        found: list[RecordedPrompt] = []
+        for (step,) in connection.execute("SELECT DISTINCT step FROM prompts").fetchall():
+            digests = self._digests(prompt, step)
+            rows = connection.execute(
+                "SELECT at, identity, fields, digests, tokens FROM prompts JOIN identities "
+                "ON identity = digest WHERE step = ? AND (first = ? OR tokens IS NOT NULL) "
+                "ORDER BY id DESC LIMIT ?",
+                (step, digests[0] if digests else b"", MOST_CANDIDATES),
+            )
+            for at, identity, fields, theirs, tokens in rows:
+                shared = _common(digests, theirs)
+                recorded = None if tokens is None else np.frombuffer(tokens, "<i4")
+                count = len(theirs) // DIGEST_BYTES * step
+                found.append(
+                    RecordedPrompt(
+                        at, identity, json.loads(fields), step, count, shared * step, recorded
+                    )
+                )
+        return sorted(found, key=lambda each: -each.shared_tokens)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.executescript(_SCHEMA)
+    path.chmod(0o600)
+    return connection
+
+
+def _secret(connection: sqlite3.Connection) -> bytes:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        row = connection.execute("SELECT secret FROM meta").fetchone()
+        if row is None:
+            row = (secrets.token_bytes(16),)
+            connection.execute("INSERT INTO meta VALUES (?)", row)
+    return row[0]
+
+
+def _common(digests: Sequence[bytes], theirs: bytes) -> int:
+    """How many blocks are alike."""
+    for k, digest in enumerate(digests):
+        if theirs[k * DIGEST_BYTES : (k + 1) * DIGEST_BYTES] != digest:
+            return k
+    return len(digests)

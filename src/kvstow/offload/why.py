@@ -1,0 +1,156 @@
+"""Why a prompt's beginning is found in a store, and not more of it."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.offload.journal import Journal, RecordedPrompt
+from kvstow.plan.identity import Identity
+
+Reason = Literal[
+    "found", "short", "differs", "salt", "adapter", "identity", "evicted", "never stored", "unknown"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyEnded:
+    """Where reuse of a prompt ended, and why.
+
+    Tokens `[0, found_tokens)` of `num_tokens` can be loaded. `token` is the first that differs
+    from a stored prompt; where only digests of blocks are known it lies in
+    `[token, token_before)`. `differences` name a field and both values, the stored one first.
+    """
+
+    num_tokens: int
+    found_tokens: int
+    reason: Reason
+    text: str
+    token: int | None = None
+    token_before: int | None = None
+    stored_token: int | None = None
+    asked_token: int | None = None
+    differences: tuple[tuple[str, str, str], ...] = ()
+    stored_at: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["differences"] = [
+            {"field": name, "stored": stored, "asked": asked}
+            for name, stored, asked in self.differences
+        ]
+        return found
+
+
+def why_ended(
+    journal: Journal | None, prompt: Prompt, identity: Identity, found_tokens: int, unit: int
+) -> WhyEnded:
+    """Say why only `found_tokens` of a prompt are found, by blocks of `unit` tokens."""
+    about = _About(prompt, identity, found_tokens)
+    whole = len(prompt) // unit * unit
+    if found_tokens and found_tokens >= whole:
+        return about.said("found", f"all {found_tokens} tokens in whole blocks are stored")
+    if not whole:
+        text = f"{len(prompt)} tokens fill no block of {unit}, and only whole blocks are compared"
+        return about.said("short", text)
+    alike = journal.alike(prompt) if journal is not None else []
+    own = [each for each in alike if each.identity == identity.digest]
+    others = [each for each in alike if each.identity != identity.digest]
+    shared = own[0].shared_tokens if own else 0
+    if others and others[0].shared_tokens > max(shared, found_tokens):
+        return about.another(others[0])
+    if shared > found_tokens:
+        return about.evicted(own[0])
+    if own and (shared or own[0].tokens is not None):
+        return about.differs(_nearest(own, prompt))
+    if journal is None or not journal.path.exists():
+        text = f"nothing behind token {found_tokens} is stored; no journal says whether it ever was"
+        return about.said("unknown", text)
+    return about.said("never stored", f"no stored prompt begins with the first {unit} tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _About:
+    """What is asked about."""
+
+    prompt: Prompt
+    identity: Identity
+    found: int
+
+    def said(self, reason: Reason, text: str, **more: Any) -> WhyEnded:
+        return WhyEnded(
+            num_tokens=len(self.prompt), found_tokens=self.found, reason=reason, text=text, **more
+        )
+
+    def another(self, other: RecordedPrompt) -> WhyEnded:
+        """The tokens were stored, under another adapter, salt or computation."""
+        mine, theirs = self.identity.fields, other.fields
+        both = {n: (theirs.get(n, ""), mine.get(n, "")) for n in (*theirs, *mine)}
+        differences = tuple((n, *values) for n, values in both.items() if len(set(values)) > 1)
+        names = [name for name, _, _ in differences]
+        reason: Reason = "identity"
+        if names == ["salt"]:
+            reason = "salt"
+        elif set(names) <= {"adapter", "salt"}:
+            reason = "adapter"
+        words = "; ".join(
+            f"{name} is {stored or 'not set'!r} there, {asked or 'not set'!r} here"
+            for name, stored, asked in differences
+        )
+        text = f"{other.shared_tokens} of these tokens were stored {_ago(other.at)}, but {words}"
+        return self.said(reason, text, differences=differences, stored_at=other.at)
+
+    def evicted(self, own: RecordedPrompt) -> WhyEnded:
+        text = (
+            f"{own.shared_tokens} of these tokens were stored {_ago(own.at)}; behind token "
+            f"{self.found} rows are gone: evicted, pruned, dropped as damaged, or not yet written"
+        )
+        return self.said("evicted", text, stored_at=own.at)
+
+    def differs(self, own: RecordedPrompt) -> WhyEnded:
+        """The nearest stored prompt has other tokens from somewhere on, or ends."""
+        at = own.shared_tokens
+        if own.tokens is not None:
+            at = _first_difference(own, self.prompt)
+            if at < min(len(own.tokens), len(self.prompt)):
+                stored, asked = int(own.tokens[at]), int(self.prompt.tokens[at])
+                return self.said(
+                    "differs",
+                    f"token {at} is {asked}, and {stored} in the prompt stored {_ago(own.at)}",
+                    token=at,
+                    token_before=at + 1,
+                    stored_token=stored,
+                    asked_token=asked,
+                    stored_at=own.at,
+                )
+        if at >= own.num_tokens:
+            text = f"the prompt stored {_ago(own.at)} ends after {own.num_tokens} tokens in blocks"
+            return self.said("never stored", text, stored_at=own.at)
+        return self.said(
+            "differs",
+            f"a token in [{at}, {at + own.step}) differs from the prompt stored {_ago(own.at)}",
+            token=at,
+            token_before=at + own.step,
+            stored_at=own.at,
+        )
+
+
+def _nearest(own: list[RecordedPrompt], prompt: Prompt) -> RecordedPrompt:
+    """The stored prompt with the longest common beginning, to the token where that is known."""
+    return max(own, key=lambda each: (each.shared_tokens, _first_difference(each, prompt)))
+
+
+def _first_difference(recorded: RecordedPrompt, prompt: Prompt) -> int:
+    if recorded.tokens is None:
+        return recorded.shared_tokens
+    count = min(len(recorded.tokens), len(prompt))
+    unlike = recorded.tokens[:count] != prompt.tokens[:count]
+    return int(unlike.argmax()) if unlike.any() else count
+
+
+def _ago(at: float) -> str:
+    seconds = max(0.0, time.time() - at)
+    for size, word in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {word} ago"
+    return f"{seconds:.0f} seconds ago"

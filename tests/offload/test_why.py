@@ -1,0 +1,209 @@
+"""Why a prompt is not found: every reason, from what a real store on disk and its journal say."""
+
+import json
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.blocks.prompt import Prompt
+from kvstow.memory.arena import Arena
+from kvstow.offload.journal import FILE, Journal
+from kvstow.offload.store import JournalKind, Store
+from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
+from kvstow.plan.pack import packed
+from kvstow.plan.retention import Full, Window
+from offloading import IDENTITY, layer
+
+LAYOUT = packed(grouped([layer("l.0", Full()), layer("l.1", Window(8))]), num_slabs=40).identified(
+    IDENTITY
+)
+TOKENS = np.random.default_rng(3).integers(0, 50_000, 22)
+
+
+def opened(path: Path, journal: JournalKind = "digests") -> Store:
+    return Store(disk=path, disk_bytes="2MiB", journal=journal).bind(LAYOUT)
+
+
+def saved(store: Store, tokens: np.ndarray, identity: Identity | None = None) -> None:
+    prompt = Prompt.of(tokens)
+    arena, ledger = Arena(LAYOUT), Ledger(Pool(LAYOUT))
+    blocks = ledger.blocks(ledger.admit(len(prompt)).request)
+    store.save(arena, blocks, prompt, identity=identity)
+
+
+def changed(at: int) -> np.ndarray:
+    other = TOKENS.copy()
+    other[at] += 1
+    return other
+
+
+def test_a_prompt_that_is_stored_is_found(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        found = store.why(Prompt.of(TOKENS))
+    assert (found.reason, found.found_tokens, found.num_tokens) == ("found", 22, 22)
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 9, 19])
+def test_the_first_differing_token_is_named_where_tokens_are_kept(tmp_path: Path, at: int):
+    with opened(tmp_path, "tokens") as store:
+        saved(store, TOKENS)
+        if at:
+            saved(store, np.random.default_rng(9).integers(0, 50_000, 22))
+        found = store.why(Prompt.of(changed(at)))
+    assert (found.reason, found.token, found.token_before) == ("differs", at, at + 1)
+    assert (found.stored_token, found.asked_token) == (int(TOKENS[at]), int(TOKENS[at]) + 1)
+    assert f"token {at} is {int(TOKENS[at]) + 1}, and {int(TOKENS[at])}" in found.text
+
+
+@pytest.mark.parametrize("at", [4, 9, 19])
+def test_without_tokens_the_block_is_named_in_which_one_differs(tmp_path: Path, at: int):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        found = store.why(Prompt.of(changed(at)))
+    block = at // 4 * 4
+    assert (found.reason, found.token, found.token_before) == ("differs", block, block + 4)
+    assert found.stored_token is None
+
+
+def test_a_prompt_that_begins_like_none_was_never_stored(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        found = store.why(Prompt.of(changed(2)))
+    assert (found.reason, found.found_tokens) == ("never stored", 0)
+
+
+def test_a_prompt_that_goes_on_where_the_stored_one_ends(tmp_path: Path):
+    longer = np.concatenate((TOKENS[:20], np.arange(20)))
+    with opened(tmp_path) as store:
+        saved(store, TOKENS[:20])
+        found = store.why(Prompt.of(longer))
+    assert (found.reason, found.found_tokens) == ("never stored", 20)
+    assert "ends after 20 tokens" in found.text
+
+
+def test_rows_that_are_gone_were_evicted(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        assert store.disk is not None
+        store.disk.prune(0)
+        found = store.why(Prompt.of(TOKENS))
+    assert (found.reason, found.found_tokens) == ("evicted", 0)
+    assert found.stored_at is not None
+    assert abs(found.stored_at - time.time()) < 3600
+
+
+def test_another_salt_is_named_by_digests_and_never_itself(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS, IDENTITY.for_request(salt="tenant-one-secret"))
+        found = store.why(Prompt.of(TOKENS), IDENTITY.for_request(salt="tenant-two-secret"))
+        plain = store.why(Prompt.of(TOKENS))
+    assert (found.reason, plain.reason) == ("salt", "salt")
+    ((name, stored, asked),) = found.differences
+    assert name == "salt"
+    assert stored != asked
+    assert "secret" not in json.dumps(found.as_json())
+    assert ("salt", stored, "") == plain.differences[0]
+
+
+def test_another_adapter_is_named_with_both(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS, IDENTITY.for_request(adapter="poems 01"))
+        found = store.why(Prompt.of(TOKENS), IDENTITY.for_request(adapter="prose 02"))
+    assert found.reason == "adapter"
+    assert found.differences == (("adapter", "poems 01", "prose 02"),)
+
+
+def test_a_field_of_the_identity_is_named_with_both_values(tmp_path: Path):
+    other = Identity(
+        model=IDENTITY.model, weights=IDENTITY.weights, config=(("rope_theta", "500000"),)
+    )
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        found = store.why(Prompt.of(TOKENS), other)
+    assert found.reason == "identity"
+    assert found.differences == (("config rope_theta", "10000", "500000"),)
+    assert "config rope_theta is '10000' there, '500000' here" in found.text
+
+
+def test_too_few_tokens_fill_no_block(tmp_path: Path):
+    with opened(tmp_path) as store:
+        saved(store, TOKENS)
+        assert store.why(Prompt.of(TOKENS[:3])).reason == "short"
+
+
+def test_without_a_journal_nobody_knows(tmp_path: Path):
+    with opened(tmp_path, "off") as store:
+        saved(store, TOKENS)
+        found = store.why(Prompt.of(changed(9)))
+    assert (found.reason, found.found_tokens) == ("unknown", 8)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_load_says_why_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with opened(tmp_path) as store, caplog.at_level(logging.DEBUG, "kvstow.offload"):
+        saved(store, TOKENS)
+        arena, ledger = Arena(LAYOUT), Ledger(Pool(LAYOUT))
+        blocks = ledger.blocks(ledger.admit(22).request)
+        store.load(arena, Prompt.of(changed(9)), into=blocks)
+    assert "prompt of 22 tokens: a token in [8, 12) differs" in caplog.text
+
+
+# ── the journal ───────────────────────────────────────────────────────────────────────
+
+
+def rows(path: Path, what: str) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(path / FILE)
+    found = connection.execute(f"SELECT {what} FROM prompts ORDER BY id").fetchall()
+    connection.close()
+    return found
+
+
+def test_no_tokens_are_kept_unless_asked_for(tmp_path: Path):
+    for kind, name in (("digests", "a"), ("tokens", "b")):
+        with opened(tmp_path / name, kind) as store:  # pyright: ignore[reportArgumentType]
+            saved(store, TOKENS)
+    assert rows(tmp_path / "a", "tokens") == [(None,)]
+    assert rows(tmp_path / "b", "tokens") == [(TOKENS.astype("<i4").tobytes(),)]
+    everything = b"".join(file.read_bytes() for file in (tmp_path / "a").glob(f"{FILE}*"))
+    assert TOKENS[:4].astype("<i4").tobytes() not in everything
+    assert (tmp_path / "a" / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_equal_prompts_have_other_digests_in_another_journal(tmp_path: Path):
+    for name in "ab":
+        Journal(tmp_path / name).note(Prompt.of(TOKENS), IDENTITY, 4)
+    assert rows(tmp_path / "a", "digests") != rows(tmp_path / "b", "digests")
+
+
+def test_a_prompt_that_goes_on_replaces_its_beginning(tmp_path: Path):
+    journal = Journal(tmp_path)
+    for end in (4, 8, 21, 22):
+        journal.note(Prompt.of(TOKENS[:end]), IDENTITY, 4)
+    journal.note(Prompt.of(TOKENS[:8]), IDENTITY.for_request(salt="x"), 4)
+    assert [len(digests) // 8 for (digests,) in rows(tmp_path, "digests")] == [5, 2]  # pyright: ignore
+
+
+def test_the_oldest_prompts_are_forgotten(tmp_path: Path):
+    journal = Journal(tmp_path, most_prompts=5)
+    for seed in range(12):
+        journal.note(Prompt.of(np.random.default_rng(seed).integers(0, 9, 8)), IDENTITY, 4)
+    assert len(rows(tmp_path, "id")) == 5
+
+
+def test_a_journal_that_cannot_be_written_harms_no_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with opened(tmp_path) as store:
+        (tmp_path / FILE).write_bytes(b"no database" * 100)
+        saved(store, TOKENS)
+        saved(store, TOKENS)
+        assert store.stored_tokens(Prompt.of(TOKENS)) == 22
+    assert caplog.text.count("stored prompts are not noted") == 1
