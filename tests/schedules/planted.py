@@ -23,6 +23,7 @@ from kvstow.route import sources as route_sources
 from kvstow.transfer import agent, pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
+from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.loop import IDLE
 from kvstow.transfer.peers import layouts
@@ -108,22 +109,21 @@ def a_producer_s_failure_counts_as_quiet() -> Generator[None]:
 
 @bug
 def generations_stay_when_rows_are_reused() -> Generator[None]:
-    """The pool hands rows out again under the same generation."""
-    hold = Pool.hold
+    """Rows are handed out again under the same generation."""
 
-    def same(self: Pool, group: int, count: int) -> Any:
-        before = self.generations[group].copy()
-        ids = hold(self, group, count)
-        self.generations[group][:] = before
-        return ids
+    def same(method: Any) -> Any:
+        def kept(self: Any, *args: Any) -> Any:
+            before = [table.copy() for table in self.generations]
+            result = method(self, *args)
+            for table, values in zip(self.generations, before, strict=True):
+                table[:] = values
+            return result
 
-    def released(self: Pool, group: int, ids: Any) -> None:
-        before = self.generations[group].copy()
-        release(self, group, ids)
-        self.generations[group][:] = before
+        return kept
 
-    release = Pool.release
-    with changed(Pool, "hold", same), changed(Pool, "release", released):
+    with ExitStack() as stack:
+        for owner, name in ((Pool, "hold_all"), (Pool, "release"), (Generations, "retire")):
+            stack.enter_context(changed(owner, name, same(vars(owner)[name])))
         yield
 
 

@@ -39,6 +39,7 @@ SILENT_BEATS = 32
 LEAST_TICK, MOST_TICK = 0.01, 0.3
 DIGESTS: tuple[DigestPolicy, ...] = ("off", "off", "off", "sample", "always")
 WAYS: tuple[Way | None, ...] = ("read", "read", "write", "write", None)
+CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "read", "write")
 STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "read", "write")
 ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
 MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
@@ -106,14 +107,14 @@ class Schedule:
         self.roughness = dice.choices((0.0, 0.35, 1.0), (3, 4, 3))[0]
         """How much goes wrong: where it is much, few transfers get far enough to go wrong in
         a way that somebody has to notice."""
-        self.churns = self.roughness > 0 and dice.random() < 0.35
+        self.churns = self.roughness > 0 and dice.random() < 0.4
         """Leases are short, nobody renews them, and rows are soon somebody else's."""
         self.stores = dice.random() < 0.12
         self.shares = self.stores or dice.random() < 0.3
         """Requests begin like earlier ones."""
         self.faults = self._drawn_faults()
         self._apply(self.faults)
-        self.world.slowness = 0.8 if self.churns else dice.choice((0.0, 0.0, 0.5))
+        self.world.slowness = 0.7 if self.churns else dice.choice((0.0, 0.0, 0.5))
         self.step = 0
         self.history: list[Request] = []
         self._fresh = 0
@@ -161,6 +162,8 @@ class Schedule:
     def _drawn_options(self) -> Options:
         dice = self.random
         slot_bytes = dice.choice((None, None, 32, 48))
+        ways = CHURNING_WAYS if self.churns else STAGED_WAYS if slot_bytes else WAYS
+        digests = ("off",) if self.churns else DIGESTS
         return Options(
             lease_seconds=0.1 if self.churns else dice.choice((0.3, 1.0, 2.0)),
             transfer_seconds=dice.choice((1.0, 3.0)),
@@ -168,8 +171,8 @@ class Schedule:
             heartbeat_seconds=3.0 if self.churns else dice.choice((0.1, 0.2, 3.0)),
             drain_seconds=dice.choice((0.1, 0.3)),
             quarantine_seconds=0.5,
-            direction=dice.choice(STAGED_WAYS if slot_bytes else WAYS),
-            digest="always" if self.faults.flip else dice.choice(DIGESTS),
+            direction=dice.choice(ways),
+            digest="always" if self.faults.flip else dice.choice(digests),
             engines=1,
             slot_bytes=slot_bytes,
         )
@@ -199,13 +202,13 @@ class Schedule:
             (less * (5 if churns else 9), self._carry_a_packet),
             (2.5 * less, self._let_time_pass),
             (1.5 * less, transfers.offer),
-            (2.5 * less, transfers.pull),
+            (4.0 if churns else 2.5 * less, transfers.pull),
             (2.0 if churns or self.stores else 0.5, self._compute),
             (3.0 if churns else 1.2, self._let_go),
             (0.3 * self.roughness, transfers.withdraw),
             (0.3 * self.roughness, transfers.abort),
             (0.6 * self.roughness, transfers.take_back),
-            (3.0 if churns else 0.0, transfers.outlive_a_lease),
+            (8.0 if churns else 0.0, transfers.outlive_a_lease),
             (20 * faults.deaf, self._go_deaf_or_listen),
             (20 * faults.stop, self._stop_or_go_on),
             (20 * faults.kill, self._kill),
@@ -230,6 +233,8 @@ class Schedule:
     def run(self) -> Report:
         """Run to the end; Broken if something was not true."""
         try:
+            if self.churns or self.random.random() < 0.5:
+                self._meet()
             for _ in range(STORE_STEPS if self.stores else STEPS):
                 self.step += 1
                 self._act()
@@ -241,6 +246,15 @@ class Schedule:
             self.report.injected.update(self.world.injected)
             self.world.close()
         return self.report
+
+    def _meet(self) -> None:
+        """All nodes greet each other before anything goes wrong."""
+        for node in self.world.nodes.values():
+            others = {n.channel.address for n in self.world.nodes.values()}
+            for address in sorted(others - {node.channel.address}):
+                node.agent.peers.at(address, "").greet()
+        for _ in range(3):
+            self._round(LEAST_TICK)
 
     def _act(self) -> None:
         (act,) = self.random.choices(self._acts, cum_weights=self._limits)

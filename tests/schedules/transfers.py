@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from schedules.schedule import Schedule
 
 
+PATIENCE = 50
+"""Turns that a reader gets whose lease has run out, so that some of them get to the end."""
+
+
 @dataclass(eq=False)
 class Offer:
     """Tickets of all ranks of a deployment for one request."""
@@ -145,12 +149,15 @@ class Transfers:
         """A lease runs out while somebody reads under it who does not hear of that, and its
         rows are soon others'."""
         schedule, network = self.schedule, self.world.network
-        node = schedule.any_node()
-        readers = [each for each in self.world.nodes.values() if self._reads(each)]
-        if node is None or not readers:
+        reading = [(n.channel.address, a) for n in self.world.nodes.values() for a in self._read(n)]
+        if not reading:
             return
-        network.deaf |= {reader.channel.address for reader in readers}
-        network.deaf.discard(node.channel.address)
+        address = schedule.random.choice(reading)[1]
+        node = next(n for n in self.world.nodes.values() if n.channel.address == address)
+        if node.stopped:
+            return
+        network.deaf |= {reader for reader, producer in reading if producer == address}
+        network.deaf.discard(address)
         self.world.clock.now += schedule.options.lease_seconds
         for _ in range(2):
             schedule.turn(node)
@@ -159,11 +166,18 @@ class Transfers:
         while schedule.fill(node, schedule.new_request(node.model)) is not None:
             pass
         self.world.count("outlived leases")
+        readers = [n for n in self.world.nodes.values() if n.channel.address in network.deaf]
+        for reader in readers * PATIENCE:  # they read on
+            if not reader.stopped and any(not pull.transfer.done for pull in reader.pulls):
+                schedule.turn(reader)
 
-    def _reads(self, node: Node) -> bool:
-        """Whether a producer has said that it keeps what this one is reading."""
-        sources = [s for peer in node.agent.peers.all.values() for s in peer.readers.values()]
-        return any(s.lease and s.mailbox.has(Begun) for s in sources)
+    def _read(self, node: Node) -> set[str]:
+        """Addresses of producers that have said that they keep what this node is reading."""
+        return {
+            peer.address
+            for peer in node.agent.peers.all.values()
+            if any(s.lease and s.mailbox.has(Begun) for s in peer.readers.values())
+        }
 
     # ── what must be true ─────────────────────────────────────────────────────────
 
@@ -251,4 +265,5 @@ class Transfers:
             "pulls": len(node.agent.pulls),
             "quarantine": node.agent.quarantine.rows,
             "stage slots": max(0, slots - failed),
+            "engines": len(self.world.fabric.members) - len(self.world.nodes),
         }

@@ -166,12 +166,12 @@ def _cells_of(layout: Layout, group: int) -> Ints:
 def _rows_of(layout: Layout, group: int) -> Ints:
     """All bytes of every row; with the padding behind it, which belongs to nobody else and is
     copied where rows lie side by side."""
-    strips = layout.footprints[group].strips
-    return np.concatenate(
-        [
-            (strip.offset + np.arange(strip.count) * strip.stride)[:, None]
-            + np.arange(strip.stride if len(strips) == 1 else strip.nbytes)
-            for strip in strips
-        ],
-        axis=1,
-    )
+    strips = sorted(layout.footprints[group].strips, key=lambda strip: strip.offset)
+    ends = [strip.offset + strip.count * strip.stride for strip in strips]
+    apart = all(end <= after.offset for end, after in zip(ends, strips[1:], strict=False))
+    found = [
+        (strip.offset + np.arange(strip.count) * strip.stride)[:, None]
+        + np.arange(strip.stride if apart else strip.nbytes)
+        for strip in strips
+    ]
+    return np.minimum(np.concatenate(found, axis=1), layout.nbytes - 1)

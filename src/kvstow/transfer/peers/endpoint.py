@@ -206,7 +206,11 @@ class Endpoint:
         Peers have to meet us again; tickets stay valid.
         """
         fresh = self.transport.fresh()
-        self._register(fresh)
+        try:
+            self._register(fresh)
+        except TransferError:  # the old one goes on, and this one must not stay behind
+            fresh.close()
+            raise
         self._close_engine()
         for known in (self._users, self._cards, self.broken):
             known.clear()
