@@ -208,8 +208,8 @@ def the_ticket_s_fingerprint_is_not_compared() -> Generator[None]:
         one.ticket.__dict__["fingerprint"] = one.peer.fingerprint
         yield from meet(one)
 
-    def any_digest(self: Any, id: int, digest: bytes, reader: Any, *, now: float) -> Any:
-        return opened(self, id, self.find(id).digest, reader, now=now)
+    def any_digest(self: Any, id: int, digest: bytes, reader: Any, **how: Any) -> Any:
+        return opened(self, id, self.find(id).digest, reader, **how)
 
     meet, opened = pull.meet, Leases.open
     with changed(pull, "meet", any_layout), changed(Leases, "open", any_digest):
