@@ -334,16 +334,16 @@ class Prompts:
         return random.Random(self._seed).choices(self._words, k=length)
 
 
-def use(engines: list[Remote], prompts: Prompts, requests: int, longest: int = 3000) -> None:
-    """Use pools, so that free blocks lie scattered as in service: requests of random lengths, many
-    at once, that grow block by block."""
+def use(engines: list[Remote], prompts: Prompts, requests: int) -> None:
+    """Use pools, so that free blocks lie scattered as in service: short requests that grow block
+    by block, many at once, each ending at another time."""
     draw = random.Random(5)
     jobs = [
-        {"prompt": prompts(draw.randrange(40, longest)), "max_tokens": draw.randrange(1, 100)}
+        {"prompt": prompts(draw.randrange(8, 60)), "max_tokens": draw.randrange(1, 40)}
         for _ in range(requests)
     ]
     for engine in engines:
-        engine.begin(jobs, 32)
+        engine.begin(jobs, 64)
     for engine in engines:
         engine.answer(300)
 

@@ -65,8 +65,7 @@ class Settings:
     in_flight: tuple[int, ...] = (1, 4, 16)
     burst: int = 24
     burst_tokens: int = 4096
-    used: int = 120
-    longest_used: int = 3000
+    used: int = 4000
     first: int = 2048
     failing: int = 16384
     filling: int = 11
@@ -192,7 +191,7 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
     result: dict[str, Any] = {}
     try:
         begun(engines)
-        use(engines, settings.prompts, settings.used, settings.longest_used)
+        use(engines, settings.prompts, settings.used)
         prefill, decode = engines
         result |= handed_over(prefill, decode, settings, slow=name == "NixlConnector")
         save(name, result)
@@ -245,7 +244,7 @@ def measure_failures(engines: list[Remote], *, settings: Settings, save: Save) -
     }
     try:
         begun(engines)
-        use(engines, settings.prompts, settings.used, settings.longest_used)
+        use(engines, settings.prompts, settings.used)
         for name, case in cases.items():
             prompt = settings.prompts(settings.failing + 1)
             results[name] = failed(*engines, prompt, settings, case)
@@ -377,10 +376,9 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     made = Settings(options, Prompts(config["vocab_size"]))
     if chosen.quick:
         made = replace(made, lengths=(2048, 8192, 16384), repeats=3, in_flight=(1, 16), burst=16)
-        made = replace(made, used=80)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
-        made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 10, 700, 300)
+        made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 20, 300)
         made = replace(made, failing=700, filling=8)
     return made
 

@@ -473,10 +473,21 @@ class Agent:
     # ── its life ──────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the agent's thread; what digests need on a device is compiled meanwhile."""
-        self.loop.run(self.endpoint.use_device)
+        """Start the agent's thread, and compile what digests need on a device.
+
+        Both have ended with what they do to the device when this returns: an engine that
+        captures CUDA graphs next must be alone with it.
+        """
+        begun = threading.Event()
+
+        def begin() -> None:
+            self.endpoint.use_device()
+            begun.set()
+
+        self.loop.run(begin)
         if self.endpoint.kind == "VRAM":
-            self.endpoint.worker.submit(warm_up, self.endpoint.arena)
+            self.endpoint.worker.submit(warm_up, self.endpoint.arena).result()
+            begun.wait()
 
     def close(self) -> None:
         """Stop, end all leases and transfers, let go of engine and sockets."""
