@@ -70,7 +70,8 @@ TARGETS = {
         "route/expand", ("route/test_expand", "route/test_route", "laws/test_equal_rows")
     ),
     "lanes": Target(
-        "route/lanes", ("route/test_route", "route/test_expand", "laws/test_route_law")
+        "route/lanes",
+        ("route/test_lanes", "route/test_route", "route/test_expand", "laws/test_route_law"),
     ),
 }
 

@@ -11,7 +11,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.copies import Copies
-from kvstow.route.expand import block_pairs, expanded
+from kvstow.route.expand import BlockPairs, EqualRows, block_pairs, expanded
 from kvstow.route.route import GroupPair, route
 from planning import attention
 
@@ -107,3 +107,30 @@ def test_packed_rows_take_the_branch_whether_the_last_is_full_or_not(which, unfi
 
 def test_layer_compact_layouts_have_no_equal_rows():
     assert route(rows(order="LBHNC"), rows(order="LBHNC")).pairs[0].equal_rows is None
+
+
+def test_rows_of_unequal_tokens_are_not_equal_though_they_lie_at_equal_strides():
+    def padded(tokens: int) -> Layout:
+        layers = [attention(f"layers.{i}", tokens=tokens) for i in range(2)]
+        site = Site(order="BLHNC", alignment=Alignment(page=1, row=4096, base=4096))
+        return packed(grouped(layers), num_slabs=NUM_ROWS, site=site)
+
+    short, long = padded(4), padded(8)
+    assert short.row_stride(0) == long.row_stride(0)
+    for one, other in ((short, long), (long, short)):
+        assert route(one, other).pairs[0].equal_rows is None
+    assert route(long, long).pairs[0].equal_rows is not None
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_ids_that_two_do_not_fit_into_a_number_take_the_other_branch(side):
+    pair = PACKED[1, "BLHNC"]
+    for last, is_taken in ((2**31 - 2, True), (2**31 - 1, False), (2**40, False)):
+        last_ids = (last, 5) if side == 0 else (5, last)
+        found = EqualRows.of(pair.lanes, pair.spans, last_ids)
+        assert (found is not None) == is_taken, last
+
+
+def test_no_pairs_make_no_copies():
+    none = np.zeros(0, np.int64)
+    assert triples(expanded(BlockPairs(none, none, none, ()), [])) == []
