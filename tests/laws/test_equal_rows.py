@@ -100,7 +100,8 @@ def test_packed_rows_take_the_branch_whether_the_last_is_full_or_not(which, unfi
     pair, ids = PACKED[which], np.arange(1, NUM_ROWS)
     end = len(ids) * BLOCK_TOKENS - unfilled
     for blocks in (Blocks.first(ids), Blocks.first(ids[::-1])):
-        assert check(pair, blocks, blocks, Tokens(0, end), exact=False)
+        for first in (0, 2 * BLOCK_TOKENS):
+            assert check(pair, blocks, blocks, Tokens(first, end), exact=False)
     copies = pair.copies(Blocks.first(ids), Blocks.first(ids), Tokens(0, end), exact=False)
     assert len(copies) == 1
 
@@ -119,7 +120,10 @@ def test_rows_of_unequal_tokens_are_not_equal_though_they_lie_at_equal_strides()
     assert short.row_stride(0) == long.row_stride(0)
     for one, other in ((short, long), (long, short)):
         assert route(one, other).pairs[0].equal_rows is None
-    assert route(long, long).pairs[0].equal_rows is not None
+    pair = route(long, long).pairs[0]
+    assert pair.equal_rows is not None
+    for spans in ((4, 8), (8, 4)):
+        assert EqualRows.of(pair.lanes, spans, pair.last_ids) is None
 
 
 @pytest.mark.parametrize("side", [0, 1])

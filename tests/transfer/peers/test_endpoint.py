@@ -1,12 +1,17 @@
-"""This process's side of transfers: its engine."""
+"""This process's side of transfers: its engine, and what becomes of posts when that is closed."""
 
+import numpy as np
 import pytest
 
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
-from kvstow.transfer.transport.base import Region
+from kvstow.route.copies import Copies
+from kvstow.transfer.transport.base import Kinds, Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import Node, hybrid_layout
+
+
+MANIFEST = encode(hybrid_layout())
 
 
 class Scarce(LocalTransport):
@@ -36,3 +41,44 @@ def test_a_fresh_engine_that_gets_no_memory_is_closed_and_the_old_one_goes_on():
     assert endpoint.transport is engine
     assert list(fabric.members) == [engine.name]
     node.close()
+
+
+@pytest.mark.parametrize("how", ["replace", "close"])
+def test_a_post_under_way_when_its_engine_is_closed_is_quiet_and_has_not_arrived(how):
+    fabric = Fabric()
+    here, there = (Node(MANIFEST, fabric, name=name, is_started=False) for name in "ab")
+    endpoint, card = here.agent.endpoint, there.agent.endpoint.card
+    endpoint.attach(card, "a test")
+    fabric.cut(endpoint.transport.name, card.engine)
+    copies = Copies.one(card.base, endpoint.card.base, 64)
+    done: list[bool] = []
+    flight = endpoint.post("read", card.engine, Kinds(), copies, lambda: done.append(True))
+    flight.start()
+    assert not flight.poll()
+    assert not flight.is_quiet
+    endpoint.replace_engine() if how == "replace" else endpoint.close()
+    assert flight.is_quiet
+    assert done == [True]
+    assert not endpoint.flights
+    with pytest.raises(TransferError, match="our engine was closed"):
+        flight.poll()
+    for node in (here, there):
+        node.close()
+
+
+def test_a_post_that_had_arrived_stays_so():
+    fabric = Fabric()
+    here, there = (Node(MANIFEST, fabric, name=name, is_started=False) for name in "ab")
+    endpoint, card = here.agent.endpoint, there.agent.endpoint.card
+    there.memory[:64] = np.arange(64)
+    endpoint.attach(card, "a test")
+    copies = Copies.one(card.base, endpoint.card.base, 64)
+    flight = endpoint.post("read", card.engine, Kinds(), copies)
+    flight.start()
+    while not flight.poll():
+        pass
+    endpoint.replace_engine()
+    assert flight.poll()
+    assert here.memory[:64].tolist() == list(range(64))
+    for node in (here, there):
+        node.close()
