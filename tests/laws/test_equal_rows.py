@@ -12,6 +12,7 @@ from kvstow.plan.pack import Alignment, Site, packed
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.copies import Copies
 from kvstow.route.expand import BlockPairs, EqualRows, block_pairs, expanded
+from kvstow.route.lanes import FreeAround, Lanes
 from kvstow.route.route import GroupPair, route
 from planning import attention
 
@@ -138,3 +139,23 @@ def test_ids_that_two_do_not_fit_into_a_number_take_the_other_branch(side):
 def test_no_pairs_make_no_copies():
     none = np.zeros(0, np.int64)
     assert triples(expanded(BlockPairs(none, none, none, ()), [])) == []
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize(("source", "destination"), [(6, 6), (5, 6), (6, 5), (0, 6), (6, 0)])
+def test_rows_are_equal_where_what_lies_between_them_is_free_on_both_sides(
+    source, destination, before
+):
+    def one(number: int) -> np.ndarray:
+        return np.array([number], np.int64)
+
+    free = FreeAround(one(source - before), one(before), one(destination - before), one(before))
+    lanes = Lanes(
+        tokens=4,
+        copies=Copies(one(0), one(64), one(10)),
+        source_stride=one(16),
+        destination_stride=one(16),
+        free=free,
+    )
+    found = EqualRows.of(lambda overlap: lanes, (4, 4), (9, 9))
+    assert (found is not None) == (source == destination == 6)
