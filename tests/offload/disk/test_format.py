@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import xxhash
 
 from kvstow.offload.disk.format import (
     RECORD_BYTES,
     ChainLink,
     SegmentHeader,
     SlotRecord,
+    checksum,
     decode_header,
     decode_record,
+    slot_bytes,
 )
 
 RECORD = SlotRecord(
@@ -23,6 +26,19 @@ RECORD = SlotRecord(
 )
 HEADER = SegmentHeader(1 << 20, 4096, 2, 255, b"f" * 32)
 HEADER_BYTES = 72
+
+
+def test_a_checksum_is_xxh3_as_a_signed_number():
+    sums = [checksum(bytes([n])) for n in range(64)]
+    assert sums == [
+        int.from_bytes(xxhash.xxh3_64_digest(bytes([n])), "big", signed=True) for n in range(64)
+    ]
+    assert min(sums) < 0 < max(sums)
+
+
+@pytest.mark.parametrize(("row", "slot"), [(1, 4096), (3936, 4096), (3937, 8192), (8192, 12288)])
+def test_a_slot_holds_row_and_record_in_whole_blocks(row, slot):
+    assert slot_bytes(row) == slot
 
 
 def test_a_record_names_the_same_write_wherever_it_stands_in_its_sequence():

@@ -1,5 +1,6 @@
 """Damage that must not last: broken indexes, missing descriptors, leases that nobody ends."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -18,6 +19,7 @@ from kvstow.errors import StoreError
 from kvstow.offload.disk import opening
 from kvstow.offload.disk.format import decode_header
 from kvstow.offload.disk.inspect import survey
+from kvstow.offload.disk.segments import Segments
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import FaultyFiles
 from offloading import hybrid, numbered_key, numbered_row
@@ -295,6 +297,44 @@ def test_a_process_that_dies_while_it_rebuilds_leaves_a_store_that_is_rebuilt(tm
         DiskTier(sys.argv[1])
     """)
     assert subprocess.run([sys.executable, "-c", child, str(tmp_path)]).returncode == 9
+    tier = DiskTier(tmp_path)
+    assert right_rows(tier) == ROWS
+    tier.close()
+
+
+def fail_records_of(monkeypatch, segment, number):
+    true_records = Segments.records
+
+    def records(self, which, group):
+        if which == segment:
+            raise OSError(number, os.strerror(number))
+        return true_records(self, which, group)
+
+    monkeypatch.setattr(Segments, "records", records)
+
+
+def test_a_data_file_that_cannot_be_read_costs_its_own_rows_when_the_index_is_made_again(
+    tmp_path, monkeypatch
+):
+    count = made_and_closed(tmp_path)
+    (tmp_path / "index.db").unlink()
+    with monkeypatch.context() as patch:
+        fail_records_of(patch, 0, errno.EIO)
+        tier = DiskTier(tmp_path)
+    assert "segment-000000.kv cannot be read (Input/output error)" in str(tier.dropped)
+    assert right_rows(tier) == ROWS - count
+    tier.close()
+
+
+def test_a_moment_without_descriptors_while_the_index_is_made_again_costs_nothing(
+    tmp_path, monkeypatch
+):
+    made(tmp_path).close()
+    (tmp_path / "index.db").unlink()
+    with monkeypatch.context() as patch:
+        fail_records_of(patch, 0, errno.EMFILE)
+        with pytest.raises(StoreError, match="Too many open files"):
+            DiskTier(tmp_path)
     tier = DiskTier(tmp_path)
     assert right_rows(tier) == ROWS
     tier.close()
