@@ -10,7 +10,6 @@ from kvstow.transfer.transport.base import Kinds, Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import Node, hybrid_layout
 
-
 MANIFEST = encode(hybrid_layout())
 
 
