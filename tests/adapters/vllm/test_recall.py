@@ -305,6 +305,26 @@ def test_blocks_that_were_cached_when_the_request_began_are_looked_at_when_it_en
     assert rows(recall) == {0: [1, 2, 3, 4]}
 
 
+def test_an_engine_without_free_blocks_gets_those_back_that_wait_to_be_stored():
+    recall, pool = made(replace(OFFLOADS, store_bytes_per_second=1), ONE, num_blocks=80)
+    assert not recall.make_room()
+    recall.arrived(asked("r", LONG))
+    recall.computed("r", 24, BLOCKS)
+    assert recall.make_room()
+    assert pool.held == set()
+    assert recall.counts == {"not stored rows": 6}
+    assert not recall.make_room()
+
+
+def test_blocks_that_are_being_stored_are_worth_waiting_for():
+    recall, pool = made(declared=ONE)
+    recall.arrived(asked("r", LONG))
+    recall.computed("r", 24, BLOCKS)
+    assert recall.stores.take() is not None
+    assert recall.make_room()
+    assert pool.held == {1, 2, 3, 4, 5, 6}
+
+
 def test_rows_that_found_no_room_before_their_request_ended_are_counted():
     recall, _ = made(declared=ONE, num_blocks=4)
     recall.arrived(asked("r", LONG))

@@ -314,11 +314,14 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        return self.has_pending_block_frees()
-
-    def has_pending_block_frees(self) -> bool:
         recall = self._scheduler_side.recall
         return recall is not None and len(recall.stores) > 0
+
+    def has_pending_block_frees(self) -> bool:
+        """Asked when a running request finds no block: True, and it waits a step instead of
+        preempting another. Blocks that wait to be stored are let go."""
+        recall = self._scheduler_side.recall
+        return recall is not None and recall.make_room()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -78,7 +78,7 @@ class Recall:
         self.known = StoredKeys(len(groups))
         self.stores = StoreQueue(
             [sum(layer.page_bytes for layer in group.layers) for group in groups],
-            max_rows=max(1, num_blocks // 2),
+            max_rows=max(1, num_blocks // (8 if options.store_bytes_per_second else 2)),
             bytes_per_second=options.store_bytes_per_second,
         )
         self.counts: Counter[str] = Counter()
@@ -264,6 +264,13 @@ class Recall:
         length = -(-(block + 1) * group.block_tokens // self._unit) * self._unit
         sinks, rest = seen_blocks(group.retention, length, group.block_tokens)
         return block in sinks or block in rest
+
+    def make_room(self) -> bool:
+        """The engine has no block left. Whether some are free now, or soon, that were held."""
+        given_up = self.stores.give_up()
+        if given_up:
+            self.counts["not stored rows"] += given_up
+        return given_up > 0 or self.stores.is_under_way
 
     def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:

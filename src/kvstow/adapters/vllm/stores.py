@@ -137,6 +137,19 @@ class StoreQueue:
         self._bytes_under_way -= sum(self._row_bytes[row.group] for row in rows)
         self._let_go(rows)
 
+    def give_up(self) -> int:
+        """Let go of the rows that wait, because the engine needs blocks; how many. Those that the
+        workers copy already stay held for a moment."""
+        rows = list(self._waiting)
+        self._waiting.clear()
+        if rows:
+            self._let_go(rows)
+        return len(rows)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._jobs)
+
     def _let_go(self, rows: Sequence[RowToStore]) -> None:
         assert self.holds is not None
         self.holds.release([row.block for row in rows])
