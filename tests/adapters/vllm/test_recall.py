@@ -138,6 +138,17 @@ def test_workers_of_a_shared_tier_are_asked_for_what_other_processes_may_have():
     assert recall.arrived(asked("e")) is None
 
 
+def test_an_answer_of_long_ago_does_not_hide_what_was_stored_since():
+    """A preempted request finds what it has stored itself."""
+    recall, _ = made(replace(OFFLOADS, host_shared="name"))
+    recall.arrived(asked("d"))
+    recall.answer(KeysPresent(request="d", present=((False,) * 6, (False,) * 6)))
+    assert recall.matched("d", 0) == 0
+    recall.computed("d", 24, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
+    recall.known.told("0", kept(ALL, ALL))
+    assert recall.matched("d", 0) == 24
+
+
 # ── at once, or beside the engine's steps ─────────────────────────────────────────────────
 
 ONE = replace(smollm2("BLHNC", 100), groups=(pages(["a"], Full(), heads=1, tokens=4, content=8),))

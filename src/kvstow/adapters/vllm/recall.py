@@ -162,8 +162,10 @@ class Recall:
         for g, group in enumerate(self._groups):
             levels = self.known.levels(g, request.keys.of(group.block_tokens, limit))
             if request.answer is not None:
-                told = np.asarray(request.answer.present[g], np.uint8)[: len(levels)]
-                levels[: len(told)] = np.where(told, np.maximum(levels[: len(told)], told), 0)
+                told = np.zeros(len(levels), np.uint8)
+                present = request.answer.present[g][: len(levels)]
+                told[: len(present)] = present
+                levels = np.where(levels == Level.HOST, levels, told * np.uint8(Level.BELOW))
             found.append(levels)
         return found
 
