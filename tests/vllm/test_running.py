@@ -1,0 +1,104 @@
+"""Blocks are offloaded while their request runs: preempted requests and windows come back."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny import SMALL, Remote, started
+from vllm_engines import GEMMA, LLAMA, Prompts
+
+from kvstow.offload.host.shared import parts, remove
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+BLOCK = 32
+NUM_BLOCKS = 36
+"""Of each group: hardly more than one prompt of 1,024 tokens needs."""
+DRAW = Prompts(SMALL["vocab_size"])
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[str]:
+    name = f"kvstow-test-{uuid.uuid4().hex[:12]}"
+    yield name
+    remove(name)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, shared: str) -> Iterator[Remote]:
+    folder = tmp_path_factory.mktemp("llama")
+    engine = started(folder, LLAMA, NUM_BLOCKS, host_bytes=256 << 20, host_shared=shared)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    engine = started(tmp_path_factory.mktemp("gemma"), GEMMA, 6 * NUM_BLOCKS, host_bytes=256 << 20)
+    yield engine
+    engine.close()
+
+
+def text(engine: Remote, prompt: list[int], **more: Any) -> list[int]:
+    return engine.first({"prompt": prompt, **more})["text"]
+
+
+def forget(engine: Remote) -> None:
+    """Other prompts take every block of the pool."""
+    engine.run([{"prompt": DRAW(900), "max_tokens": 1} for _ in range(4)])
+
+
+def grown(engine: Remote, before: dict[str, float], what: str) -> float:
+    return engine.counts().get(what, 0.0) - before.get(what, 0.0)
+
+
+def test_a_preempted_request_comes_back_and_goes_on_as_if_nothing_had_been(llama: Remote):
+    prompts = [DRAW(300) for _ in range(4)]
+    jobs = [{"prompt": prompt, "max_tokens": 150} for prompt in prompts]
+    before = llama.counts()
+    together = [job["text"] for job in llama.run(jobs, len(jobs), 600)["jobs"]]
+    assert grown(llama, before, "restored tokens") > 0, "nobody was preempted"
+    forget(llama)
+    assert together == [text(llama, prompt, max_tokens=150) for prompt in prompts]
+    assert grown(llama, before, "restore failed") == 0
+
+
+def test_what_a_request_has_generated_comes_back_too(llama: Remote):
+    """A conversation: the next prompt is the last one with its answer."""
+    prompt = DRAW(200)
+    answer = text(llama, prompt, max_tokens=125)
+    forget(llama)
+    before = llama.counts()
+    text(llama, [*prompt, *answer, 5])
+    whole = (len(prompt) + len(answer)) // BLOCK * BLOCK
+    assert grown(llama, before, "restored tokens") == whole
+
+
+@pytest.mark.parametrize("length", [33, 97, 161, 300, 506])
+def test_windows_come_back_at_every_length(gemma: Remote, length: int):
+    """Whole blocks of a window group were stored while the window passed them."""
+    prompt = DRAW(length)
+    first = text(gemma, prompt)
+    forget(gemma)
+    before = gemma.counts()
+    assert text(gemma, prompt) == first
+    assert grown(gemma, before, "restored tokens") == (length - 1) // BLOCK * BLOCK
+
+
+def test_damaged_host_memory_is_found_and_the_prompt_computed_again(llama: Remote, shared: str):
+    prompt = DRAW(500)
+    first = text(llama, prompt)
+    forget(llama)
+    ((_, index),) = parts(shared)
+    memory = index.with_suffix(".rows")
+    with memory.open("r+b") as file:
+        for offset in range(4096, memory.stat().st_size, 50_000):
+            file.seek(offset)
+            file.write(b"\xa5" * 64)
+    before = llama.counts()
+    assert text(llama, prompt) == first
+    assert grown(llama, before, "damaged rows") > 0
+    assert grown(llama, before, "restore failed") == 1
+    forget(llama)
+    assert text(llama, prompt) == first
