@@ -277,7 +277,7 @@ def main() -> None:
     found: dict[str, object] = {}
     for name in asked.stores.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            options = ("1 GB",) if name == "mooncake" else ()
+            options = {"mooncake": ("1 GB",), "redis": ("--appendonly", "no")}.get(name, ())
             with SERVERS[name](Path(folder), *options) as server:
                 one = rates(name, server, asked.rows, asked.rounds)
                 one["look_ups"] = look_ups(server, asked.rounds)

@@ -103,8 +103,9 @@ class MooncakeClient:
                 starts = [i * most for i in range(len(keys))]
                 places = [self._in.address + start for start in starts]
                 answers = self._store.batch_get_into(keys, places, [most] * len(keys))
+                got = self._in.memory[: most * len(keys)].copy()
                 found += [
-                    self._in.memory[start : start + answer].copy() if answer >= 0 else None
+                    got[start : start + answer] if answer >= 0 else None
                     for start, answer in zip(starts, self._check(answers), strict=True)
                 ]
         return found
@@ -131,12 +132,12 @@ class MooncakeClient:
             [[[start for start, _ in ranges] for _, ranges in wanted]],
             [[[end - start for start, end in ranges] for _, ranges in wanted]],
         )[0]
+        got = self._in.memory[:at].copy()
         found: list[list[Bytes] | None] = []
         for starts, sizes in zip(places, answers, strict=True):
             missing = any(size in (NOT_FOUND, GONE) for size in self._check(sizes))
             parts = [
-                self._in.memory[start : start + max(size, 0)].copy()
-                for start, size in zip(starts, sizes, strict=True)
+                got[start : start + max(size, 0)] for start, size in zip(starts, sizes, strict=True)
             ]
             found.append(None if missing else parts)
         return found

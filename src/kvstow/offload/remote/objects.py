@@ -146,14 +146,15 @@ class RowObjects:
 
     # ── objects ───────────────────────────────────────────────────────────────────
 
-    def written(self, key: bytes, row: Bytes) -> Bytes:
-        """The object of a row."""
-        blob = np.zeros(self.nbytes, np.uint8)
+    def written(self, key: bytes, row: Bytes, into: Bytes | None = None) -> Bytes:
+        """The object of a row, in memory of its own or `into` as many bytes."""
+        blob = np.empty(self.nbytes, np.uint8) if into is None else into
         shape = (self.group, self.num_bands, self.row_bytes)
         head = _HEADER.pack(MAGIC, VERSION, *shape, self.fingerprint, key, len(key))
         head += self.checksums(row).tobytes()
         head += blake2b(head, digest_size=_DIGEST).digest()
         blob[: len(head)] = np.frombuffer(head, np.uint8)
+        blob[len(head) : self.row_start] = 0
         blob[self.row_start :] = row
         return blob
 

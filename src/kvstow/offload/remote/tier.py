@@ -42,6 +42,9 @@ from kvstow.plan.retention import Encoder, State
 
 log = logging.getLogger("kvstow.offload")
 
+ROOM_BYTES = 16 << 20
+"""Objects that are to be written get memory in pieces of so many bytes."""
+
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
 
@@ -233,6 +236,7 @@ class RemoteTier:
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         taken = np.zeros(len(keys), bool)
         objects = self._objects[group]
+        room = _Room(objects.nbytes, len(keys))
         for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
             name = self._name(group, key)
             if self.writes.is_known(name):
@@ -240,7 +244,7 @@ class RemoteTier:
             elif refusal := self._quota.refusal(objects.nbytes):
                 self.writes.drop("quota", refusal)
             elif self.writes.admits(objects.nbytes):
-                taken[i] = self.writes.put(Blob(name, objects.written(key, row)))
+                taken[i] = self.writes.put(Blob(name, objects.written(key, row, room.next())))
         return taken
 
     def _name(self, group: int, key: bytes) -> str:
@@ -281,6 +285,23 @@ class RemoteTier:
         self._calls.close()
         self._thread.join(1.0)
         self.client.close()
+
+
+class _Room:
+    """Memory for objects, some at a time: large pieces have large pages, which cost less."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._nbytes, self._left = nbytes, count
+        self._memory: Bytes = np.empty(0, np.uint8)
+
+    def next(self) -> Bytes:
+        """Memory for one more object."""
+        if not len(self._memory):
+            count = max(1, min(self._left, ROOM_BYTES // self._nbytes))
+            self._memory = np.empty(count * self._nbytes, np.uint8)
+            self._left -= count
+        first, self._memory = self._memory[: self._nbytes], self._memory[self._nbytes :]
+        return first
 
 
 @dataclass(slots=True)
