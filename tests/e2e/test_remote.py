@@ -84,7 +84,7 @@ def prefilled(url, model, rank, ranks):
         assert store.remote.counts.stored_rows == len(PROMPT) // 16
 
 
-@pytest.mark.parametrize("kind", [Seaweed, Valkey])
+@pytest.mark.parametrize("kind", [Seaweed, pytest.param(Valkey, marks=pytest.mark.remote)])
 def test_rows_of_two_ranks_are_decoded_by_one_with_the_same_weights_only(tmp_path, kind):
     model, other = scaled(0), scaled(1)
     with kind(tmp_path) as server:

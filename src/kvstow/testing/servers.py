@@ -165,6 +165,8 @@ class Seaweed(Server):
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}"]
         command += [f"-volume.port={volume}", "-volume.max=16", "-master.volumeSizeLimitMB=64"]
         command += ["-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}"]
+        # Everything else that listens on a port of its own, or talks to somebody far away.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         return [([*command, f"-s3.config={config}"], s3)]
 
 

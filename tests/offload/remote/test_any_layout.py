@@ -48,9 +48,9 @@ def test_another_order_reads(url, order):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 2), (4, 8), (4, 12), (12, 8), (1, 24), (24, 1)])
-def test_other_block_sizes_read(url, theirs, ours):
-    saved(url, layout_of(block_tokens=theirs))
-    loaded(url, layout_of(block_tokens=ours))
+def test_other_block_sizes_read(valkey_url, theirs, ours):
+    saved(valkey_url, layout_of(block_tokens=theirs))
+    loaded(valkey_url, layout_of(block_tokens=ours))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 13, 23])

@@ -110,7 +110,7 @@ def test_a_dead_store_is_asked_once_and_then_left_alone(tmp_path):
         tier.close()
 
 
-@pytest.mark.parametrize("kind", [Valkey, Seaweed])
+@pytest.mark.parametrize("kind", [Valkey, pytest.param(Seaweed, marks=pytest.mark.remote)])
 def test_a_store_that_hangs_costs_a_budget_and_comes_back(tmp_path, kind):
     with kind(tmp_path) as server:
         tier = tier_of(opened(server.url)[0], budget=5.0, load=5.0)
