@@ -53,7 +53,12 @@ TARGETS = {
     ),
     "read": Target(
         "offload/disk/segments",
-        ("offload/disk/test_disk_store", "offload/disk/test_faults", "offload/disk/test_recovery"),
+        (
+            "offload/disk/test_disk_store",
+            "offload/disk/test_recovery",
+            "offload/disk/test_identity",
+            "offload/disk/test_faults",
+        ),
         ("read", "_read_chunk", "take", "owns", "header", "_header_in", "records", "_opened"),
     ),
     "record": Target(

@@ -384,7 +384,38 @@ def test_a_data_file_cut_short_keeps_the_rows_before_the_cut(tmp_path):
     slot = survey(tmp_path)["groups"][0]["slot_bytes"]
     os.truncate(data_file(tmp_path), 4096 + 3 * slot + 1)
     tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert tier.contains(0, KEYS).sum() == ROWS - there + 3
+    assert [drop.rows for drop in tier.dropped] == [there - 3]
     assert right_rows(tier) == ROWS - there + 3
+    tier.close()
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("change", [{"slots": 3}, {"slot_bytes": 12288}])
+def test_a_header_of_this_layout_with_other_sizes_is_none(tmp_path, has_index, change):
+    lost = made_and_closed(tmp_path)
+    if not has_index:
+        (tmp_path / "index.db").unlink()
+    with data_file(tmp_path).open("r+b") as file:
+        header = decode_header(file.read(4096))
+        assert header is not None
+        file.seek(0)
+        file.write(replace(header, **change).encode())
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert any("has no valid header" in str(drop) for drop in tier.dropped)
+    assert right_rows(tier) == ROWS - lost
+    tier.close()
+
+
+def test_a_data_file_that_the_index_does_not_list_is_removed(tmp_path):
+    made(tmp_path).close()
+    first = data_file(tmp_path)
+    leftover = tmp_path / "segment-000077.kv"
+    leftover.write_bytes(first.read_bytes())
+    leftover.chmod(0o600)
+    tier = DiskTier(tmp_path)
+    assert not leftover.exists()
+    assert right_rows(tier) == ROWS
     tier.close()
 
 
