@@ -407,6 +407,24 @@ def test_a_header_of_this_layout_with_other_sizes_is_none(tmp_path, has_index, c
     tier.close()
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_lost_header_is_written_again_and_lost_once(tmp_path, has_index):
+    made_and_closed(tmp_path)
+    with data_file(tmp_path).open("r+b") as file:
+        file.write(bytes(4096))
+    if not has_index:
+        (tmp_path / "index.db").unlink()
+    open_files = len(os.listdir("/proc/self/fd"))
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert tier.dropped
+    assert tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(ROWS)]).all()
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    tier = DiskTier(tmp_path, capacity=4 * MIB)
+    assert (right_rows(tier), tier.dropped) == (ROWS, ())
+    tier.close()
+
+
 def test_a_data_file_that_the_index_does_not_list_is_removed(tmp_path):
     made(tmp_path).close()
     first = data_file(tmp_path)
