@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def await_ready(server: Server) -> None:
         try:
             with urllib.request.urlopen(server.url + "/health", timeout=5):
                 return
-        except OSError:
+        except (OSError, HTTPException):  # not yet, or somebody else has the port for a moment
             time.sleep(1)
     raise AssertionError(f"server is not ready after {START_SECONDS} s:\n{server.tail()}")
 

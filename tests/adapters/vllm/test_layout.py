@@ -12,17 +12,21 @@ import torch
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
     DeclaredRegion,
+    _page,
+    _spec,
     axes_of,
     declared_groups,
     declared_layout,
     identity_of,
     retention_of,
+    wanted_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
+from kvstow.plan.group import Group
 from kvstow.plan.retention import Window
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import route
 from recorded_vllm import FULL, IDENTITY, gemma3, hybrid, pages, smollm2
 
@@ -248,3 +252,59 @@ def test_a_model_that_is_nowhere_on_disk_is_refused(tmp_path: Path):
 
 def test_the_layout_of_an_engine_carries_its_identity():
     assert declared_layout(smollm2("BLHNC"), base_align=64).identity == IDENTITY
+
+
+@pytest.mark.parametrize(
+    ("device", "mla", "asked", "wanted"),
+    [
+        ("cuda", True, "BLHNC", "BLHNC"),
+        ("cpu", False, "BLHNC", "BLHNC"),
+        ("cpu", True, "BLHNC", None),
+        ("cpu", True, "", None),
+        ("cuda", False, "", None),
+    ],
+)
+def test_rows_are_not_asked_for_where_kernels_cannot_view_them(device, mla, asked, wanted):
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(use_mla=mla),
+    )
+    assert wanted_layout(config, ConnectorOptions(layout=asked)) == wanted
+
+
+def mamba(**changes: Any) -> Any:
+    facts = {
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": 0,
+        "tp_replicated": False,
+        "block_size": 128,
+        "state_content_size_bytes": 35_840,
+        "tokens_per_state": -1,
+    }
+    return type("MambaSpec", (), {**facts, **changes})()
+
+
+def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
+    page = _page("mixer", mamba(), (1, 2), 8)
+    assert (page.nbytes, page.states, page.block_tokens) == (35_840, 1, 128)
+    assert page.heads.pieces == ((1, 2),)
+    assert page.is_state
+    assert _page("mixer", mamba(tp_replicated=True), (1, 2), 8).heads.total == 1
+    held = Blocks.first([5, 6, 7])
+    group = Group(name="state", layers=(_spec(page, "LBHNC"),))
+    for num_tokens, needed in ((1, 0), (128, 0), (129, 1), (256, 1), (257, 2)):
+        (tokens, *_) = Tokens(0, num_tokens).needed(group)
+        assert (tokens.first, tokens.end) == (num_tokens - 1, num_tokens)
+        assert held.index[tokens.first // 128] == needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mamba_cache_mode": "none"}, "mode 'none', which has no state for each block"),
+        ({"num_speculative_blocks": 3}, "3 states of speculative decoding"),
+    ],
+)
+def test_states_that_cannot_be_handed_over_are_refused_with_the_reason(changes, reason):
+    with pytest.raises(MemoryLayoutError, match=reason):
+        _page("mixer", mamba(**changes), (0, 1), 8)

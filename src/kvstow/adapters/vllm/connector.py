@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.request import RequestStatus
 
 from kvstow.adapters.vllm.events import TierEvents, check_published
-from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups
+from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups, wanted_layout
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
@@ -127,6 +127,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._declared = declaration(vllm_config, kv_cache_config, self._options)
         self._groups_taken = kv_cache_config.transfer_group_ids
+        self._keeps_states = any(page.is_state for group in self._declared.groups for page in group)
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
         self._report = OffloadReport()
@@ -153,10 +154,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Rows, where the attention backend reads them; vLLM falls back to its own otherwise."""
-        return (
-            ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
-            or None
-        )
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return wanted_layout(vllm_config, ConnectorOptions.of(given))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstowStats:
@@ -279,6 +278,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.recall.stores.holds = PoolHolds(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
+        if self._keeps_states and request_of(request).asks_for_tickets:
+            _stop_one_token_short(request)
         self._scheduler_side.arrived(request_of(request))
         if self._scheduler_side.recall is not None:
             self._requests[request.request_id] = request
@@ -368,6 +369,21 @@ class PoolHolds:
 
     def release(self, blocks: Sequence[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+
+def _stop_one_token_short(request: Any) -> None:
+    """Leave the prompt's last token to decode: a state that has seen it cannot see it again.
+
+    As vLLM's own connectors do. Decode computes that token anyway, for what comes after it.
+    """
+    params, tokens = request.kv_transfer_params, request.prompt_token_ids
+    if tokens is None or len(tokens) < 2 or params.get("kvstow_stops_short"):
+        return  # embeddings; nothing to leave; a request that was preempted and comes again
+    del tokens[-1:]
+    del request._all_token_ids[-1:]  # pyright: ignore[reportPrivateUsage]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    params["kvstow_stops_short"] = True
 
 
 def _num_filled(request: Any) -> int:

@@ -37,9 +37,17 @@ KINDS = (
     "SlidingWindowSpec",
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
+    "MambaSpec",
 )
 """vLLM's cache specs that are taken over, by exact name: another kind, a subclass too, may keep
 its tokens in another way. By name, so that this module needs no vLLM."""
+
+STATE_KIND = "MambaSpec"
+"""Recurrent states. Where vLLM keeps one at the end of each block (`mamba_cache_mode` "align"),
+a block holds the state after its last token, and the next token needs that of the last block."""
+
+AFTER_LAST_TOKEN = Window(2)
+"""The next token sees the one before it: the block that holds it is all that is needed."""
 
 CPU_INTERIOR = "cpu-transposed"
 """vLLM's CPU kernels keep keys transposed over the whole block; all others token by token."""
@@ -59,6 +67,11 @@ HINT = (
     "known to run the same weights"
 )
 
+CANNOT_VIEW_ROWS = {("cpu", "mla"): "0.32.0"}
+"""Device and attention whose backend grants any layout, and then cannot view rows, with the
+version where it was seen: vLLM's CPU MLA calls `view` on its cache. There vLLM's own layout is
+taken."""
+
 LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Every rank holds the whole of these."""
 
@@ -68,7 +81,10 @@ MIXED_KIND = "UniformTypeKVCacheSpecs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredPage:
-    """One layer as the engine declares it: `states` cells of `content` elements per head."""
+    """One layer as the engine declares it: `states` cells of `content` elements per head.
+
+    With `is_state` a block holds what a recurrent layer knows after the block's last token.
+    """
 
     layer: str
     retention: Retention
@@ -77,6 +93,7 @@ class DeclaredPage:
     states: int
     content: int
     dtype: DType
+    is_state: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -271,6 +288,15 @@ def _checkpoint(vllm_config: Any) -> Path:
     return Path(config).parent
 
 
+def wanted_layout(vllm_config: Any, options: ConnectorOptions) -> str | None:
+    """The layout to ask vLLM for; None leaves it to vLLM."""
+    device = vllm_config.device_config.device_type
+    attention = "mla" if vllm_config.model_config.use_mla else "other"
+    if options.layout and (device, attention) in CANNOT_VIEW_ROWS:
+        return None
+    return options.layout or None
+
+
 def declaration(
     vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions
 ) -> CacheDeclaration:
@@ -313,6 +339,8 @@ def _spec_of(group: Any, layer: str) -> Any:
 
 
 def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> DeclaredPage:
+    if type(spec).__name__ == STATE_KIND:
+        return _state_page(layer, spec, tp)
     if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
         raise MemoryLayoutError(
             f"layer {layer!r}: caches of kind {type(spec).__name__} are not taken over, only "
@@ -330,6 +358,34 @@ def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> Decla
         states=spec.num_states,
         content=content,
         dtype=dtype,
+    )
+
+
+def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
+    """A recurrent state: bytes that only its kernels can tell apart, padding left out."""
+    if spec.mamba_cache_mode != "align":
+        raise MemoryLayoutError(
+            f"layer {layer!r}: recurrent states are kept in mode {spec.mamba_cache_mode!r}, which "
+            "has no state for each block\n\nhint: --enable-prefix-caching --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {spec.num_speculative_blocks} states of speculative decoding beside "
+            "each block's: which one is accepted is not certain"
+        )
+    rank, size = tp
+    part = (
+        Extent.whole("head", 1) if spec.tp_replicated else Extent("head", size, ((rank, rank + 1),))
+    )
+    return DeclaredPage(
+        layer=layer,
+        retention=AFTER_LAST_TOKEN,
+        block_tokens=spec.block_size,
+        heads=part,
+        states=1,
+        content=spec.state_content_size_bytes,
+        dtype=DType.INT8,
+        is_state=True,
     )
 
 
