@@ -12,6 +12,7 @@ OPTIONAL = {
     "src/kvstow/adapters/vllm/connector.py": "vllm.config",
     "src/kvstow/vllm.py": "vllm.config",
     "src/kvstow/adapters/router/server.py": "aiohttp",
+    "src/kvstow/adapters/lmcache.py": "lmcache",
 }
 ROOT = Path(__file__).parent
 

@@ -18,7 +18,7 @@ if importlib.util.find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "remote")
+OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "lmcache", "remote")
 
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("dev", deadline=None, max_examples=50)
@@ -56,7 +56,7 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 NOT_QUICK = (
     "adapters", "browser", "cli", "demo", "docs", "dynamo", "e2e", "events", "fuzz", "gpu",
-    "schedules", "vllm",
+    "lmcache", "schedules", "vllm",
     "laws/test_offload_jobs.py", "laws/test_offload_store.py",
     "memory/test_kernels.py", "memory/test_digest.py",
     "offload/disk", "offload/host", "offload/mover", "offload/remote", "offload/test_layouts.py",

@@ -2,5 +2,7 @@
 
 transformers   a `Cache` for any decoder model
 vllm           a KV connector: prefill to decode, and offload
+lmcache        an L2 adapter for LMCache, on a store on disk
+chunks         byte chunks of other engines in stores on disk
 router         a small HTTP router between prefill and decode instances
 """

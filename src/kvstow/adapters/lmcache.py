@@ -1,0 +1,179 @@
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUntypedBaseClass=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownParameterType=false, reportUnknownVariableType=false
+"""LMCache's second tier on kvstow's store; the only module that imports lmcache.
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvstow.adapters.lmcache",
+        "class_name": "KvstowL2Adapter", "adapter_params": {"path": "/var/cache/kvstow",
+        "capacity": "100GiB", "model_dir": "/models/llama"}}'
+
+LMCache calls a chunk by model name, rank, group, salt and a hash of tokens. The identity of the
+weights in `model_dir` is added, so that another checkpoint of the same name shares nothing. What
+lies on disk has a checksum per chunk, outlives the process, and may be shared by processes.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from kvstow.adapters.chunks import ChunkStore
+from kvstow.errors import KvstowError, SpecError
+from kvstow.offload.tier import Bools, Bytes, log
+from kvstow.plan.identity import Identity
+from kvstow.plan.words import parse_size
+
+THREADS = 4
+
+
+class KvstowL2Adapter(L2AdapterInterface):
+    """Stores, looks up and loads chunks in threads of its own.
+
+    `adapter_params`: `path`, `capacity`, and `model_dir` or `unverified`, which says why nobody
+    need look at the weights.
+    """
+
+    def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
+        unknown = set(params) - {"path", "capacity", "model_dir", "unverified"}
+        if unknown or not {"path", "capacity"} <= set(params):
+            raise SpecError(
+                f"adapter_params are {sorted(params)}\n\n"
+                "hint: path, capacity, and model_dir or unverified"
+            )
+        super().__init__()
+        self._chunks = ChunkStore(
+            params["path"], capacity=parse_size(params["capacity"]), identity=_identity(params)
+        )
+        self._threads = ThreadPoolExecutor(THREADS, "kvstow-lmcache")
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+        self._stored: dict[int, L2StoreResult] = {}
+        self._answers: dict[int, Any] = {}
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        self._store_fd, self._lookup_fd, self._load_fd = (os.eventfd(0, flags) for _ in range(3))
+
+    def get_store_event_fd(self) -> int:
+        return self._store_fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookup_fd
+
+    def get_load_event_fd(self) -> int:
+        return self._load_fd
+
+    # ── store ─────────────────────────────────────────────────────────────────────
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        number = next(self._numbers)
+        self._threads.submit(self._store, number, keys, objects)
+        return number
+
+    def _store(self, number: int, keys: list[Any], objects: list[Any]) -> None:
+        sizes = [each.get_size() for each in objects]
+        try:
+            kept = self._chunks.store(_names(keys), [_bytes(each) for each in objects])
+        except Exception as error:
+            log.warning("lmcache: %d chunks were not stored: %s", len(keys), error)
+            kept = np.zeros(len(keys), bool)
+        which = np.flatnonzero(kept).tolist()
+        self._notify_keys_stored([keys[i] for i in which], [sizes[i] for i in which])
+        with self._lock:
+            nbytes = sum(sizes[i] for i in which)
+            self._stored[number] = L2StoreResult(bool(kept.all()), nbytes)
+        os.eventfd_write(self._store_fd, 1)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._stored = self._stored, {}
+        return done
+
+    # ── look up ───────────────────────────────────────────────────────────────────
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
+        """Nothing is locked: a chunk that goes before it is loaded is a miss then."""
+        return self._begin(self._lookup_fd, keys, lambda: self._chunks.contains(_names(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        return self._answer(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Nothing is locked."""
+
+    # ── load ──────────────────────────────────────────────────────────────────────
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def load() -> Bools:
+            found = self._chunks.load(_names(keys), [_bytes(each) for each in objects])
+            self._notify_keys_accessed([key for key, here in zip(keys, found, strict=True) if here])
+            return found
+
+        return self._begin(self._load_fd, keys, load)
+
+    def query_load_result(self, task_id: int) -> Any:
+        return self._answer(task_id)
+
+    def _begin(self, fd: int, keys: Sequence[Any], call: Callable[[], Bools]) -> int:
+        number = next(self._numbers)
+        self._threads.submit(self._run, number, fd, len(keys), call)
+        return number
+
+    def _run(self, number: int, fd: int, count: int, call: Callable[[], Bools]) -> None:
+        found = Bitmap(count)
+        try:
+            for i in np.flatnonzero(call()).tolist():
+                found.set(i)
+        except Exception as error:
+            log.warning("lmcache: %d chunks are misses: %s", count, error)
+            found = Bitmap(count)
+        with self._lock:
+            self._answers[number] = found
+        os.eventfd_write(fd, 1)
+
+    def _answer(self, number: int) -> Any:
+        with self._lock:
+            return self._answers.pop(number, None)
+
+    # ── the end ───────────────────────────────────────────────────────────────────
+
+    def delete(self, keys: list[Any]) -> None:
+        """Forget chunks."""
+        self._chunks.evict(_names(keys))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._chunks.close()
+        for fd in (self._store_fd, self._lookup_fd, self._load_fd):
+            os.close(fd)
+
+
+def _identity(params: dict[str, Any]) -> Identity:
+    if bool(params.get("model_dir")) == bool(params.get("unverified")):
+        raise SpecError("give model_dir, or say in unverified why nobody need look at the weights")
+    if params.get("model_dir"):
+        return Identity.of(params["model_dir"])
+    return Identity.unverified(str(params["unverified"]))
+
+
+def _names(keys: Sequence[Any]) -> list[bytes]:
+    """What LMCache calls a chunk, each part with its length."""
+    names: list[bytes] = []
+    for key in keys:
+        parts = (key.model_name, str(key.kv_rank), str(key.object_group_id), key.cache_salt)
+        data = [part.encode() for part in parts] + [bytes(key.chunk_hash)]
+        names.append(b"".join(len(part).to_bytes(4, "little") + part for part in data))
+    return names
+
+
+def _bytes(memory: Any) -> Bytes:
+    """A memory object's bytes, in place."""
+    found: Bytes = np.frombuffer(memory.byte_array, np.uint8)
+    if found.nbytes != memory.get_size():
+        raise KvstowError(f"{found.nbytes} bytes, not {memory.get_size()}")
+    return found
