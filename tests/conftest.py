@@ -56,7 +56,7 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 NOT_QUICK = (
     "adapters", "browser", "cli", "demo", "docs", "dynamo", "e2e", "events", "fuzz", "gpu",
-    "lmcache", "schedules", "vllm",
+    "schedules", "vllm",
     "laws/test_offload_jobs.py", "laws/test_offload_store.py",
     "memory/test_kernels.py", "memory/test_digest.py",
     "offload/disk", "offload/host", "offload/mover", "offload/remote", "offload/test_layouts.py",
