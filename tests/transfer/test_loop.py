@@ -15,9 +15,13 @@ from transfer_node import Node, hybrid_layout, rows_for
 
 
 class Silence:
-    """A channel on which nobody speaks."""
+    """A channel on which nobody speaks; it notes how long it was listened to."""
+
+    def __init__(self) -> None:
+        self.waits: list[int] = []
 
     def heard(self, timeout_ms: int) -> Iterator[Any]:
+        self.waits.append(timeout_ms)
         return iter(())
 
     def watch(self, fd: int) -> None:
@@ -252,3 +256,15 @@ def test_a_story_that_is_interrupted_before_its_first_turn_still_cleans_up(loop)
     assert task.is_over
     assert task.error is not None
     assert ended == ["cleaned up"]
+
+
+@pytest.mark.parametrize(("seconds", "milliseconds"), [
+    (0.0, 0), (20e-6, 0), (20.1e-6, 0), (0.0009, 1), (0.001, 1), (0.0195, 20),
+])  # fmt: skip
+def test_a_turn_listens_for_as_long_as_it_may_wait(clock, seconds: float, milliseconds: int):
+    """A message that comes within a part of a millisecond ends the wait: a sleep would not."""
+    channel = Silence()
+    loop = Loop("test", channel, clock, hear=lambda line, message: None, progress=lambda: None)
+    loop.step(seconds)
+    loop.close()
+    assert channel.waits == [milliseconds]

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import tracemalloc
 import zlib
 from hashlib import blake2b
@@ -208,3 +209,13 @@ def test_an_adapter_is_known_by_its_weights_where_they_lie_on_disk(tmp_path: Pat
     ]
     assert found[0] != found[1]
     assert str(tmp_path) not in found[0]
+
+
+def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path):
+    weights = tmp_path / "adapter_model.bin"
+    known: list[str] = []
+    for number, content in enumerate((b"one", b"two")):
+        weights.write_bytes(content)
+        os.utime(weights, ns=(number, number))
+        known.append(request_of(vllm_request(lora_request=lora("a", str(tmp_path)))).adapter)
+    assert known[0] != known[1]
