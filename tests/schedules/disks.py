@@ -56,12 +56,13 @@ class Load:
 class DiskFaults:
     """How often something goes wrong with a file.
 
-    `fails` is an error that loses nothing, `breaks` a medium error, `lies` a write that says it
-    went well, `dies` the end of the process before an operation.
+    `fails` is an error that loses nothing, `breaks` a medium error, `syncs` one of a sync, `lies`
+    a write that says it went well, `dies` the end of the process before an operation.
     """
 
     fails: float = 0.0
     breaks: float = 0.0
+    syncs: float = 0.0
     lies: float = 0.0
     dies: float = 0.0
 
@@ -116,7 +117,11 @@ class Machine:
             if drawn < faults.lies / 2:
                 return Tears(dice.choice((0, ROW_BYTES)))
             return Flips(dice.randrange(8 * ROW_BYTES))
-        if operation in ("read", "write", "sync", "sync_directory") and drawn < faults.breaks:
+        is_moving = getcurrent().parent is not None  # not while a store is being opened
+        if operation in ("sync", "sync_directory") and is_moving and drawn < faults.syncs:
+            self.world.count(f"failed {operation}")
+            return Fails(errno.EIO)
+        if operation in ("read", "write") and drawn < faults.breaks:
             self.world.count(f"failed {operation}")
             self.is_honest &= operation != "read"
             return Fails(errno.EIO)
@@ -144,7 +149,7 @@ class Machine:
         for path in self._paths:
             (path / "index.db-shm").unlink(missing_ok=True)
         for file, content in indexes.items():
-            if file.name.endswith("-wal") and content and dice.random() < 0.4:
+            if file.name.endswith("-wal") and content and dice.random() < 0.25:
                 content = content[: dice.randrange(len(content))]
                 self.is_honest = False
                 self.world.count("index logs cut short")

@@ -138,8 +138,9 @@ class Schedule:
         if self.stores and self.random.random() < 0.7:
             disk = DiskFaults(
                 fails=some(0.8, 0.3),
-                breaks=some(0.8, 0.2),
-                lies=some(0.4, 0.3),
+                breaks=some(0.6, 0.2),
+                syncs=some(0.9, 0.7),
+                lies=some(0.3, 0.3),
                 dies=some(0.6, 0.1),
             )
         return Faults(
@@ -155,7 +156,7 @@ class Schedule:
             late=self.random.choice((1.0, 0.3, 0.05)),
             flip=some(0.15, 0.3),
             full=some(0.15, 0.2),
-            power=some(0.9, 0.06) if self.stores else 0.0,
+            power=some(1.0, 0.12) if self.stores else 0.0,
             disk=disk,
         )
 

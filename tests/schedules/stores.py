@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from schedules.schedule import Schedule
 
 
+TURNS = 3
+"""Turns that movers get at a time: a row takes several of them to reach the disk."""
+
 NEXT_TOKEN = 1 << 20
 """A token that nobody has computed: what is found is the beginning of a longer prompt."""
 
@@ -142,9 +145,10 @@ class Stores:
         dice.choice(node.storage.tiers).evict(dice.randrange(len(node.places.rows)), keys)
 
     def turn_somebody(self) -> None:
-        busy = [n for n in self._nodes() if n.storage is not None and n.storage.is_busy]
-        if busy:
-            self.turn(self.schedule.random.choice(busy))
+        for _ in range(TURNS):
+            busy = [n for n in self._nodes() if n.storage is not None and n.storage.is_busy]
+            if busy:
+                self.turn(self.schedule.random.choice(busy))
 
     def turn(self, node: Node) -> None:
         """Go on with a node's mover; a process may end there."""

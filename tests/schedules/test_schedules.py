@@ -46,7 +46,11 @@ def test_a_planted_bug_is_found(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["quiet_at_disconnect", "written_is_believed_before_it_is_true", "new_names_are_not_synced"],
+    [
+        "rows_are_free_before_they_are_quiet",
+        "written_is_believed_before_it_is_true",
+        "a_key_does_not_name_the_computation",
+    ],
 )
 def test_a_planted_bug_is_found_soon_and_each_time_by_the_same_seed(name):
     found = first_found(name, range(SEEDS), folder())
