@@ -16,7 +16,7 @@ from typing import get_args
 from kvstow.errors import FaultKind
 from schedules.library import prepared
 from schedules.planted import BUGS, first_found
-from schedules.schedule import Schedule
+from schedules.schedule import Broken, Report, Schedule
 
 TRANSFERS = ("accepted", *get_args(FaultKind))
 COLLECT_EVERY = 25
@@ -50,15 +50,16 @@ def one(seed: int) -> Told:
     """A seed, what is wrong with it or nothing, outcomes, what was injected."""
     if seed % COLLECT_EVERY == 0:
         gc.collect()
-    schedule = Schedule(seed, FOLDER)
-    wrong = ""
+    report = Report(seed)
     try:
+        schedule = Schedule(seed, FOLDER)
+        report = schedule.report
         schedule.run()
+    except Broken as error:
+        return seed, str(error), report.outcomes, report.injected
     except Exception as error:
-        wrong = f"{type(error).__name__}: {error}"
-        if not wrong.startswith("Broken"):
-            wrong = f"seed {seed}, step {schedule.step}: {wrong}"
-    return seed, wrong, schedule.report.outcomes, schedule.report.injected
+        return seed, f"seed {seed}: {error!r}", report.outcomes, report.injected
+    return seed, "", report.outcomes, report.injected
 
 
 def told(seeds: range, bug: str, processes: int, where: str) -> Iterator[Told]:
@@ -74,13 +75,15 @@ def told(seeds: range, bug: str, processes: int, where: str) -> Iterator[Told]:
 def show(seed: int, bug: str, where: str) -> int:
     """Run one seed and print what happened, line by line."""
     start(bug, where)
-    schedule = Schedule(seed, where)
+    report = Report(seed)
     try:
+        schedule = Schedule(seed, where)
+        report = schedule.report
         schedule.run()
     except AssertionError as error:
-        print(*schedule.report.trace, error, sep="\n")
+        print(*report.trace, error, sep="\n")
         return 1
-    print(*schedule.report.trace, sep="\n")
+    print(*report.trace, sep="\n")
     return 0
 
 

@@ -16,7 +16,6 @@ from kvstow.offload import keys
 from kvstow.offload.disk import opening
 from kvstow.offload.disk import tier as disk_tier
 from kvstow.offload.disk.segments import Segments, _Slot
-from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.mover import Mover
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
@@ -278,24 +277,6 @@ def a_transient_error_counts_as_a_lost_row() -> Generator[None]:
 @bug
 def a_store_of_another_model_is_opened() -> Generator[None]:
     with changed(opening, "differences", lambda ours, theirs: ()):
-        yield
-
-
-@bug
-def rows_of_a_host_tier_are_given_up_while_they_are_read() -> Generator[None]:
-    """Held rows are not pinned."""
-
-    @contextmanager
-    def held(self: HostTier, group: int, names: Any) -> Any:
-        with pinned(self, group, names) as (mask, ids):
-            self._slots.pins[group][ids] -= 1
-            try:
-                yield mask, ids
-            finally:
-                self._slots.pins[group][ids] += 1
-
-    pinned = HostTier.held
-    with changed(HostTier, "held", held):
         yield
 
 

@@ -122,8 +122,12 @@ class Schedule:
         self.processes: dict[str, Process] = {}
         self.deployments = self._drawn_deployments()
         self.transfers, self.tiers = Transfers(self), Stores(self)
-        for process in self.processes.values():
-            self.start(process)
+        try:
+            for process in self.processes.values():
+                self.start(process)
+        except AssertionError as error:
+            self.world.close()
+            raise self._named(error) from error
         self._acts = self._weighted_acts()
         self._limits = list(accumulate(weight for weight, _ in self._acts))
 
@@ -242,11 +246,14 @@ class Schedule:
             self._come_to_rest()
             self._check_nothing_is_left()
         except AssertionError as error:
-            raise Broken(f"seed {self.report.seed}, step {self.step}: {error}") from error
+            raise self._named(error) from error
         finally:
             self.report.injected.update(self.world.injected)
             self.world.close()
         return self.report
+
+    def _named(self, error: AssertionError) -> Broken:
+        return Broken(f"seed {self.report.seed}, step {self.step}: {error}")
 
     def _meet(self) -> None:
         """All nodes greet each other before anything goes wrong."""

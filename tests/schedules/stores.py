@@ -94,6 +94,10 @@ class Stores:
         wanted = dice.choice(alike)
         adapter = wanted.adapter if dice.random() < 0.8 else dice.choice(("", "tuned"))
         longer = Request(wanted.model, (*wanted.tokens, NEXT_TOKEN), adapter)
+        if dice.random() < 0.5:  # then it comes from disk
+            keys = block_keys(longer.identity, longer.prompt, node.shape.block_tokens)
+            for g in range(len(node.places.rows)):
+                node.storage.host.evict(g, keys)
         found = stored_prefix(longer.identity, longer.prompt, node.storage.tiers)
         if not found.num_tokens:
             self.schedule.count("nothing stored")
