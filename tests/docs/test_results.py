@@ -65,7 +65,7 @@ def test_the_guide_has_the_table_of_models_that_was_found():
     guide = script["GUIDE"].read_text("utf-8")
     found = json.loads(script["RESULTS"].read_text("utf-8"))
     assert script["replaced"](guide, found) == guide, "hint: python scripts/vllm_models.py"
-    assert {"gpt-oss", "Llama 4", "DeepSeek-V3", "Qwen3-Next"} <= set(found)
+    assert {"gpt-oss", "Llama 4", "Gemma 3n", "DeepSeek-V3", "Qwen3-Next"} <= set(found)
     for model in found.values():
         assert model["handed over"]["descriptors"] > 0
         assert model["came back"]["tokens"] > 0

@@ -26,8 +26,10 @@ from kvstow.route.route import route
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "recorded_vllm_cuda.json").read_text()
 )
-REFUSED = ("qwen3-next-80b",)
-TAKEN = [name for name in RECORDED["models"] if name not in REFUSED]
+TAKEN = list(RECORDED["models"])
+STATES = {"mamba_cache_mode": "align", "num_speculative_blocks": 0, "tp_replicated": False}
+"""What vLLM says of recurrent states with prefix caching, beside what was recorded."""
+
 NUM_BLOCKS = 40
 """Fewer than were recorded: in packed rows nothing else changes with their number."""
 
@@ -36,7 +38,11 @@ OPTIONS = ConnectorOptions(unverified="recorded")
 
 def spec_of(recorded: Mapping[str, Any]) -> Any:
     """A spec of vLLM's as the adapter sees it: a class name and numbers."""
-    fields = {"num_head_slots": None, **{k: v for k, v in recorded.items() if k != "kind"}}
+    fields = {
+        "num_head_slots": None,
+        **STATES,
+        **{k: v for k, v in recorded.items() if k != "kind"},
+    }
     return type(recorded["kind"], (SimpleNamespace,), {})(**fields)
 
 
@@ -178,11 +184,13 @@ def test_a_block_is_one_row_of_as_many_bytes_as_vllm_plans(name: str, nbytes: in
     assert [run.nbytes for run in arena.layout.runs(widest, 3)] == [nbytes]
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name in RECORDED["models"]])
-def test_recurrent_states_are_refused_by_their_kind(name: str):
-    model = RECORDED["models"][name]
-    with pytest.raises(MemoryLayoutError, match="MambaSpec"):
-        declaration(vllm_config(model), kv_cache_config(model), OPTIONS)
+def test_recurrent_states_that_are_not_kept_for_each_block_are_refused():
+    model = RECORDED["models"]["qwen3-next-80b"]
+    config = kv_cache_config(model)
+    for spec in config.kv_cache_groups[0].kv_cache_spec.kv_cache_specs.values():
+        spec.mamba_cache_mode = "none"
+    with pytest.raises(MemoryLayoutError, match="mode 'none', which has no state for each block"):
+        declaration(vllm_config(model), config, OPTIONS)
 
 
 def test_the_version_stands_beside_what_was_recorded():
