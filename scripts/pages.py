@@ -32,6 +32,7 @@ KINDS = {int: "N", float: "X", Path: "FILE"}
 FIRST = {
     "guides": (
         "plan.md",
+        "restart.md",
         "transformers.md",
         "vllm.md",
         "transfer.md",

@@ -6,6 +6,7 @@ The convention, which CONTRIBUTING.md explains:
     ```console               `$ kvstow …` lines are run, their output is compared
     ```python needs=torch    left out where the package is absent
     ```console exit=1        the exit code, where it is not 0
+    ```python file=a.py      a program of its own: written there, run by a test of its own
 
 Blocks of a page run from top to bottom, in one namespace and one empty directory.
 `...` stands for any text. Other blocks (```text, ```json, ```bash) are not run.
@@ -73,6 +74,10 @@ def compared(want: str, got: str, where: str) -> None:
 
 
 def run_python(block: Block, namespace: dict[str, object], where: str) -> None:
+    if "file" in block.options:
+        compile(block.source, where, "exec")
+        Path(block.options["file"]).write_text(block.source)
+        return
     if ">>>" not in block.source:
         code = compile("\n" * block.line + block.source, where, "exec")
         exec(code, namespace)

@@ -1,5 +1,6 @@
 """The documentation builds, warnings being errors, and holds what the code says."""
 
+import json
 import os
 import subprocess
 import sys
@@ -88,3 +89,33 @@ def test_pages_of_the_site_fetch_nothing_from_elsewhere(site):
         text = page.read_text("utf-8")
         for attribute in ('src="http', 'rel="stylesheet" href="http', "fonts.googleapis"):
             assert attribute not in text, page
+
+
+@pytest.mark.parametrize("words", ["list of models", "restart", "S3"])
+def test_the_search_finds_what_people_look_for(site, words):
+    """Every word is in the title or the text of one and the same section."""
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))
+    sections = [f"{each['title']} {each['text']}".lower() for each in index["docs"]]
+    found = [text for text in sections if all(w in text.split() for w in words.lower().split())]
+    assert found
+    titles = [each["title"].lower() for each in index["docs"]]
+    assert any(words.lower() in title for title in titles), titles
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/guides").glob("*.md")), ids=lambda p: p.stem)
+def test_a_guide_begins_with_what_you_will_have_and_how_long_it_takes(path):
+    _title, first, *_ = path.read_text("utf-8").split("\n\n")
+    first = " ".join(first.split())
+    assert first.startswith("At the end you")
+    assert "takes about" in first
+    assert "minutes" in first
+
+
+def test_the_api_pages_have_parameters_fields_and_members(site):
+    from kvstow import DType
+
+    text = Text(site / "reference/python/plan/index.html").text
+    for member in DType:
+        assert member.name in text
+    assert "tokens_per_state" in text  # a field of LayerSpec
+    assert "num_tokens" in text  # a parameter of max_requests

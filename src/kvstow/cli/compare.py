@@ -298,6 +298,7 @@ def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -
 
         title = f"{document['model']}: layouts compared"
         data = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, **document}
+        data["lines"] = alike(document["layouts"])
         html.write_text(page(title, data, ("sweep.js",)), encoding="utf-8")
         note(f"page written to {html}")
 

@@ -1,5 +1,6 @@
 """What the page of `kvstow plan` can be asked: the same model, planned many times over."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,12 @@ from kvstow.render.svg import layout_svg
 
 PLAN_SCRIPTS = ("layout.js", "zoom.js", "compare.js", "plan.js")
 TP = (1, 2, 4, 8)
+PP = (1, 2, 4)
 FACTORS = (0.5, 1, 2, 4)
-"""Tokens per block, times what was asked for."""
+"""Tokens per block, and memory, times what was asked for."""
+
+DTYPES = ("bfloat16", "fp8", "int8_per_token_head")
+"""Element types that are tried beside the one asked for."""
 
 LENGTHS = tuple(1 << power for power in range(8, 21))
 """Tokens per request, from 256 to about a million, at which curves have a point."""
@@ -43,27 +48,20 @@ def plan_page(held: RankLayers, layout: Layout, packing: Packing) -> str:
 def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any]:
     """Everything the page draws: what was asked for, and its neighbours.
 
+    `tp` and tokens per block are varied together; `pp`, dtype and memory one at a time.
     Neighbours that cannot be carry the reason instead. Ranks other than the first are
-    planned as they were asked for, with no other `tp`.
+    planned as they were asked for, with no other `tp` or `pp`.
     """
     index = Index()
     asked = held.deployment
     choices = _choices(order, packing)
-    tried = [_variant(held, tp, tokens) for tp in _tps(held) for tokens in _tokens(held)]
-    alike: dict[tuple[Group, ...], dict[str, Any]] = {}
+    alike: dict[tuple[tuple[Group, ...], int | None], dict[str, Any]] = {}
     variants: list[dict[str, Any]] = []
-    for each in tried:
-        if each is None:
-            continue
-        if each.groups not in alike:
-            alike[each.groups] = {"planned": len(alike), **_planned_all(each, choices, index)}
-        variants.append(
-            {
-                "tp": each.deployment.tp,
-                "block_tokens": each.block_tokens,
-                "planned": alike[each.groups]["planned"],
-            }
-        )
+    for each in _variants(held):
+        key = each.groups, each.deployment.budget
+        if key not in alike:
+            alike[key] = {"planned": len(alike), **_planned_all(each, choices, index)}
+        variants.append({**_choice(each), "planned": alike[key]["planned"]})
     return {
         "kvstow": __version__,
         "model": held.model.name,
@@ -78,12 +76,7 @@ def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any
         "orders": sorted(ORDERS, key=lambda each: each[0]),
         "packings": list(PACKINGS),
         "lengths": list(LENGTHS),
-        "start": {
-            "tp": asked.tp,
-            "block_tokens": held.block_tokens,
-            "order": order,
-            "packing": packing,
-        },
+        "start": {**_choice(held), "order": order, "packing": packing},
         "variants": variants,
         "planned": list(alike.values()),
         **index.record(),
@@ -102,16 +95,36 @@ def _tokens(held: RankLayers) -> list[int]:
     return sorted(n for n in tried if n == asked or n <= MOST_TOKENS)
 
 
-def _variant(held: RankLayers, tp: int, block_tokens: int) -> RankLayers | None:
-    """The same model with another `tp` and block size; None where it cannot be split so."""
-    asked = held.deployment
-    if (tp, block_tokens) == (asked.tp, held.block_tokens):
-        return held
-    try:
-        other = replace(asked, tp=tp, block_tokens=block_tokens).on_rank(held.rank)
-    except KvstowError:
-        return None
-    return other if other.block_tokens == block_tokens else None
+def _variants(held: RankLayers) -> list[RankLayers]:
+    """What was asked for, and what the page's controls can make of it."""
+    asked, tokens = held.deployment, held.block_tokens
+    changes: list[dict[str, Any]] = [
+        {"tp": tp, "block_tokens": n} for tp in _tps(held) for n in _tokens(held)
+    ]
+    if not held.rank:
+        changes += [{"pp": pp, "block_tokens": tokens} for pp in PP]
+    changes += [{"kv_dtype": dtype, "block_tokens": tokens} for dtype in DTYPES]
+    if asked.budget is not None:
+        sizes = [int(asked.budget * factor) for factor in FACTORS]
+        changes += [{"memory": size, "block_tokens": tokens} for size in sizes]
+    found = {repr(_choice(held)): held}
+    for change in changes:
+        with suppress(KvstowError):
+            other = replace(asked, **change).on_rank(held.rank)
+            if other.block_tokens == change["block_tokens"]:
+                found.setdefault(repr(_choice(other)), other)
+    return sorted(found.values(), key=lambda each: (each.deployment.tp, each.block_tokens))
+
+
+def _choice(held: RankLayers) -> dict[str, Any]:
+    """What distinguishes a variant."""
+    return {
+        "tp": held.deployment.tp,
+        "block_tokens": held.block_tokens,
+        "pp": held.deployment.pp,
+        "kv_dtype": held.kv_dtype,
+        "memory": held.deployment.budget,
+    }
 
 
 def _choices(order: Order, packing: Packing) -> list[tuple[Order, Packing]]:

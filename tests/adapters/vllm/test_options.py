@@ -1,9 +1,12 @@
 """Options of the connector."""
 
+import json
+
 import pytest
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import SpecError
+from kvstow.transfer.channel.curve import Keys
 
 
 def test_an_option_that_nobody_knows_is_refused():
@@ -58,3 +61,31 @@ def test_a_truth_value_that_is_none_is_refused(name: str):
 def test_an_option_of_another_connector_is_refused_with_what_to_write(name: str):
     with pytest.raises(SpecError, match="hint: "):
         ConnectorOptions.of({name: 2})
+
+
+def test_a_keys_file_is_a_pair_and_those_it_lets_in(tmp_path):
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"public": "a" * 40, "secret": "b" * 40, "peers": ["c" * 40]}))
+    keys = ConnectorOptions.of({"keys_file": str(file)}).keys()
+    assert keys == Keys(public="a" * 40, secret="b" * 40, peers=frozenset(["c" * 40]))
+    assert ConnectorOptions.of({}).keys() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "[]",
+        '{"public": 1}',
+        '{"public": "a", "secret": "b", "peers": []}',
+        json.dumps({"public": "a" * 40, "secret": "b" * 40, "peers": "c" * 40}),
+        json.dumps({"public": "a" * 40, "secret": "b" * 40, "peers": [], "more": 1}),
+    ],
+)
+def test_a_bad_keys_file_is_named_with_what_is_wrong(tmp_path, text):
+    file = tmp_path / "keys.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SpecError, match=r"keys\.json: .*\n\nhint: a JSON object"):
+        ConnectorOptions.of({"keys_file": str(file)}).keys()

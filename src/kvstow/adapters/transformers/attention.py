@@ -69,9 +69,11 @@ def gathered(pages: Tensor, table: BatchTable, start: int, end: int) -> Tensor:
     high = -(-end // table.block_tokens)
     ids = table.ids[:, low - table.first : high - table.first]
     batch, blocks = ids.shape
-    listed = pages.transpose(0, 1).index_select(1, ids.reshape(-1))
-    heads, _, tokens, content = listed.shape
-    whole = listed.view(heads, batch, blocks * tokens, content).transpose(0, 1)
+    # By the first axis: by another one, torch's CPU copies all pages first.
+    listed = pages.index_select(0, ids.reshape(-1))
+    _, heads, tokens, content = listed.shape
+    by_head = listed.view(batch, blocks, heads, tokens, content).transpose(1, 2)
+    whole = by_head.reshape(batch, heads, blocks * tokens, content)
     skipped = start - low * table.block_tokens
     return whole[:, :, skipped : skipped + end - start].contiguous()
 

@@ -3,6 +3,7 @@
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
 from collections.abc import Sequence
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,9 +48,10 @@ class Cache(TransformersCache):
     hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens` positions of
     an encoder, where there is one.
 
-    With a `store`, known tokens that it has rows for are not computed either, and what was
-    computed of them, or told by `remember`, is stored when the cache is closed. It keeps rows of
-    the same computation only.
+    With a `store`, known tokens that it has rows for are not computed either. What was computed
+    of them is stored at the end of the prompt, what `remember` tells when the cache is closed. A
+    recurrent model's prompt is computed up to its last whole block at once, where it has no
+    padding, so that its state there is stored too. A store keeps rows of one computation only.
 
     Rows go back when the cache is closed, and the memory with them if it is the cache's own.
     """
@@ -109,12 +111,34 @@ class Cache(TransformersCache):
         )
         if tokens is not None:
             self.batch.admit(tokens, attention_mask)
+        self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
         layers = [_layer(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
+        if tokens is not None and attention_mask is None and not isinstance(model, ModelMemory):
+            self._compute_states(model, tokens)
+
+    def _compute_states(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
+        """Compute a prompt of a recurrent model up to its last whole block.
+
+        Only there is its state one that a store can find again: the pass that `generate` makes
+        of a whole prompt ends somewhere inside a block.
+        """
+        end = self.batch.whole_tokens(tokens.shape[1] - 1)
+        if not (self.batch.has_store and self.batch.has_states) or end <= self.batch.num_tokens:
+            return
+        if "past_key_values" not in signature(model.forward).parameters:
+            return  # such as Mamba-2, which is given its cache under another name
+        with torch.no_grad():
+            model(tokens[:, self.batch.num_tokens : end], past_key_values=self, use_cache=True)
 
     @property
     def memory(self) -> ModelMemory:
         return self.batch.memory
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens that were found, in memory or in the store, and not computed."""
+        return self._found_tokens
 
     @property
     def requests(self) -> tuple[int, ...]:

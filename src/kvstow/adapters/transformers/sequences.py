@@ -17,6 +17,7 @@ the time the next one begins was of a single token.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Sequences:
         self.num_tokens = num_tokens
         self.hit_tokens = num_tokens
         self.encoder_tokens = encoder_tokens
-        self._known = 0
+        self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
         self._tables: dict[int, BatchTable] = {}
@@ -139,11 +140,36 @@ class Sequences:
             self._save()
             self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
         self.requests, self._prompts = [], []
-        self.num_tokens = self.hit_tokens = self._known = 0
+        self.num_tokens = self.hit_tokens = self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
         self._uncounted = False
         self.running.forget()
+
+    def _save_in_time(self, layer: str) -> None:
+        """Where a pass begins with this layer, store what the sequences hold before windows and
+        states move on: at the end of what is known, and states wherever a whole block ends."""
+        computed, known = self.computed_tokens, self._known
+        if self._store is None or layer != self._first_touched or computed <= self._saved_tokens:
+            return
+        ends = computed >= known > self._saved_tokens
+        if ends or (self.has_states and self.whole_tokens(computed) == computed <= known):
+            self._save()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(isinstance(group.retention, State) for group in self.memory.ledger.groups)
+
+    def whole_tokens(self, num_tokens: int) -> int:
+        """The tokens among the first `num_tokens` that are in whole blocks of every group."""
+        unit = lcm(*(group.block_tokens for group in self.memory.ledger.groups))
+        return num_tokens // unit * unit
+
+    @property
+    def has_store(self) -> bool:
+        """Whether beginnings of these sequences are kept in a store."""
+        return self._store is not None and bool(self._prompts)
 
     def _save(self) -> None:
         """Store what is known and computed of the sequences."""
@@ -151,7 +177,7 @@ class Sequences:
             return
         self.settle()
         computed = self.computed_tokens
-        length = min(self._known, computed)
+        length = self._saved_tokens = min(self._known, computed)
         for prompt, request in zip(self._prompts, self.requests, strict=True):
             self._store.save(prompt, request, length, is_running=length == computed)
 
@@ -214,7 +240,7 @@ class Sequences:
         taken = self._grown_tokens - num_tokens
         groups = self.memory.ledger.groups
         lost = ""
-        if any(isinstance(group.retention, State) for group in groups):
+        if self.has_states:
             lost = "a recurrent state does not go back"
         elif num_tokens < self._fixed_tokens:
             lost = f"the first {self._fixed_tokens} are shared, known as a prefix, or came along"
@@ -244,6 +270,7 @@ class Sequences:
     def step(self, layer: str, tokens: int) -> None:
         """Make room for so many more tokens of a layer, and of all others that follow."""
         self._first_touched = self._first_touched or layer
+        self._save_in_time(layer)
         wanted = self.seen(layer) + tokens
         if wanted > self.num_tokens:
             self._grow(wanted)
@@ -379,6 +406,7 @@ class Sequences:
     def _touch(self, layer: str) -> None:
         """Keep the rows as they are before a pass, where a pass begins with this layer."""
         self._first_touched = self._first_touched or layer
+        self._save_in_time(layer)
         if layer == self._first_touched:
             self.running.keep(self.num_tokens)
 

@@ -1,13 +1,14 @@
 """Options of the connector, read from the engine's `kv_connector_extra_config`."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 from kvstow.errors import SpecError
 from kvstow.offload.remote.url import parse
-from kvstow.transfer.channel.curve import Keys
+from kvstow.transfer.channel.curve import KEY_CHARACTERS, Keys
 from kvstow.transfer.options import DigestPolicy, Options
 
 FOREIGN = {
@@ -123,8 +124,23 @@ class ConnectorOptions:
         """The key pair in `keys_file`, and whom it lets in; None where there is no file."""
         if not self.keys_file:
             return None
-        found = json.loads(Path(self.keys_file).read_text())
-        return Keys(public=found["public"], secret=found["secret"], peers=frozenset(found["peers"]))
+        try:
+            found = msgspec.json.decode(Path(self.keys_file).read_bytes(), type=_KeysFile)
+        except (OSError, msgspec.DecodeError) as error:
+            raise SpecError(
+                f"keys_file {self.keys_file}: {getattr(error, 'strerror', None) or error}\n\n"
+                'hint: a JSON object with "public", "secret" and a list "peers", all Z85 text'
+            ) from error
+        return Keys(public=found.public, secret=found.secret, peers=frozenset(found.peers))
+
+
+_Key = Annotated[str, msgspec.Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
+
+
+class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+    public: _Key
+    secret: _Key
+    peers: list[_Key]
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,14 @@ function axis(side, label, base, format) {
   };
 }
 
+const DASHES = [undefined, [7, 7], [2, 5], [12, 4, 2, 4]];
+
+/** Whether an earlier line runs over the same points, so that both would look like one. */
+const shadowed = (series, s) =>
+  series
+    .slice(0, s)
+    .some((other) => other.values.every((n, i) => n === series[s].values[i]));
+
 /** A chart of `{x, series: [{label, values, colour, dash, step}]}`; returns `{update(data)}`. */
 function lineChart(title, options) {
   const canvas = el("div", {});
@@ -88,6 +96,9 @@ function lineChart(title, options) {
     const ready = series.map((each) =>
       each.values.map((n) => (options.logY && !(n > 0) ? null : n)),
     );
+    const restAt = Math.max(0, options.restAt ? options.restAt(chart.data) : x.length - 1);
+    const rest = (s) => series[s - 1].values[restAt];
+    const toldY = (n) => (n === null || n === undefined ? "–" : (options.tellY ?? count)(n));
     chart.plot = new uPlot(
       {
         width,
@@ -113,19 +124,19 @@ function lineChart(title, options) {
         series: [
           {
             label: options.xLabel,
-            value: (_, n) => (n === null ? "–" : (options.tellX ?? count)(n)),
+            value: (_, n) => (options.tellX ?? count)(n ?? x[restAt]),
           },
-          ...series.map((each) => ({
+          ...series.map((each, s) => ({
             label: each.label,
             stroke: resolved(each.colour),
             width: 2,
-            dash: each.dash,
+            dash: each.dash ?? (each.values && shadowed(series, s) ? DASHES[s % DASHES.length] : undefined),
             points: { show: x.length < 40, size: 5 },
             fill: each.fill
               ? `color-mix(in srgb, ${resolved(each.colour)} 18%, transparent)`
               : undefined,
             paths: each.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
-            value: (_, n) => (n === null || n === undefined ? "–" : (options.tellY ?? count)(n)),
+            value: (_, n, s) => toldY(n ?? (chart.plot?.cursor.idx == null ? rest(s) : null)),
           })),
         ],
         hooks: { setCursor: [(plot) => chart.onCursor?.(plot.cursor.idx)] },

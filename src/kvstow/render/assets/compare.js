@@ -1,6 +1,7 @@
 // The chosen layout against others: the table, and one block of every group to one scale.
 
-const TELL_TOKENS = [8192, 131072];
+/** Lengths that the table tells: the chosen one, and a long one beside it. */
+const tellTokens = () => [...new Set([state.length, 131072])];
 
 /** The layouts that are set against each other, the chosen one first. */
 function compared() {
@@ -18,7 +19,15 @@ function compared() {
   );
 }
 
+/** What engines with a tensor for keys and one for values of every layer hand over. */
+function perLayerRow(columns) {
+  const { descriptors_per_block: copies, bytes_per_descriptor_max: most } = plannedNow().per_layer;
+  const words = "each layer by itself, keys and values apart";
+  return { cells: [words, "", count(copies), human(most), "", ...Array(columns).fill("")] };
+}
+
 function showCompared() {
+  const TELL_TOKENS = tellTokens();
   const all = compared();
   const most = TELL_TOKENS.map((n) =>
     Math.max(1, ...all.map(({ layout }) => (layout.error ? 0 : atLength(layout.requests, n)))),
@@ -53,7 +62,7 @@ function showCompared() {
                 }),
               ]),
             ],
-      })),
+      })).concat([perLayerRow(tellTokens().length)]),
       { left: 2, caption: "Copies, bytes and padding are those of the worst group" },
     ),
   );

@@ -20,6 +20,7 @@ const tokens = (n) => (n >= 1 << 20 ? `${n / (1 << 20)}M` : n >= 1024 ? `${n / 1
 const atlas = pageData();
 const state = {
   ...atlas.start,
+  length: 8192,
   look: { slab: 1, group: 0, row: 0, layer: 0, head: 0, cell: 0, field: 0 },
 };
 
@@ -30,9 +31,11 @@ for (const planned of atlas.planned)
     for (const group of layout.groups ?? [])
       colours[baseName(group.name)] ??= Object.keys(colours).length % 8;
 
-const variantOf = (tp, tokens) =>
-  atlas.variants.find((each) => each.tp === tp && each.block_tokens === tokens);
-const plannedNow = () => atlas.planned[variantOf(state.tp, state.block_tokens).planned];
+const VARIED = ["tp", "block_tokens", "pp", "kv_dtype", "memory"];
+const variantNow = () => atlas.variants.find((each) => VARIED.every((name) => each[name] === state[name]));
+const plannedNow = () => atlas.planned[variantNow().planned];
+/** Values that some variant has, those of the start first. */
+const valuesOf = (name) => [...new Set(atlas.variants.map((each) => each[name]))];
 const layoutOf = (order, packing) => plannedNow().layouts[`${order} ${packing}`];
 const ordersOf = (packing) => atlas.orders.filter((order) => layoutOf(order, packing));
 const unique = (values) => [...new Set(values)].sort((a, b) => a - b);
@@ -66,11 +69,14 @@ function slider(id, label, values, value, words, change) {
 
 function choose(changes) {
   Object.assign(state, changes);
-  if (!variantOf(state.tp, state.block_tokens)) {
-    const fitting = atlas.variants.filter((each) =>
-      "tp" in changes ? each.tp === state.tp : each.block_tokens === state.block_tokens,
-    );
-    Object.assign(state, { tp: fitting[0].tp, block_tokens: fitting[0].block_tokens });
+  if (!variantNow()) {
+    // What was chosen stays; of the variants that have it, the one nearest to the rest.
+    const wanted = VARIED.filter((name) => name in changes);
+    const far = (each) => VARIED.filter((name) => each[name] !== state[name]).length;
+    const fitting = atlas.variants
+      .filter((each) => wanted.every((name) => each[name] === state[name]))
+      .sort((a, b) => far(a) - far(b));
+    VARIED.forEach((name) => (state[name] = fitting[0][name]));
   }
   if (!layoutOf(state.order, state.packing))
     state.order =
@@ -83,10 +89,7 @@ const controls = [
   slider(
     "tokens",
     "Tokens per block",
-    () =>
-      unique(
-        atlas.variants.filter((each) => each.tp === state.tp).map((each) => each.block_tokens),
-      ),
+    () => unique(valuesOf("block_tokens")),
     () => state.block_tokens,
     count,
     (value) => choose({ block_tokens: value }),
@@ -106,6 +109,38 @@ const controls = [
     () => state.order,
     (value) => value,
     (value) => choose({ order: value }),
+  ),
+  slider(
+    "pp",
+    "Pipeline stages",
+    () => unique(valuesOf("pp")),
+    () => state.pp,
+    (value) => `pp ${value}`,
+    (value) => choose({ pp: value }),
+  ),
+  slider(
+    "dtype",
+    "Element type",
+    () => valuesOf("kv_dtype"),
+    () => state.kv_dtype,
+    (value) => value,
+    (value) => choose({ kv_dtype: value }),
+  ),
+  slider(
+    "memory",
+    "Memory",
+    () => unique(valuesOf("memory")),
+    () => state.memory,
+    (value) => (value === null ? "as asked" : human(value)),
+    (value) => choose({ memory: value }),
+  ),
+  slider(
+    "length",
+    "Tokens per request",
+    () => atlas.lengths,
+    () => state.length,
+    count,
+    (value) => choose({ length: value }),
   ),
 ];
 const packingButtons = atlas.packings.map((packing) =>
@@ -131,8 +166,12 @@ const parts = {
   compare: el("div", {}),
   rows: el("div", {}),
   command: el("code", {}),
+  subtitle: el("p", { class: "soft" }),
 };
+/** Before a hover, a legend tells of the chosen length. */
+const atChosen = () => atlas.lengths.indexOf(state.length);
 const capacity = lineChart("Requests at once", {
+  restAt: atChosen,
   logX: 2,
   logY: 10,
   formatX: tokens,
@@ -140,6 +179,7 @@ const capacity = lineChart("Requests at once", {
   yLabel: "requests",
 });
 const growth = lineChart("Memory of one request", {
+  restAt: atChosen,
   logX: 2,
   logY: 2,
   formatX: tokens,
@@ -168,7 +208,10 @@ function showTiles(layout) {
         : "in a copy, on average",
     ),
     tile(percent(Math.max(...layout.padding)), "of a slab is padding, in the worst group"),
-    tile(count(atLength(layout.requests, 8192)), "requests of 8,192 tokens at once"),
+    tile(
+      count(atLength(layout.requests, state.length)),
+      `requests of ${count(state.length)} tokens at once`,
+    ),
     tile(
       layout.max_tokens === null ? "any length" : `${brief(layout.max_tokens)} tokens`,
       "the longest request that fits",
@@ -271,13 +314,13 @@ function showCurves(layout) {
 function command() {
   const options = {
     tp: state.tp > 1 ? state.tp : null,
-    pp: atlas.pp > 1 ? atlas.pp : null,
+    pp: state.pp > 1 ? state.pp : null,
     rank: atlas.rank || null,
     "block-tokens": state.block_tokens,
-    "kv-dtype": atlas.asked_dtype,
+    "kv-dtype": state.kv_dtype === atlas.kv_dtype ? atlas.asked_dtype : state.kv_dtype,
     order: state.order,
     packing: state.packing,
-    memory: atlas.budget,
+    memory: state.memory,
     "num-slabs": atlas.slabs_asked,
   };
   const given = Object.entries(options).filter(([, value]) => value !== null);
@@ -305,6 +348,8 @@ function show() {
   packingControl.querySelector("output").textContent = PACKING_WORDS[state.packing];
   parts.words.textContent = `${state.order}: ${ORDER_WORDS[state.order]}. Axes, outermost first: Layer, Block, Head, tokeN, Content.`;
   parts.command.textContent = command();
+  const stages = state.pp > 1 ? ` of ${state.pp} stages` : "";
+  parts.subtitle.textContent = `KV cache layout: ${state.kv_dtype}, rank ${atlas.rank}${stages}`;
   parts.problem.textContent = layout.error ?? "";
   showCompared();
   if (layout.error) return;
@@ -329,11 +374,7 @@ mount(
       "div",
       {},
       el("h1", {}, atlas.model),
-      el(
-        "p",
-        { class: "soft" },
-        `KV cache layout: ${atlas.kv_dtype}, rank ${atlas.rank}${atlas.pp > 1 ? ` of ${atlas.pp} stages` : ""}`,
-      ),
+      parts.subtitle,
     ),
     themeButton(() => {
       recolour();
@@ -344,6 +385,11 @@ mount(
     { class: "controls", "aria-label": "Plan again", onsubmit: (event) => event.preventDefault() },
     controls.map((control) => control.node),
     packingControl,
+  ),
+  el(
+    "p",
+    { class: "soft" },
+    "Stages, element type and memory are varied one at a time. What fits is what fits on this rank.",
   ),
   parts.problem,
   parts.tiles,

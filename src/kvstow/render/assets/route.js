@@ -206,6 +206,7 @@ hatch();
 const { cost } = data;
 const milliseconds = (seconds) => `${Number((1e3 * seconds).toPrecision(3))} ms`;
 const quickest = Math.min(cost.link.seconds, ...cost.cheapest.map(({ seconds }) => seconds));
+const winner = cost.cheapest.find((best) => best.seconds === quickest);
 
 mount(
   el(
@@ -237,6 +238,14 @@ mount(
       `about ${seconds(cost.link.seconds)}`,
       `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
     ),
+    ...(quickest < cost.link.seconds
+      ? [
+          tile(
+            `${milliseconds(cost.link.seconds - quickest)} less`,
+            `with ${winner.orders.join(" → ")}, ${fine(winner.moves_per_block)} copies per block`,
+          ),
+        ]
+      : []),
   ),
   el("h2", {}, "Every copy"),
   tabs,
@@ -273,30 +282,30 @@ mount(
   ),
   el("h2", {}, "Fewer copies"),
   table(
-    ["with another order", "from", "to", "copies per block", "time", "saved"],
+    ["with another order", "saved", "time", "copies per block", "from", "to"],
     [
       {
         chosen: quickest === cost.link.seconds,
         cells: [
           "as given",
-          ...cost.orders,
-          fine(cost.moves_per_block),
-          milliseconds(cost.link.seconds),
           "",
+          milliseconds(cost.link.seconds),
+          fine(cost.moves_per_block),
+          ...cost.orders,
         ],
       },
       ...cost.cheapest.map((best) => ({
         chosen: best.seconds === quickest && quickest < cost.link.seconds,
         cells: [
           { from: "at the source", to: "at the destination", both: "at both" }[best.change],
-          ...best.orders,
-          fine(best.moves_per_block),
-          milliseconds(best.seconds),
           best.saved_seconds > 0 ? milliseconds(best.saved_seconds) : "–",
+          milliseconds(best.seconds),
+          fine(best.moves_per_block),
+          ...best.orders,
         ],
       })),
     ],
-    { left: 3, caption: "The order with the fewest copies; the quickest is marked" },
+    { left: 1, caption: "The order with the fewest copies; the quickest is marked" },
   ),
   el(
     "footer",

@@ -1,15 +1,15 @@
 // The page of `kvstow compare`: one line per layout, sorted by whatever column is chosen.
 
 const data = pageData();
-const fine = data.layouts.filter((layout) => layout.error === null);
+const fine = data.lines.filter((line) => line.error === null);
 const barred = data.layouts.filter((layout) => layout.error !== null);
 const requestsOf = (layout) => layout.requests[String(data.usual_tokens)];
 const copiesOf = (layout) => Math.max(...Object.values(layout.descriptors_per_block));
 const most = Math.max(1, ...fine.map(requestsOf));
 
 const COLUMNS = [
-  ["order", (layout) => layout.order, String],
-  ["packing", (layout) => layout.packing, String],
+  ["order", (line) => line.orders.join(" "), String],
+  ["packing", (line) => line.packings.join(" "), String],
   ["kv dtype", (layout) => layout.kv_dtype, String],
   ["tp", (layout) => layout.tp, count],
   ["tokens per block", (layout) => layout.block_tokens, count],
@@ -72,8 +72,21 @@ for (const layout of barred) {
 }
 
 mount(
-  el("h1", {}, `${data.model}: layouts compared`),
-  el("p", { class: "soft" }, `pp ${data.pp}, rank ${data.rank}, ${counted(data.layouts.length, "layout")}`),
+  el(
+    "header",
+    { class: "top" },
+    el(
+      "div",
+      {},
+      el("h1", {}, `${data.model}: layouts compared`),
+      el(
+        "p",
+        { class: "soft" },
+        `pp ${data.pp}, rank ${data.rank}, ${counted(data.layouts.length, "layout")}; those that differ in nothing else are one line`,
+      ),
+    ),
+    themeButton(() => {}),
+  ),
   el("p", {}, el("label", {}, "sorted by ", chooser)),
   shown,
   ...[...reasons].map(([why, names]) => el("p", { class: "bad" }, `${why}: ${names.join("; ")}`)),
