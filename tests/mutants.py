@@ -44,8 +44,9 @@ TARGETS = {
     "accept": Target(
         "transfer/pull",
         (
-            "transfer/test_pull",
+            "laws/test_fence_law",
             "transfer/test_isolation",
+            "transfer/test_pull",
             "transfer/test_digests",
             "transfer/test_faults",
         ),

@@ -496,12 +496,14 @@ def test_waiting_in_another_thread_leaves_the_pool_to_its_owner():
             for g, blocks in from_json(TARGET).items()
         }
         ticket = Ticket.parse(producer.offer(SOURCE, TOKENS))
+        before = time.monotonic()
         transfer = agent.pull(ticket, into=into)
         outcome: list[Any] = []
         other = threading.Thread(target=lambda: outcome.append(transfer.wait(10)))
         other.start()
         other.join()
         assert outcome[0].fence == "passed"
+        assert 0 < outcome[0].seconds <= time.monotonic() - before
         agent.settle()
         for g, blocks in into.items():
             pool.release(g, blocks.ids)
