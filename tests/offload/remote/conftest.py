@@ -49,3 +49,9 @@ def mooncake_url(mooncake):
 def url(request):
     """A store that nobody has written to."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["valkey_url", "s3_url"])
+def listing_url(request):
+    """A store that nobody has written to and that can say what it holds."""
+    return request.getfixturevalue(request.param)

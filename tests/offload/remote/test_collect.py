@@ -23,6 +23,12 @@ KEYS = block_keys(IDENTITY, PROMPT, 2)
 LATER = 3600.0
 
 
+@pytest.fixture
+def url(listing_url):
+    """Mooncake cannot list its objects."""
+    return listing_url
+
+
 def later():
     return time.time() + LATER
 
