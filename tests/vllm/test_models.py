@@ -49,7 +49,6 @@ MODELS = {
     "Gemma 3n": Tiny("gemma3n", "windows of 128, two layers read others' caches"),
     "DeepSeek-V3": Tiny("dsv3", "latents", WHOLE_BLOCKS_AND_ONE),
     "Qwen3-Next": Tiny("qwen3next", "gated delta nets", WHOLE_BLOCKS_AND_ONE, "bfloat16"),
-    "LFM2": Tiny("lfm2", "short convolutions", WHOLE_BLOCKS_AND_ONE, "bfloat16"),
 }
 
 
