@@ -182,6 +182,9 @@ SPEC_FIELDS = (
     "sliding_window",
     "extra_retained_tokens",
     "attention_chunk_size",
+    "mamba_cache_mode",
+    "num_speculative_blocks",
+    "tp_replicated",
 )
 
 
@@ -382,7 +385,7 @@ def group_of(group: Any) -> dict[str, Any]:
 
 def spec_of(spec: Any) -> dict[str, Any]:
     fields = {name: getattr(spec, name, None) for name in SPEC_FIELDS}
-    known = {name: value for name, value in fields.items() if isinstance(value, int)}
+    known = {name: value for name, value in fields.items() if isinstance(value, int | str)}
     return {"kind": type(spec).__name__, "dtype": str(getattr(spec, "dtype", "")), **known}
 
 
