@@ -144,7 +144,7 @@ class Schedule:
                 fails=some(0.8, 0.3),
                 breaks=some(0.6, 0.2),
                 syncs=some(0.9, 0.7),
-                lies=some(0.3, 0.3),
+                lies=some(0.35, 0.9),
                 dies=some(0.6, 0.1),
             )
         return Faults(

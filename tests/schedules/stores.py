@@ -83,6 +83,10 @@ class Stores:
                 self.schedule.count("saved")
             except StoreError:
                 self.schedule.count("save refused")
+        if self.schedule.random.random() < 0.4:  # the request ends, and others want its rows
+            self.schedule.release(node, held)
+            for _ in range(3):
+                self.schedule.fill(node, self.schedule.new_request(node.model))
 
     def load(self) -> None:
         """Look for the beginning of a prompt, and load it."""
