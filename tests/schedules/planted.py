@@ -14,7 +14,6 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import KvstowError
 from kvstow.offload import keys
 from kvstow.offload.disk import opening
-from kvstow.offload.disk import tier as disk_tier
 from kvstow.offload.disk.segments import Segments, _Slot
 from kvstow.offload.mover.mover import Mover
 from kvstow.route import route as routes
@@ -265,12 +264,6 @@ def a_row_s_checksum_is_not_compared() -> Generator[None]:
         return True
 
     with changed(_Slot, "take", taken):
-        yield
-
-
-@bug
-def a_transient_error_counts_as_a_lost_row() -> Generator[None]:
-    with changed(disk_tier, "LOST", frozenset(range(200))):
         yield
 
 
