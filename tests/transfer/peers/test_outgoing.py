@@ -60,6 +60,7 @@ def test_an_agent_that_answers_no_heartbeat_is_given_up_and_met_again(nodes, mon
     producer.fill(SOURCE, 3)
     assert "error" not in consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)
     assert consumer.check(TARGET, 0, TOKENS, 3) == ""
+    assert not peer.readers
 
 
 def test_an_agent_that_answers_is_kept_for_longer_than_that(nodes, monkeypatch):
