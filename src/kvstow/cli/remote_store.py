@@ -13,7 +13,7 @@ from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, refu
 from kvstow.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvstow.offload.remote.client import BlobClient
+    from kvstow.offload.remote.clients.base import BlobClient
 
 _AGE = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.client import Blob
+from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened

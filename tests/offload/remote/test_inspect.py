@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kvstow.cli import app
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.client import Blob
+from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.url import opened
 from kvstow.offload.store import Store

@@ -2,10 +2,7 @@
 
 tier       RemoteTier: look-ups, loads and stores within time limits, never a wrong row
 url        which store a URL names, and the options it carries
-client     what we ask of a store: five verbs, each for many names at once
-s3         the client for S3 (obstore), the only module that imports it
-redis      the client for Redis and Valkey (redis), likewise
-mooncake   the client for Mooncake Store (mooncake), likewise
+clients    what we ask of a store, and how S3, Redis and Mooncake do it
 objects    the bytes of a row object: header, checksums per layer and head, row
 directory  who writes here: manifests, each published once
 reading    rows of other layouts: which ranges of which objects make a row of ours

@@ -23,7 +23,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.remote.client import Blob, BlobClient, BlobFacts, Listing
+from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing
 from kvstow.offload.remote.directory import ROWS
 from kvstow.offload.remote.url import RemoteOptions
 

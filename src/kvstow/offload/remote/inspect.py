@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.client import BlobClient
+from kvstow.offload.remote.clients.base import BlobClient
 from kvstow.offload.remote.collect import RowFacts, listed, rows_in
 from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
 from kvstow.offload.remote.objects import BadObject

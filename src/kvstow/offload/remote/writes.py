@@ -11,7 +11,7 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 
 from kvstow.offload.remote.calls import Breaker
-from kvstow.offload.remote.client import Blob, BlobClient, StoreUnreachable
+from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
 
 log = logging.getLogger("kvstow.offload")
 

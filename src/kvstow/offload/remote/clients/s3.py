@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.client import Blob, BlobFacts, Range, StoreUnreachable
+from kvstow.offload.remote.clients.base import Blob, BlobFacts, Range, StoreUnreachable
 from kvstow.offload.tier import Bools, Bytes
 
 try:

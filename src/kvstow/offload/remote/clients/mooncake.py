@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.client import Blob, Range, StoreUnreachable
+from kvstow.offload.remote.clients.base import Blob, Range, StoreUnreachable
 from kvstow.offload.tier import Bools, Bytes
 
 try:
