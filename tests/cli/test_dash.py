@@ -4,15 +4,21 @@ import http.client
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
+import numpy as np
 import pytest
 from prometheus_client import Counter, start_http_server
 from typer.testing import CliRunner
 
 from kvstow.cli import app
-from kvstow.cli.dash import Watch, dashboard, is_local, samples, totals
+from kvstow.cli.dash import Watch, dashboard, is_local, read_store, samples, totals
 from kvstow.observe import Telemetry, TransferMetrics
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity
+from kvstow.plan.pack import packed
+from planning import attention
 
 KEY = "correct horse battery"
 
@@ -168,6 +174,19 @@ def test_a_prometheus_endpoint_is_read_and_a_silent_one_is_reported():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_a_store_that_nobody_has_open_says_what_it_holds(tmp_path):
+    layout = packed(grouped([attention("l", heads=2, dim=4, tokens=2)]), num_slabs=4)
+    rows = [np.full(layout.row_bytes(0), i, np.uint8) for i in range(3)]
+    identity = Identity.unverified("a test")
+    with closing(DiskTier(tmp_path, layout, identity=identity, capacity=1 << 26)) as tier:
+        tier.store(0, [b"a", b"b", b"c"], rows)
+    found = read_store(tmp_path)["store"]
+    (group,) = found["groups"]
+    assert (found["rows"], found["processes"], group["rows"]) == (3, 0, 3)
+    assert group["bytes"] == 3 * layout.row_bytes(0)
+    assert 0 < found["data_bytes"] <= found["capacity"]
 
 
 def test_a_directory_that_is_no_store_is_reported(tmp_path):

@@ -222,14 +222,20 @@ def read_endpoint(address: str) -> Reading:
 
 
 def read_store(directory: Path) -> Reading:
-    """What the processes that have a store open last told about their tiers."""
+    """What a store holds, and what the processes that have it open last told about their tiers."""
     from kvstow.offload.disk.inspect import survey
 
     found = survey(directory)
     return {
         "agent": str(directory),
-        "address": f"{found['rows']:,} rows",
         "model": found["model"],
+        "store": {
+            "rows": found["rows"],
+            "data_bytes": found["data_bytes"],
+            "capacity": found["capacity"],
+            "groups": found["groups"],
+            "processes": sum(owner["alive"] for owner in found["owners"]),
+        },
         "metrics": [
             {
                 "name": f"kvstow_tier_{name}",

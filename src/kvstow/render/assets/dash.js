@@ -64,7 +64,7 @@ function agentPart(source) {
     name.textContent = reading.agent ?? source;
     problem.textContent = reading.error ?? "";
     if (reading.error) return;
-    charts.hidden = false;
+    charts.hidden = Boolean(reading.store);
     words.textContent = [
       reading.model,
       reading.address,
@@ -73,6 +73,11 @@ function agentPart(source) {
     ]
       .filter(Boolean)
       .join(" · ");
+    events.replaceChildren(...[eventTable(reading, now)].filter(Boolean));
+    if (reading.store) {
+      showStore(tiles, tables, reading);
+      return;
+    }
     if (part.history.at(-1)?.at !== reading.at) part.history.push(reading.totals);
     part.history = part.history.slice(-WINDOW);
     const outcomes = byLabel(reading, "kvstow_transfers_total", "outcome");
@@ -120,9 +125,35 @@ function agentPart(source) {
         peerTable(reading),
       ].filter(Boolean),
     );
-    events.replaceChildren(...[eventTable(reading, now)].filter(Boolean));
   };
   return part;
+}
+
+/** What a store holds; then what the processes that have it open have done. */
+function showStore(tiles, tables, reading) {
+  const { rows, data_bytes, capacity, groups, processes } = reading.store;
+  tiles.replaceChildren(
+    tile(count(rows), "rows"),
+    tile(human(data_bytes), "on disk"),
+    tile(human(capacity), "at most"),
+    tile(count(processes), "processes have it open"),
+  );
+  const kept = table(
+    ["group", "rows", "bytes", "tokens per block", "bytes per row", "free slots", "retired slots"],
+    groups.map((group) => ({
+      cells: [
+        group.name,
+        count(group.rows),
+        human(group.bytes),
+        count(group.block_tokens),
+        count(group.row_bytes),
+        count(group.free_slots),
+        el("span", { class: group.retired_slots ? "bad" : null }, count(group.retired_slots)),
+      ],
+    })),
+    { caption: "Rows" },
+  );
+  tables.replaceChildren(...[kept, tierTable(reading)].filter(Boolean));
 }
 
 function showSlabs(part, node, reading) {
