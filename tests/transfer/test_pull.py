@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvstow.errors import TransferError
 from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
+from kvstow.transfer.pull import meet
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
 
@@ -182,3 +185,64 @@ def wait_for(question, seconds: float = 10.0) -> None:
     while not question():
         assert time.monotonic() < limit, "did not come true in time"
         time.sleep(0.01)
+
+
+def test_a_producer_that_was_started_again_is_greeted_anew_and_its_old_tickets_have_expired():
+    manifest, fabric = encode(hybrid_layout()), Fabric()
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    consumer = Node(manifest, fabric, name="consumer")
+    producer = Node(manifest, fabric, name="producer")
+    try:
+        old = producer.offer(source, TOKENS)
+        assert consumer.pull([producer.offer(source, TOKENS)], target)["fence"] == "passed"
+        address = producer.address
+        producer.close()
+        producer = Node(manifest, fabric, name="producer", listen=address)
+        producer.fill(source)
+        new = producer.offer(source, TOKENS)
+        assert consumer.pull([new], target)["fence"] == "passed"
+        assert consumer.check(target, 0, TOKENS) == ""
+        refused = consumer.pull([old], target)
+        assert refused["kind"] == "expired"
+        assert "earlier start" in refused["error"]
+    finally:
+        consumer.close()
+        producer.close()
+
+
+class UnnoticedRestart:
+    """A peer that was started again, which nothing but a new ticket tells."""
+
+    name, fingerprint, state = "producer", "f", "ready"
+    card = SimpleNamespace(start=1)
+    is_lost = False
+
+    def met(self):
+        if self.state != "ready":
+            self.state, self.card = "ready", SimpleNamespace(start=2)
+        return
+        yield
+
+    def lose(self, error):
+        self.is_lost = True
+
+
+@pytest.mark.parametrize("start", [2, 3], ids=["its ticket", "a ticket of a third start"])
+def test_a_peer_that_seems_ready_is_greeted_again_for_a_ticket_of_another_start(start):
+    peer = UnnoticedRestart()
+    source: Any = SimpleNamespace(
+        peer=peer,
+        ticket=SimpleNamespace(start=start, fingerprint="f", blocks={}),
+        layout=hybrid_layout(),
+        fault=lambda what, kind: TransferError(what, kind=kind),
+    )
+    story = meet(source)
+    next(story)  # waits until the peer is known to be gone
+    assert peer.is_lost
+    peer.state = "idle"
+    if start == 2:
+        assert list(story) == []
+    else:
+        with pytest.raises(TransferError, match="earlier start"):
+            next(story)
+    assert peer.card.start == 2
