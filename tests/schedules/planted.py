@@ -232,7 +232,16 @@ def a_key_does_not_name_the_computation() -> Generator[None]:
 
 @bug
 def new_names_are_not_synced() -> Generator[None]:
-    with changed(Segments, "_sync_names", lambda self: None):
+    create = Segments.create
+
+    def unsynced(self: Any, segment: int, group: int) -> None:
+        self._files.sync_directory = nothing
+        try:
+            create(self, segment, group)
+        finally:
+            del self._files.sync_directory
+
+    with changed(Segments, "create", unsynced):
         yield
 
 

@@ -16,7 +16,7 @@ def block(value):
 
 def made(files, path, value=1):
     fd = files.open(path, create=True)
-    files.allocate(fd, 2 * BLOCK)
+    files.allocate(fd, 0, 2 * BLOCK)
     files.write(fd, [block(value)], 0)
     return fd
 

@@ -11,6 +11,7 @@ import textwrap
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from kvstow.errors import StoreError
 from kvstow.offload.disk import opening
 from kvstow.offload.disk.format import decode_header
+from kvstow.offload.disk.index import Transaction
 from kvstow.offload.disk.inspect import survey
 from kvstow.offload.disk.segments import Segments
 from kvstow.offload.disk.tier import DiskTier
@@ -230,6 +232,29 @@ def test_a_directory_sync_that_failed_is_tried_again(tmp_path):
     files.fails = False
     assert tier.store(0, KEYS[:10], rows).all()
     assert files.synced == 1
+    tier.close()
+
+
+def test_the_name_of_a_data_file_is_durable_before_another_process_can_store_in_it(tmp_path):
+    class Names(FaultyFiles):
+        order: ClassVar[list[str]] = []
+
+        def sync_directory(self, path):
+            super().sync_directory(path)
+            self.order.append("synced")
+
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB, files=Names())
+    Names.order.clear()
+    add = Transaction.add_segment
+
+    def listed(self, *what):
+        Names.order.append("listed")
+        add(self, *what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transaction, "add_segment", listed)
+        assert tier.store(0, KEYS[:1], [numbered_row(tier, 0, 0)]).all()
+    assert Names.order == ["synced", "listed"]
     tier.close()
 
 

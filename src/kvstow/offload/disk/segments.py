@@ -85,7 +85,6 @@ class Segments:
         self._files = files
         self._open: dict[int, int] = {}
         self._gone: list[int] = []
-        self._unsynced_names = False
         self._closed = False
         self._lock = Lock()
         self._turns = Semaphore(max(1, threads))
@@ -113,19 +112,23 @@ class Segments:
         return self._files.size(self.file(segment))
 
     def create(self, segment: int, group: int) -> None:
-        """A new data file with space for its first rows. Raises OSError, having left nothing."""
+        """A new data file with space for its first rows. Raises OSError, having left nothing.
+
+        Its name is durable before anybody knows of it: another process may be the first to enter
+        a row that lies in it.
+        """
         path = self.file(segment)
         fd = self._files.open(path, create=True)
         try:
             self._grow(fd, BLOCK + self.slot_bytes[group])
             self._write_header(fd, group)
+            self._files.sync_directory(self.path)
         except BaseException:
             self._files.close(fd)
             self._files.remove(path)
             raise
         with self._lock:
             self._open[segment] = fd
-            self._unsynced_names = True
 
     def set_aside(self, group: int, places: Sequence[int]) -> list[int]:
         """Those of the ascending places for which there is disk space, set aside if it was not.
@@ -375,30 +378,14 @@ class Segments:
             return [error] * len(rows)
 
     def _synced(self, segments: set[int]) -> dict[int, OSError]:
-        """Make data files, and the names of new ones, durable; those for which that failed."""
+        """Make data files durable; those for which that failed."""
         failed: dict[int, OSError] = {}
-        try:
-            self._sync_names()
-        except OSError as error:
-            return dict.fromkeys(segments, error)
         for segment in segments:
             try:
                 self._files.sync(self._fd(segment))
             except OSError as error:
                 failed[segment] = error
         return failed
-
-    def _sync_names(self) -> None:
-        """New names are durable when this returns; where it fails, the next call tries again."""
-        with self._lock:
-            wanted, self._unsynced_names = self._unsynced_names, False
-        if not wanted:
-            return
-        try:
-            self._files.sync_directory(self.path)
-        except BaseException:
-            self._unsynced_names = True
-            raise
 
 
 class _CallerThread(Executor):
