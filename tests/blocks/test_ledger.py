@@ -303,3 +303,15 @@ def test_encoder_rows_are_held_once_and_for_good() -> None:
     ledger.grow(request, 60)
     assert ledger.blocks(request)[encoder].ids.tolist() == rows
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize("length", range(4, 44, 4))
+def test_what_windows_left_behind_is_not_found_where_a_request_was_received(length):
+    ledger = ledger_of(layer("full", tokens=4), layer("window", Window(8), tokens=4))
+    request = ledger.admit(Prompt.of(range(40))).request
+    ledger.received(request)
+    assert ledger.blocks(request)[1].index.tolist() == [8, 9]
+    ledger.grow(request, 41)
+    ledger.release(request)
+    again = ledger.admit(Prompt.of([*range(length), 999]))
+    assert again.hit_tokens == (40 if length == 40 else 0)

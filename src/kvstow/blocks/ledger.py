@@ -263,6 +263,20 @@ class Ledger:
         if num_again < len(ids):
             self.pool.release(g, ids[~again])
 
+    def received(self, requests: Handles) -> None:
+        """All tokens of requests were brought from elsewhere, not computed here.
+
+        A pull or a load brings what the next token sees. Rows that windows have left behind hold
+        nothing, so they are given back: nobody may find them as a prefix, or store them.
+        """
+        self.pool.check_thread()
+        slots = self._requests.slots(requests)
+        tokens = self._requests.num_tokens[slots]
+        for g, table in self._growing.items():
+            if table.moves:
+                _, ids = table.slide(slots, tokens, np.ones_like(tokens))
+                self.pool.release(g, ids)
+
     def _shared_tails(self, slots: Ints, num_tokens: Ints) -> tuple[SharedTail, ...]:
         forked = self._requests.forked[slots]
         if not forked.any():

@@ -73,3 +73,23 @@ def test_chunks_of_a_prompt_leave_states_that_others_continue_from(tmp_path):
                 prefill_chunk_size=16,
             )
         assert torch.equal(got, model.generate(ids, max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_what_a_window_left_behind_is_not_found_by_a_shorter_prompt(tmp_path, family):
+    model = tiny_model(family)
+    long = torch.arange(100, 150).unsqueeze(0)
+    with (
+        kvstow.Store(disk=tmp_path, disk_bytes="16MiB") as store,
+        Cache(model, memory="8MiB", tokens=long, store=store) as cache,
+    ):
+        model.generate(long, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    memory = ModelMemory.of(model, budget="8MiB")  # a second process
+    for ids in (long, *(long[:, :length] for length in range(17, 49, 4))):
+        wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+        with (
+            kvstow.Store(disk=tmp_path, disk_bytes="16MiB") as store,
+            Cache(memory, tokens=ids, store=store) as cache,
+        ):
+            got = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        assert torch.equal(got, wanted), ids.shape

@@ -101,6 +101,8 @@ class Sequences:
             return False
         hits = self._admit(prompts, num_tokens=length)
         if all(map(self._store.load, prompts, self.requests, hits, [length] * len(prompts))):
+            self.memory.ledger.received(self.requests)
+            self._refresh()
             self.num_tokens = length
             return True
         self.memory.ledger.release(self.requests, computed_tokens=hits)
