@@ -9,7 +9,7 @@ import pytest
 from kvstow.errors import TransferError
 from kvstow.plan.manifest import encode
 from kvstow.transfer.channel.messages import Begun, Stopped
-from kvstow.transfer.loop import IDLE, Loop, Mailbox, together
+from kvstow.transfer.loop import IDLE, Loop, Mailbox, Task, together
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
 
@@ -253,6 +253,7 @@ def test_a_story_that_is_interrupted_before_its_first_turn_still_cleans_up(loop)
     task = loop.start("story", story())
     task.interrupt(TransferError("no", kind="aborted"))
     loop.step()
+    loop.step()
     assert task.is_over
     assert task.error is not None
     assert ended == ["cleaned up"]
@@ -268,3 +269,19 @@ def test_a_turn_listens_for_as_long_as_it_may_wait(clock, seconds: float, millis
     loop.step(seconds)
     loop.close()
     assert channel.waits == [milliseconds]
+
+
+def test_an_interrupt_that_waits_does_not_reach_a_story_that_is_ending():
+    def story():
+        try:
+            raise TransferError("it failed as it began", kind="transport")
+        except TransferError:
+            task.shield()
+            yield 0.0
+        return "ended in its own time"
+
+    task = Task("t", story())
+    task.interrupt(TransferError("stop", kind="aborted"))
+    task.resume(1.0)
+    task.resume(2.0)
+    assert (task.result, task.error) == ("ended in its own time", None)

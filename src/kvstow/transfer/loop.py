@@ -81,6 +81,10 @@ class Task(Generic[T]):
             self._interrupt = error
             self.due = 0.0
 
+    def shield(self) -> None:
+        """No interrupt reaches the story from now on, not even one that waits: it is ending."""
+        self._may_interrupt, self._interrupt = False, None
+
     def joined(self) -> Story[T | None]:
         """Wait for the end of the task; its result, or its error raised."""
         while not self.is_over:
@@ -93,14 +97,12 @@ class Task(Generic[T]):
         """Let the story go on until it waits again, ends or fails."""
         if now > self.deadline:
             self.interrupt(self.late())
-        error, self._interrupt = self._interrupt, None
-        wait = AT_ONCE
+        error: TransferError | None = None
+        if self._has_begun:  # before, it would end outside of its own try
+            error, self._interrupt = self._interrupt, None
+        self._has_begun = True
         try:
-            if error is None or not self._has_begun:
-                self._has_begun = True
-                wait = next(self._story)
-            if error is not None:  # a story that has not begun would end outside of its own try
-                wait = self._story.throw(error)
+            wait = next(self._story) if error is None else self._story.throw(error)
         except StopIteration as end:
             self._end(end.value, None)
         except TransferError as failure:
@@ -109,7 +111,7 @@ class Task(Generic[T]):
             log.exception("%s: ended by a bug", self.name)
             self._end(None, bug(self.name, failure))
         else:
-            self.due = now + wait
+            self.due = now + wait if self._interrupt is None else 0.0
 
     def _end(self, result: T | None, error: TransferError | None) -> None:
         self.result, self.error, self.is_over = result, error, True

@@ -216,6 +216,8 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]
     Until then the transfer stays known: whoever asks about it must not hear that it is over.
     """
     serving.is_stopping = True
+    if serving.task is not None:
+        serving.task.shield()
     if not isinstance(error, Ended):
         kind, reasons = _fault(error)
         serving.send(Failed(serving.transfer, kind, reasons[0]))
