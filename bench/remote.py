@@ -36,9 +36,9 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.spec import LayerSpec
-from kvstow.testing.servers import ACCESS_KEY, SECRET_KEY, Mooncake, Seaweed, Server, Valkey
+from kvstow.testing.servers import ACCESS_KEY, SECRET_KEY, Mooncake, Seaweed, ServerProcess, Valkey
 
-SERVERS: dict[str, type[Server]] = {"s3": Seaweed, "redis": Valkey, "mooncake": Mooncake}
+SERVERS: dict[str, type[ServerProcess]] = {"s3": Seaweed, "redis": Valkey, "mooncake": Mooncake}
 OPTIONS = RemoteOptions(budget=60.0, load=120.0, queue=1 << 30)
 
 
@@ -56,7 +56,7 @@ def layout(order: str = "BLHNC") -> Layout:
 class BareS3:
     """obstore alone, with as many requests under way as our client has."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         from obstore.store import S3Store
 
         assert isinstance(server, Seaweed)
@@ -105,7 +105,7 @@ class BareS3:
 class BareRedis:
     """redis-py alone: a pipeline of 16 rows at a time."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         import redis
 
         self._redis = redis.Redis(port=server.ports[0])
@@ -129,7 +129,7 @@ class BareRedis:
 class BareMooncake:
     """Mooncake's client alone: batches of 16 rows through registered memory, copied out."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         master, metadata = (f"127.0.0.1:{port}" for port in server.ports[:2])
@@ -177,7 +177,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def rates(name: str, server: Server, num_rows: int, rounds: int) -> dict[str, object]:
+def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[str, object]:
     """Put and get, bare and by the tier, in turns."""
     client, _ = opened(patient(server.url))
     tier = RemoteTier(client, layout(), options=OPTIONS)
@@ -226,7 +226,7 @@ def rates(name: str, server: Server, num_rows: int, rounds: int) -> dict[str, ob
     return found
 
 
-def look_ups(server: Server, rounds: int) -> dict[str, float]:
+def look_ups(server: ServerProcess, rounds: int) -> dict[str, float]:
     """Rows looked up per second that are there, and that are not, 512 at a time."""
     client, _ = opened(patient(server.url))
     tier = RemoteTier(client, layout(), options=OPTIONS)
@@ -249,7 +249,7 @@ def look_ups(server: Server, rounds: int) -> dict[str, float]:
     }
 
 
-def dead(server: Server) -> dict[str, float]:
+def dead(server: ServerProcess) -> dict[str, float]:
     """What a request costs when the store has died: the first one, and those after it."""
     client, _ = opened(server.url)
     options = RemoteOptions(budget=0.25, load=1.0)

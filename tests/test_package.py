@@ -1,7 +1,10 @@
+import ast
 import importlib.metadata
 import importlib.resources
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import kvstow
 
@@ -29,3 +32,14 @@ def test_importing_kvstow_imports_nothing_but_the_standard_library():
     )
     imported = {name.partition(".")[0] for name in run.stdout.split()}
     assert imported - sys.stdlib_module_names == {"kvstow"}
+
+
+def test_no_class_name_stands_for_two_classes():
+    modules = Path(kvstow.__file__).parent.rglob("*.py")
+    names = Counter(
+        node.name
+        for module in modules
+        for node in ast.parse(module.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

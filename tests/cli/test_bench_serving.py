@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from kvstow.cli import app
 from kvstow.errors import TraceError
 from kvstow.simulate import Pace, read_profile
-from kvstow.testing.measure.serving import Answer, decode_rate
+from kvstow.testing.measure.serving import StreamedAnswer, decode_rate
 
 
 class Engine(ThreadingHTTPServer):
@@ -92,10 +92,10 @@ def test_what_is_measured_is_a_profile_that_a_simulation_reads(engine, tmp_path)
 
 
 def test_decoding_is_measured_while_all_decode():
-    early = Answer(0.0, [1.0, 2.0, 3.0, 4.0])
-    late = Answer(0.0, [2.0, 2.5, 3.0, 3.5, 5.0])
+    early = StreamedAnswer(0.0, [1.0, 2.0, 3.0, 4.0])
+    late = StreamedAnswer(0.0, [2.0, 2.5, 3.0, 3.5, 5.0])
     assert decode_rate([early, late]) == (2 + 3) / 2  # between 2 and 4
-    apart = Answer(6.0, [7.0, 8.0])
+    apart = StreamedAnswer(6.0, [7.0, 8.0])
     assert decode_rate([early, apart]) == 6 / 8
 
 

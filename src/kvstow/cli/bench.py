@@ -118,9 +118,9 @@ def serving(
     else to do, and room for the long prompt.
     """
     options.check_url(url)
-    from kvstow.testing.measure.serving import Engine, measured, served_model
+    from kvstow.testing.measure.serving import CompletionsEngine, measured, served_model
 
-    engine = Engine(url=url, model=model or served_model(url))
+    engine = CompletionsEngine(url=url, model=model or served_model(url))
     found = measured(
         engine,
         prompt_tokens=prompt_tokens,

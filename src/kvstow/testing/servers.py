@@ -32,7 +32,7 @@ class ServerFailed(KvstowError):
     """A server that did not start."""
 
 
-class Server:
+class ServerProcess:
     """One or more programs on ports of their own."""
 
     def __init__(self, directory: Path, num_ports: int) -> None:
@@ -109,7 +109,7 @@ class Server:
         self.kill()
 
 
-class Valkey(Server):
+class Valkey(ServerProcess):
     """A Valkey server that writes every command to its log on disk."""
 
     def __init__(self, directory: Path, *options: str) -> None:
@@ -126,7 +126,7 @@ class Valkey(Server):
         return [([*command, *self._options], self.ports[0])]
 
 
-class Seaweed(Server):
+class Seaweed(ServerProcess):
     """SeaweedFS with its S3 gateway."""
 
     def __init__(self, directory: Path, bucket: str = "kvstow-rows") -> None:
@@ -170,7 +170,7 @@ class Seaweed(Server):
         return [([*command, f"-s3.config={config}"], s3)]
 
 
-class Mooncake(Server):
+class Mooncake(ServerProcess):
     """A Mooncake master with its metadata server (0), and one owner of memory (1)."""
 
     def __init__(self, directory: Path, memory: str = "256 MB") -> None:

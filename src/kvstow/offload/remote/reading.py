@@ -41,7 +41,7 @@ FEW_COPIES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RowPiece:
     """What a row takes from one object: bands of it, and the copies between the two rows.
 
     `block` counts the writer's blocks from the common block boundary before the row. None as
@@ -85,7 +85,7 @@ def _cut(row: Bytes, unit: int) -> Bytes:
 class ObjectPart:
     """A piece, and the key of the object that has it."""
 
-    piece: Piece
+    piece: RowPiece
     key: bytes
 
 
@@ -100,12 +100,12 @@ class GroupReader:
         self._whole = self._equal(layout, group)
         self._pieces = lru_cache(MOST_KINDS)(self._routed)
 
-    def _equal(self, layout: Layout, group: int) -> tuple[Piece, ...]:
+    def _equal(self, layout: Layout, group: int) -> tuple[RowPiece, ...]:
         """The piece that is the whole row, where a writer has the same rows."""
         for writer in self._writers:
             for g in range(len(writer.layout.groups)):
                 if same_rows(writer.layout, g, layout, group):
-                    return (Piece(writer, writer.objects(g), 0, None, Copies.none()),)
+                    return (RowPiece(writer, writer.objects(g), 0, None, Copies.none()),)
         return ()
 
     @cached_property
@@ -161,7 +161,7 @@ class GroupReader:
         sinks, rest = seen_tokens(self._group.retention, end)
         return 0 if first < sinks.stop else min(max(rest.start - first, 0), end - first - 1)
 
-    def _routed(self, phase: int, skipped: int, num_tokens: int) -> tuple[Piece, ...]:
+    def _routed(self, phase: int, skipped: int, num_tokens: int) -> tuple[RowPiece, ...]:
         """The pieces of a row that begins `phase` tokens behind a common block boundary, less
         its first tokens."""
         tokens = Tokens(phase + skipped, phase + num_tokens)
@@ -175,7 +175,9 @@ class GroupReader:
         )
 
 
-def _pieces(writer: WriterLayout, pair: GroupPair, ours: Blocks, tokens: Tokens) -> Iterator[Piece]:
+def _pieces(
+    writer: WriterLayout, pair: GroupPair, ours: Blocks, tokens: Tokens
+) -> Iterator[RowPiece]:
     """What a row takes from the writer's rows of one group, by row; places count from the start
     of either row. The writer's ids are two apart, so that no copy spans two of its rows."""
     mine, span = tokens.of(pair.source), pair.spans[0]
@@ -196,7 +198,7 @@ def _pieces(writer: WriterLayout, pair: GroupPair, ours: Blocks, tokens: Tokens)
         )
         if len(part):
             bands = objects.touched(part.source, part.nbytes)
-            yield Piece(writer, objects, block, bands, part)
+            yield RowPiece(writer, objects, block, bands, part)
 
 
 # ── deployments ───────────────────────────────────────────────────────────────────────

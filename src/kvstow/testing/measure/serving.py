@@ -28,7 +28,7 @@ IDS = range(100, 1000)
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """When a request was sent, and when each of its tokens arrived."""
 
     asked: float
@@ -40,13 +40,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class CompletionsEngine:
     """A server, by the URL in front of `/v1`."""
 
     url: str
     model: str
 
-    def complete(self, prompt: Sequence[int], tokens: int) -> Answer:
+    def complete(self, prompt: Sequence[int], tokens: int) -> StreamedAnswer:
         """Ask for so many tokens, and note when each arrives. Raises TransferError."""
         body = {
             "model": self.model,
@@ -58,7 +58,7 @@ class Engine:
         }
         connection = _connection(self.url)
         try:
-            answer = Answer(time.perf_counter())
+            answer = StreamedAnswer(time.perf_counter())
             response = _asked(connection, self.url, "/v1/completions", body)
             for line in response:
                 if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
@@ -91,7 +91,7 @@ def served_model(url: str) -> str:
 
 
 def measured(
-    engine: Engine, *, prompt_tokens: int, requests: int, tokens: int, repeats: int
+    engine: CompletionsEngine, *, prompt_tokens: int, requests: int, tokens: int, repeats: int
 ) -> dict[str, Any]:
     """The profile of an engine that has nothing else to do."""
     dice = random.Random(0)
@@ -122,7 +122,7 @@ def measured(
     }
 
 
-def decode_rate(answers: Sequence[Answer]) -> float:
+def decode_rate(answers: Sequence[StreamedAnswer]) -> float:
     """Tokens per second while all of the answers were arriving; of all the time, if never all."""
     start = max(answer.arrived[0] for answer in answers)
     end = min(answer.arrived[-1] for answer in answers)
