@@ -44,9 +44,23 @@ class LedgerRows:
         }
         return Claim(request, blocks, new, admitted.hit_tokens, admitted.request)
 
-    def release(self, claim: Claim, computed_tokens: int) -> None:
-        """The request ends; so many of its tokens may be found again."""
-        self.ledger.release(claim.handle, computed_tokens=computed_tokens)
+    def computed(self, claim: Claim) -> None:
+        """All tokens of the request are there, and can be found; windows move on."""
+        self.ledger.grow(claim.handle, len(claim.request.tokens))
+        claim.blocks = self.ledger.blocks(claim.handle)
+
+    def received(self, claim: Claim) -> None:
+        """All tokens of the request were brought, as far as the next one sees them."""
+        self.ledger.received(claim.handle)
+        claim.blocks = self.ledger.blocks(claim.handle)
+
+    def release(self, claim: Claim) -> None:
+        """The request ends, and all of it may be found again."""
+        self.ledger.release(claim.handle)
+
+    def drop(self, claim: Claim) -> None:
+        """The request ends, and nothing of it was brought or computed."""
+        self.ledger.release(claim.handle, computed_tokens=claim.hit_tokens)
 
     def left(self) -> dict[str, int]:
         """What must be nothing when every request has ended."""
@@ -86,11 +100,19 @@ class EngineRows:
         idle = self.owner.holds(group, every) == 0
         return np.array([i for i in every[idle].tolist() if i not in self._used[group]], np.int64)
 
-    def release(self, claim: Claim, computed_tokens: int) -> None:
+    def computed(self, claim: Claim) -> None:
+        """Nothing changes."""
+
+    def received(self, claim: Claim) -> None:
+        """An engine's rows stay as they are: nothing is found in them again."""
+
+    def release(self, claim: Claim) -> None:
         for g, blocks in claim.blocks.items():
             self._used[g].difference_update(blocks.ids.tolist())
             nobodys = self.owner.holds(g, blocks.ids) == 0  # the agent retires what it keeps
             self.owner.retire(g, blocks.ids[nobodys])
+
+    drop = release
 
     def left(self) -> dict[str, int]:
         kept = sum(int(self.owner.holds(g, np.arange(n)).sum()) for g, n in enumerate(self._counts))

@@ -191,6 +191,7 @@ class Schedule:
         else:
             count = dice.choice((2, 2, 2, 3))
             kind = ALIKE if drawn < 0.6 else MIXED if drawn < 0.8 else HYBRID
+            self.shares |= kind is HYBRID  # what windows leave behind must not be found
             shapes = [dice.choice(kind)] * count if kind is ALIKE else dice.choices(kind, k=count)
             found = [(name,) for name in "abc"[:count]]
         for name, shape in zip([n for names in found for n in names], shapes, strict=True):
@@ -401,6 +402,8 @@ class Schedule:
         self.check_claim(node, claim)
         for g, new in claim.new.items():
             node.write(g, new.ids, new.index, request)
+        if self.random.random() < 0.5:  # the next token is on its way: windows move on
+            node.rows.computed(claim)
         first = {g: int(b.index[0]) * node.shape.block_tokens for g, b in claim.blocks.items()}
         held = Held(claim, request, first)
         node.held.append(held)
@@ -459,12 +462,7 @@ class Schedule:
     def release(self, node: Node, held: Held) -> None:
         """The request ends; what is known of it may be found again."""
         node.held.remove(held)
-        step = node.shape.block_tokens
-        whole = all(
-            first < step * (1 + int(held.claim.blocks[g].index[0]))
-            for g, first in held.first.items()
-        )
-        node.rows.release(held.claim, len(held.request.tokens) if whole else held.claim.hit_tokens)
+        node.rows.release(held.claim)
 
     def _compute(self) -> None:
         node = self.any_node()

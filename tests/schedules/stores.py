@@ -201,12 +201,13 @@ class Stores:
                 schedule.check_rows(node, g, ids, which, load.request, *tokens, "loaded")
         schedule.count("loaded" if complete else "load incomplete")
         if not complete:
-            node.rows.release(load.claim, load.claim.hit_tokens)
+            node.rows.drop(load.claim)
             return
         end = len(load.request.tokens)
         first = {g: schedule.first_seen(node, g, end) for g in load.claim.blocks}
         held = Held(load.claim, load.request, first)
         schedule.check_held(node, held, "loaded")
+        node.rows.received(load.claim)
         node.held.append(held)
 
     def check_disks(self) -> None:

@@ -107,7 +107,7 @@ class Transfers:
             )
         except TransferError as error:
             schedule.count(f"{error.kind}, at once")
-            node.rows.release(claim, claim.hit_tokens)
+            node.rows.drop(claim)
         node.pulls.remove(pull)
         return pull if pull.transfer is not None else None
 
@@ -193,7 +193,7 @@ class Transfers:
                 self.schedule.count(transfer.error.kind)
                 self.schedule.note(f"{node.name} {transfer.error.kind}")
                 node.agent.settle()
-                node.rows.release(pull.claim, pull.claim.hit_tokens)
+                node.rows.drop(pull.claim)
             if pull.is_judged and transfer.quiet:
                 pull.is_quiet = True
                 self._closed(node, pull)
@@ -221,6 +221,7 @@ class Transfers:
             first[g] = schedule.first_seen(node, g, end)
             start = max(first[g], claim.hit_tokens)
             schedule.check_rows(node, g, new.ids, new.index, pull.source, start, end, "accepted")
+        node.rows.received(claim)
         node.held.append(Held(claim, pull.source, first))
 
     def check_deadlines(self, *, slack: float) -> None:

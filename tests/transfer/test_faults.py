@@ -15,6 +15,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
+from kvstow.transfer.digests import digests
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Kind, Served
@@ -416,17 +417,24 @@ def test_a_kept_ticket_outlives_its_lease_time(nodes):
 
 
 @pytest.mark.parametrize("spoilt", range(3))
-def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt):
+def test_bytes_that_change_under_a_lease_are_caught_by_the_digest(fabric, spoilt, monkeypatch):
     """A broken owner raises no generation: the fence passes, and only the digest can tell."""
     producer = Node(encode(LAYOUT), fabric, name="p", options=HURRY)
     one = {str(spoilt): [rows[:1] for rows in SOURCE[str(spoilt)]]}
     tripped: list[int] = []
     offered: list[str] = []
+    counted = threading.Event()
+
+    def counting(*args):
+        values = digests(*args)
+        counted.set()
+        return values
+
+    monkeypatch.setattr("kvstow.transfer.serve.digests", counting)
 
     def in_the_middle(copy: int) -> None:
         if offered and not tripped:
-            wait_for(lambda: bool(producer.agent.server.servings))
-            producer.agent.endpoint.worker.submit(int).result()  # it has its digest by now
+            assert counted.wait(10)
             producer.fill(one, salt=99)
             tripped.append(copy)
 
