@@ -14,6 +14,10 @@ from kvstow.errors import StoreError
 
 if TYPE_CHECKING:
     from kvstow.offload.remote.clients.base import BlobClient
+    from kvstow.offload.store import Store
+
+PATIENCE = 10
+"""Seconds that a look-up of the command line may take; an engine's budget is far less."""
 
 _AGE = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,6 +45,33 @@ def _opened(url: str) -> "Generator[BlobClient]":
         yield client
     finally:
         client.close()
+
+
+def opened_store(url: str, identity: str) -> "Store":
+    """The store at a URL, as the writers of one computation see it; ends with 2 where there is
+    none, or where there are several and `identity` does not choose."""
+    from kvstow.offload.remote.inspect import writers
+    from kvstow.offload.remote.url import parse
+    from kvstow.offload.store import Store
+
+    with _opened(url) as client:
+        tenant = parse(url)[2].tenant
+        layouts = {
+            known: writer.layout
+            for (owner, known, _), writer in writers(client).items()
+            if owner == tenant and known.startswith(identity)
+        }
+    if len(layouts) != 1:
+        named = [f"{known[:8]} {layout.model}" for known, layout in sorted(layouts.items())]
+        refuse(
+            f"{url}: {len(layouts)} computations have written there for tenant {tenant!r}"
+            + "".join(f"\n  {name}" for name in named)
+            + "\n\nhint: kvstow store inspect URL; choose one with --identity",
+            code=MISUSED,
+        )
+    (layout,) = layouts.values()
+    patient = url if "budget=" in url else f"{url}{'&' if '?' in url else '?'}budget={PATIENCE}"
+    return Store(remote=patient).bind(layout)
 
 
 def inspect(url: str, *, json: bool) -> None:

@@ -7,22 +7,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstow.cli import options
+from kvstow.cli import options, remote_store
 from kvstow.cli.output import MISUSED, emit_json, emit_text, refuse
 from kvstow.errors import KvstowError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvstow.blocks.prompt import Prompt
+    from kvstow.offload.store import Store
     from kvstow.offload.why import WhyEnded
     from kvstow.plan.identity import Identity
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The store's directory.", show_default=False)
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|URL",
+        help="The store's directory, or s3://…, redis://… with --journal.",
+        show_default=False,
+    ),
 ]
 
 
 def why(
-    directory: Directory,
+    place: Place,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -46,12 +54,29 @@ def why(
     ] = None,
     salt: Annotated[str, typer.Option(help="The request's cache salt.")] = "",
     adapter: Annotated[str, typer.Option(help="The request's adapter.")] = "",
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where stored prompts were noted, if not in the store.",
+            show_default=False,
+        ),
+    ] = None,
+    identity: Annotated[
+        str,
+        typer.Option(
+            metavar="DIGITS",
+            help="Of a remote store of several computations, the one meant.",
+            show_default=False,
+        ),
+    ] = "",
     json: options.Json = False,
 ) -> None:
     """Say where reuse of a prompt ends in a store, and why.
 
     The first token that differs, salt, adapter, a field of the identity with both values, evicted
-    or never stored. Looks at the rows on disk: a running engine may hold more in memory.
+    or never stored. Looks at the rows on disk, or at those of a remote store: a running engine may
+    hold more in memory. Where every rank has a folder, the one with the fewest rows counts.
     """
     from kvstow.blocks.prompt import Prompt
 
@@ -60,7 +85,13 @@ def why(
         prompt = Prompt.of(ids)
     except KvstowError as error:
         refuse(str(error), code=MISUSED)
-    found = _explained(directory, prompt, model, salt=salt, adapter=adapter)
+    found = min(
+        (
+            _explained(store, prompt, model, salt=salt, adapter=adapter)
+            for store in _stores(place, journal, identity)
+        ),
+        key=lambda each: each.found_tokens,
+    )
     if json:
         emit_json(found.as_json())
     else:
@@ -71,16 +102,32 @@ def why(
 
 
 def _explained(
-    directory: Path, prompt: "Prompt", model: Path | None, *, salt: str, adapter: str
+    store: "Store", prompt: "Prompt", model: Path | None, *, salt: str, adapter: str
 ) -> "WhyEnded":
+    with store:
+        return store.why(prompt, _asking(store.identity, model, salt=salt, adapter=adapter))
+
+
+def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]":
+    """The stores of all ranks at a place, one after the other, each with the journal."""
     from kvstow.offload.journal import FILE, Journal
     from kvstow.offload.store import Store
 
-    options.check_store(directory)
-    with Store.open(directory) as store:
-        if not (directory / FILE).exists() and (directory.parent / FILE).exists():
-            store.journal = Journal(directory.parent)  # ranks have folders of their own
-        return store.why(prompt, _asking(store.identity, model, salt=salt, adapter=adapter))
+    if "://" in place:
+        store = remote_store.opened_store(place, identity)
+        store.journal = None if journal is None else Journal(journal)
+        yield store
+        return
+    directory = Path(place)
+    ranks = sorted(found.parent for found in directory.glob("tp*-pp*/layout.json"))
+    options.check_store(ranks[0] if ranks else directory)
+    for rank in ranks or [directory]:
+        store = Store.open(rank)
+        if journal is not None:
+            store.journal = Journal(journal)
+        elif not (rank / FILE).exists() and (rank.parent / FILE).exists():
+            store.journal = Journal(rank.parent)  # ranks have folders of their own
+        yield store
 
 
 def _asking(own: "Identity", model: Path | None, *, salt: str, adapter: str) -> "Identity":

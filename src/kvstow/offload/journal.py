@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from kvstow.offload.keys import block_keys
 from kvstow.plan.identity import Identity
 
 log = logging.getLogger("kvstow.offload")
+
+JournalKind = Literal["digests", "tokens", "off"]
+"""What is noted of a prompt."""
 
 FILE = "prompts.db"
 MOST_PROMPTS = 10_000

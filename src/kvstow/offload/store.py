@@ -13,7 +13,7 @@ from math import lcm
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.journal import Journal
+from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.remote.tier import RemoteTier
@@ -46,7 +46,6 @@ log = logging.getLogger("kvstow.offload")
 
 FLUSH_SECONDS = 60.0
 
-JournalKind = Literal["digests", "tokens", "off"]
 """What a store on disk remembers of prompts, for `kvstow why`: digests of their blocks, their
 tokens too, or nothing."""
 

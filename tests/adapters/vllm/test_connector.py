@@ -3,6 +3,8 @@
 Only what the connector inherits or receives is stood in for; vLLM itself is in tests/vllm.
 """
 
+import json
+import logging
 import pickle
 import sys
 import time
@@ -15,9 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kvstow.cli import app
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockStored, CacheEvent
+from kvstow.offload.disk.tier import DiskTier
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -432,3 +437,85 @@ def test_events_without_a_publisher_or_without_tiers_are_refused(
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     with pytest.raises(SpecError, match="as bytes"):
         made(host_bytes=1 << 20)
+
+
+# ── why ───────────────────────────────────────────────────────────────────────────────
+
+
+def why(place: Path, tokens: Sequence[int], *arguments: str) -> dict[str, Any]:
+    """What the command line says of a prompt."""
+    listed = json.dumps(list(tokens))
+    result = CliRunner().invoke(app, ["why", str(place), "--tokens", listed, "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("journal", ["digests", "tokens"])
+def test_kvstow_why_explains_prompts_that_the_engine_has_served(
+    connector: ModuleType, tmp_path: Path, journal: str
+):
+    tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
+    engine = Engine(connector, in_process=True, journal=journal, **tiers)
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
+    drained(engine)
+    engine.worker.shutdown()
+    engine.scheduler.shutdown()
+
+    assert why(tmp_path, PROMPT)["reason"] == "found"
+    changed = [*PROMPT[:9], 7, *PROMPT[10:]]
+    found = why(tmp_path, changed)
+    assert (found["reason"], found["found_tokens"]) == ("differs", 8)
+    places = {"digests": (8, 12, None, None), "tokens": (9, 10, PROMPT[9], 7)}
+    told = (found[name] for name in ("token", "token_before", "stored_token", "asked_token"))
+    assert tuple(told) == places[journal]
+    other = {"digests": "never stored", "tokens": "differs"}
+    assert why(tmp_path, range(18))["reason"] == other[journal]
+    assert why(tmp_path, PROMPT, "--salt", "me")["reason"] == "salt"
+    found = why(tmp_path, PROMPT, "--adapter", "poems")
+    assert found["differences"] == [{"field": "adapter", "stored": "", "asked": "poems"}]
+    (rank,) = tmp_path.glob("tp*")
+    tier = DiskTier(rank)
+    tier.evict(0, tier.keys(0))
+    tier.close()
+    assert why(tmp_path, PROMPT)["reason"] == "evicted"
+
+
+def test_salt_and_adapter_of_an_engines_requests_are_told_apart(
+    connector: ModuleType, tmp_path: Path
+):
+    tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
+    engine = Engine(connector, in_process=True, **tiers)
+    lora = SimpleNamespace(lora_name="poems", lora_path="/nowhere")
+    engine.compute(request("p", cache_salt="me", lora_request=lora), [7, 8, 9, 10, 11])
+    drained(engine)
+    engine.worker.shutdown()
+    engine.scheduler.shutdown()
+    found = why(tmp_path, PROMPT)
+    assert (found["reason"], {each["field"] for each in found["differences"]}) == (
+        "adapter",
+        {"adapter", "salt"},
+    )
+    asked = "--salt", "me", "--adapter", "poems /nowhere"
+    assert why(tmp_path, PROMPT, *asked)["reason"] == "found"
+
+
+def test_the_log_says_at_debug_level_why_a_request_found_no_more(
+    connector: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG, "kvstow.adapters.vllm.journal")
+    monitored = logging.getLogger("kvstow")
+    monitored.addHandler(caplog.handler)
+    tiers = {"host_bytes": 1 << 20, "journal_path": str(tmp_path), "journal": "tokens"}
+    engine = Engine(connector, in_process=True, **tiers)
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
+    drained(engine)
+    changed = [*PROMPT[:9], 7, *PROMPT[10:]]
+    engine.compute(request("d", all_token_ids=changed), [1, 2, 3, 13, 12])
+    engine.worker.shutdown()
+    engine.scheduler.shutdown()
+    monitored.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records if "tokens are found" in record.msg]
+    assert lines[0].startswith("request p: 0 of 17 tokens are found: ")
+    assert lines[1].startswith(
+        "request d: 8 of 17 tokens are found: differs: token 9 is 7, and 509"
+    )

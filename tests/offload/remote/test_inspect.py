@@ -5,12 +5,15 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvstow.blocks.prompt import Prompt
 from kvstow.cli import app
+from kvstow.offload.journal import Journal
 from kvstow.offload.remote import collect as collecting
 from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.url import opened
 from kvstow.offload.store import Store
+from kvstow.plan.identity import Identity
 from offloading import IDENTITY
 from remote_stores import PROMPT, filled, layout_of
 
@@ -25,10 +28,10 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def saved(url, layout):
+def saved(url, layout, prompt=PROMPT):
     arena, blocks = filled(layout)
     with Store(remote=url) as store:
-        count = store.save(arena, blocks, PROMPT)
+        count = store.save(arena, blocks, prompt)
         assert store.flush(20)
     return count
 
@@ -120,3 +123,37 @@ def test_a_store_that_does_not_answer_ends_with_1():
     done = run("store", "inspect", "redis://127.0.0.1:1/0")
     assert done.exit_code == 1
     assert "127.0.0.1:1" in done.stderr
+
+
+# ── why ───────────────────────────────────────────────────────────────────────────────
+
+
+PLAIN = Prompt.of(PROMPT.tokens)
+"""Without a salt, as the command line names a prompt."""
+
+
+def why(url, tokens, *more):
+    return run("why", url, "--tokens", tokens, "--json", *more)
+
+
+def test_why_says_where_reuse_ends_in_a_remote_store(url, tmp_path):
+    saved(url, layout_of(), PLAIN)
+    Journal(tmp_path).note(PLAIN, IDENTITY, 4)
+    tokens = PLAIN.tokens.tolist()
+    assert json.loads(why(url, tokens).stdout)["reason"] == "found"
+    salted = json.loads(why(url, tokens, "--journal", tmp_path, "--salt", "me").stdout)
+    assert (salted["reason"], salted["found_tokens"]) == ("salt", 0)
+    assert json.loads(why(url, tokens, "--salt", "me").stdout)["reason"] == "unknown"
+
+
+def test_why_asks_which_computation_is_meant_where_several_have_written(url, tmp_path):
+    assert why(url, [1]).exit_code == 2
+    saved(url, layout_of(), PLAIN)
+    other = Identity(model="other", weights="ef" * 16)
+    saved(url, layout_of(identity=other), PLAIN)
+    refused = why(url, PLAIN.tokens.tolist())
+    assert refused.exit_code == 2
+    assert "2 computations" in refused.stderr
+    assert f"{other.digest.hex()[:8]} " in refused.stderr
+    chosen = why(url, PLAIN.tokens.tolist(), "--identity", other.digest.hex()[:8])
+    assert json.loads(chosen.stdout)["reason"] == "found"

@@ -14,6 +14,7 @@ stored      which rows the tiers of all ranks keep; keys of requests
 stores      rows on their way to the tiers: held, in turn, within a bandwidth
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
+journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events
 plugin      packed rows for vLLM's CPU attention, if the environment asks for them
 

@@ -250,6 +250,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     # ── in the scheduler ──────────────────────────────────────────────────────────────────
 

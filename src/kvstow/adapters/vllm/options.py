@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from kvstow.errors import SpecError
+from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
 from kvstow.transfer.channel.curve import KEY_CHARACTERS, Keys
 from kvstow.transfer.options import DigestPolicy, Options
@@ -40,7 +41,8 @@ class ConnectorOptions:
     `store_bytes_per_second`, where that is above zero. `manifest_file` is where a rank writes its
     layout. `unverified` says why the model's weights need not be looked at; without it, weights
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
-    stream of KV events.
+    stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
+    directory `journal_path`, or in `disk_path` where that is empty.
     """
 
     model: str = ""
@@ -60,6 +62,8 @@ class ConnectorOptions:
     store_bytes_per_second: int = 0
     manifest_file: str = ""
     events: bool = False
+    journal: JournalKind = "digests"
+    journal_path: str = ""
 
     @staticmethod
     def of(options: dict[str, Any]) -> "ConnectorOptions":
@@ -86,6 +90,13 @@ class ConnectorOptions:
             )
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
+        if self.journal not in get_args(JournalKind):
+            raise SpecError(f"journal is {self.journal!r}, none of {get_args(JournalKind)}")
+        if self.journal_path and not self.offloads:
+            raise SpecError(
+                f"journal_path is {self.journal_path!r}, and nothing is stored\n\n"
+                "hint: set host_bytes, or leave it out"
+            )
         if self.store_bytes_per_second < 0:
             raise SpecError(
                 f"store_bytes_per_second is {self.store_bytes_per_second}, below 0\n\n"
@@ -108,6 +119,12 @@ class ConnectorOptions:
     @property
     def offloads(self) -> bool:
         return self.host_bytes > 0
+
+    @property
+    def journal_directory(self) -> Path | None:
+        """Where stored prompts are noted; None where they are not."""
+        where = self.journal_path or self.disk_path
+        return Path(where) if where and self.journal != "off" else None
 
     @property
     def agent(self) -> Options:

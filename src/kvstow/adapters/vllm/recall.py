@@ -16,6 +16,7 @@ from math import lcm
 import numpy as np
 
 from kvstow.adapters.vllm.events import TierEvents
+from kvstow.adapters.vllm.journal import EngineJournal
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -49,6 +50,8 @@ class RecalledRequest:
     at_once: bool = False
     tried: bool = False
     """A load was ordered, and nothing computed since: there is no second one."""
+    explained: bool = False
+    """The journal was told how much of it was found."""
 
 
 class Recall:
@@ -76,6 +79,7 @@ class Recall:
         """Whether the step that is being planned has a request that the last one had not."""
         self._unconfirmed: set[str] = set()
         self.known = StoredKeys(len(groups))
+        self.journal = _journal(options, identity, self._unit)
         self.stores = StoreQueue(
             [sum(layer.page_bytes for layer in group.layers) for group in groups],
             max_rows=max(1, num_blocks // (8 if options.store_bytes_per_second else 2)),
@@ -144,6 +148,9 @@ class Recall:
         levels = self._levels(request, limit)
         near = self._longest(levels, limit, Level.HOST)
         far = self._longest(levels, limit, Level.BELOW) if request.answer else near
+        if self.journal is not None and not request.explained:
+            request.explained = True
+            self.journal.looked_up(request.request, far)
         request.length = far
         request.at_once = near == far and len(self._groups) == 1 and self._is_alone
         return max(0, far - num_computed)
@@ -285,6 +292,7 @@ class Recall:
         request.passed = [0] * len(self._groups)
         self.computed(id, num_tokens, ids)
         del self._requests[id]
+        self._note(request, num_tokens)
         left = sum(
             self._is_wanted(g, k, keys[k])
             for g, group in enumerate(self._groups)
@@ -294,3 +302,24 @@ class Recall:
         )
         if left:
             self.counts["not stored rows"] += left
+
+    def _note(self, request: RecalledRequest, num_tokens: int) -> None:
+        """Have the journal remember a prompt; one that is too slow costs prompts, not steps."""
+        if self.journal is None or num_tokens < self._unit:
+            return
+        if self.journal.is_full:
+            self.counts["not noted prompts"] += 1
+        else:
+            self.journal.stored(request.request, num_tokens)
+
+    def close(self) -> None:
+        """Let go of the journal."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def _journal(options: ConnectorOptions, identity: Identity, unit: int) -> EngineJournal | None:
+    where = options.journal_directory
+    if where is None:
+        return None
+    return EngineJournal(where, identity, unit, tokens=options.journal == "tokens")

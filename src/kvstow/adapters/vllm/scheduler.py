@@ -305,6 +305,11 @@ class SchedulerSide:
         self._loads.clear()
         return step
 
+    def close(self) -> None:
+        """The engine ends."""
+        if self.recall is not None:
+            self.recall.close()
+
 
 def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:
     """The blocks with some of tokens `[start_token, num_tokens)`; id 0 stands for none."""
