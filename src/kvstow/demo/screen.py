@@ -1,6 +1,5 @@
 """The demo on one screen: who does what, the plan, the answers, the transfers, the verdict."""
 
-from types import TracebackType
 from typing import Self
 
 from rich import box
@@ -47,12 +46,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -11,7 +11,6 @@ started again, `on_lost` says that everything heard so far may be wrong; what is
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -89,12 +88,7 @@ class EventSubscriber:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ── in its thread ─────────────────────────────────────────────────────────────

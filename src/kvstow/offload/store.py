@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from threading import RLock
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -465,12 +464,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from random import Random, SystemRandom
-from types import TracebackType
 from typing import Self
 
 from kvstow.blocks.ledger import Ledger
@@ -512,12 +511,7 @@ class Agent:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

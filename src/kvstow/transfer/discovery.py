@@ -16,7 +16,6 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -172,10 +171,5 @@ class EtcdLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -4,7 +4,6 @@
 
 from collections.abc import Sequence
 from inspect import signature
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -220,12 +219,7 @@ class Cache(TransformersCache):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
