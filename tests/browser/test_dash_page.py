@@ -69,7 +69,7 @@ def watched(*agents):
         watch.close()
 
 
-def told(page, text, seconds=20):
+def told(page, text, seconds=60):
     """Waits until the page says so."""
     for _ in range(10 * seconds):
         if text in page.locator("main").inner_text():

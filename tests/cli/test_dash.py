@@ -19,6 +19,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.pack import packed
 from planning import attention
+from waiting import wait_for
 
 KEY = "correct horse battery"
 
@@ -36,8 +37,12 @@ def served(watch, key=""):
         thread.join()
 
 
+def sources(watch):
+    return watch.state(history=True)["sources"]
+
+
 def asked(port, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -161,11 +166,8 @@ def test_a_prometheus_endpoint_is_read_and_a_silent_one_is_reported():
     )
     watch.start()
     try:
-        for _ in range(500):
-            good, bad = watch.state(history=True)["sources"]
-            if "metrics" in good and "error" in bad and bad["error"] != "not asked yet":
-                break
-            threading.Event().wait(0.01)
+        wait_for(lambda: all(each.get("error") != "not asked yet" for each in sources(watch)))
+        good, bad = sources(watch)
         assert good["history"][-1]["failures"] == 1
         assert good["totals"] == good["history"][-1]
         assert "refused" in bad["error"]
@@ -193,12 +195,8 @@ def test_a_directory_that_is_no_store_is_reported(tmp_path):
     watch = Watch([str(tmp_path)], seconds=0.01)
     watch.start()
     try:
-        for _ in range(500):
-            (source,) = watch.state(history=False)["sources"]
-            if source["error"] != "not asked yet":
-                break
-            threading.Event().wait(0.01)
-        assert "no store there" in source["error"]
+        wait_for(lambda: sources(watch)[0]["error"] != "not asked yet")
+        assert "no store there" in sources(watch)[0]["error"]
     finally:
         watch.close()
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import zmq
@@ -11,6 +10,7 @@ from kvstow.errors import SpecError
 from kvstow.events.format import BlockRemoved, BlockStored, EventBatch, decode_batch
 from kvstow.events.publisher import EventPublisher
 from kvstow.events.subscriber import EventSubscriber
+from waiting import wait_for
 
 LOOPBACK = "tcp://127.0.0.1:*"
 
@@ -44,13 +44,6 @@ class Heard:
         )
 
 
-def eventually(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_frames_are_topic_sequence_and_batch():
     with (
         EventPublisher(LOOPBACK, topic="kv") as publisher,
@@ -78,12 +71,12 @@ def test_who_comes_late_hears_everything_that_is_kept_in_order():
         for n in range(50):
             publisher.publish(number(n))
         with heard.subscriber(publisher):
-            eventually(lambda: len(heard.said) >= 50)
+            wait_for(lambda: len(heard.said) >= 50)
             while publisher.next_sequence < 80 or len(heard.said) < 80:
                 publisher.publish(number(publisher.next_sequence))
                 time.sleep(0.005)
             count = publisher.next_sequence
-            eventually(lambda: len(heard.said) == count)
+            wait_for(lambda: len(heard.said) == count)
     assert heard.said == list(range(count))
 
 
@@ -146,9 +139,9 @@ def test_a_publisher_that_was_started_again_is_heard_from_its_beginning():
     for n in range(5):
         first.publish(number(n))
     with heard.subscriber(first):
-        eventually(lambda: len(heard.said) == 5)
+        wait_for(lambda: len(heard.said) == 5)
         first.close()
-        eventually(lambda: None in heard.said)
+        wait_for(lambda: None in heard.said)
         with EventPublisher(address, replay=replay) as second:
             while len(heard.said) < 20:
                 second.publish(number(100 + second.next_sequence))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from kvstow.errors import TransferError
 from kvstow.transfer.discovery import EtcdLease, found_agents
+from waiting import wait_for
 
 A, B = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 
@@ -37,7 +38,7 @@ def etcd(directory: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     command += ["--initial-cluster", f"default={peer}", "--unsafe-no-fsync"]
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
     try:
-        eventually(lambda: responds(url))
+        wait_for(lambda: responds(url))
         yield process
     finally:
         process.send_signal(signal.SIGKILL)
@@ -50,13 +51,6 @@ def responds(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_a_list_is_what_it_says():
@@ -107,7 +101,7 @@ def test_leases_in_etcd_are_found_below_their_prefix_and_end_with_their_owners(t
             assert found_agents(source) == (B,)
             abandoned = EtcdLease(source, "a", A, seconds=1)
             abandoned._closing.set()  # pyright: ignore[reportPrivateUsage] # as if its process had died
-            eventually(lambda: found_agents(source) == (B,))
+            wait_for(lambda: found_agents(source) == (B,))
         assert found_agents(source) == ()
 
 
@@ -117,9 +111,9 @@ def test_an_address_comes_back_after_etcd_was_away_and_has_lost_everything(tmp_p
     errors: list[TransferError] = []
     with etcd(tmp_path / "first", port):
         lease = EtcdLease(source, "a", A, seconds=1, on_error=errors.append)
-    eventually(lambda: len(errors) > 0)
+    wait_for(lambda: len(errors) > 0)
     with etcd(tmp_path / "second", port):
-        eventually(lambda: found_agents(source) == (A,))
+        wait_for(lambda: found_agents(source) == (A,))
         lease.close()
         assert found_agents(source) == ()
 

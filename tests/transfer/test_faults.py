@@ -4,7 +4,7 @@ within its deadline, and afterwards the pair works again."""
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Kind, Served
 from transfer_node import Node, hybrid_layout, rows_for
 from transfer_process import Process, Remote, Zygote
+from waiting import wait_for
 
 TOKENS = 18
 HURRY = {
@@ -35,13 +36,6 @@ TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 LAYOUT = hybrid_layout()
 SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
 GROUPS = {rows.group.name for rows in LAYOUT.groups}
-
-
-def wait_for(question: Callable[[], bool], seconds: float = 15.0) -> None:
-    limit = time.monotonic() + seconds
-    while not question():
-        assert time.monotonic() < limit, "did not come true in time"
-        time.sleep(0.01)
 
 
 def free_port() -> int:
@@ -346,8 +340,9 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(fabric):
 
 def test_a_lease_that_runs_out_after_the_pull_changes_nothing(nodes):
     producer, consumer = nodes
+    consumer.path(producer.address)
     producer.fill(SOURCE)
-    ticket = producer.offer(SOURCE, TOKENS, readers=2, lease_seconds=0.3)
+    ticket = producer.offer(SOURCE, TOKENS, readers=2, lease_seconds=1.0)
     assert "error" not in consumer.pull([ticket], TARGET)
     wait_for(lambda: producer.held() == 0)
     producer.reuse(SOURCE, salt=99)
@@ -360,7 +355,7 @@ def test_a_withdrawn_ticket_fails_its_reader_promptly(nodes, fabric):
     ticket = producer.offer(SOURCE, TOKENS)
     fabric.cut(*(node.agent.endpoint.transport.name for node in nodes))
     number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=60)
-    time.sleep(0.1)
+    wait_for(lambda: producer.agent.server.servings)
     producer.withdraw(ticket)
     assert_failed(consumer.end_pull(number), "expired")
 
@@ -371,7 +366,7 @@ def test_an_aborted_pull_releases_the_producer_promptly(nodes, fabric):
     ticket = producer.offer(SOURCE, TOKENS, lease_seconds=600)
     fabric.cut(*(node.agent.endpoint.transport.name for node in nodes))
     number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=60)
-    time.sleep(0.1)
+    wait_for(lambda: producer.agent.server.servings)  # or there would be nothing to release
     consumer.transfers[number].abort()
     assert_failed(consumer.end_pull(number), "aborted")
     wait_for(lambda: producer.held() == 0)
@@ -384,9 +379,10 @@ def test_pulls_that_fail_or_succeed_leave_no_memory_for_counters_in_use(nodes, f
         assert_works(producer, consumer)
         ticket = producer.offer(SOURCE, TOKENS)
         fabric.cut(*names)
-        deadline = 0.3 if trouble == "late" else 60
+        deadline = 0.5 if trouble == "late" else 60
         number = consumer.begin_pull([ticket], TARGET, direction="read", deadline=deadline)
-        time.sleep(0.1)
+        if trouble != "late":
+            wait_for(lambda: consumer.agent.endpoint.num_counters_in_use > 0)
         if trouble == "withdrawn":
             producer.withdraw(ticket)
         elif trouble == "aborted":
@@ -409,9 +405,11 @@ def test_a_dropped_ticket_releases_the_producer_promptly(nodes):
 def test_a_kept_ticket_outlives_its_lease_time(nodes):
     producer, consumer = nodes
     producer.fill(SOURCE)
-    kept, lost = (producer.offer(SOURCE, TOKENS, lease_seconds=0.6) for _ in range(2))
+    consumer.path(producer.address)
+    kept, lost = (producer.offer(SOURCE, TOKENS, lease_seconds=1.5) for _ in range(2))
     consumer.agent.keep(Ticket.parse(kept))
-    time.sleep(1.5)
+    leases = producer.agent.server.leases
+    wait_for(lambda: leases.has_ended(Ticket.parse(lost).lease))
     assert_failed(consumer.pull([lost], TARGET), "expired")
     assert "error" not in consumer.pull([kept], TARGET)
 
@@ -495,7 +493,8 @@ def test_one_source_that_fails_fails_the_whole_while_the_others_come_to_rest(fab
         for name in there:
             fabric.cut(here, name)
         number = consumer.begin_pull(tickets, target, direction=direction, deadline=20.0)
-        time.sleep(0.3)
+        for mover in sources if direction == "write" else [consumer]:
+            wait_for(lambda mover=mover: mover.agent.endpoint.flights)
         sources[1].withdraw(tickets[1])
         result = consumer.end_pull(number)
         assert result["kind"] == "expired", result

@@ -7,8 +7,8 @@ it, and that must end well when the cable is whole again.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -23,10 +23,10 @@ from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.messages import RegionCard, TellDigest
-from kvstow.transfer.options import Options
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import IDENTITY, Node, from_json, hybrid_layout, rows_for
+from waiting import wait_for
 
 TOKENS = 18
 LAYOUT = hybrid_layout(num_slabs=24)
@@ -34,7 +34,7 @@ SOURCE, TARGET = (rows_for(LAYOUT, TOKENS, seed, among=(1, 12)) for seed in (1, 
 OTHER_SOURCE, OTHER_TARGET = (rows_for(LAYOUT, TOKENS, seed, among=(12, 24)) for seed in (3, 4))
 HURRY = {
     "transfer_seconds": 15.0,
-    "contact_seconds": 2.0,
+    "contact_seconds": 8.0,
     "heartbeat_seconds": 0.1,
     "drain_seconds": 0.3,
     "quarantine_seconds": 60.0,
@@ -42,17 +42,15 @@ HURRY = {
 }
 
 
-def wait_for(question: Callable[[], bool], seconds: float = 15.0) -> None:
-    limit = time.monotonic() + seconds
-    while not question():
-        assert time.monotonic() < limit, "did not come true in time"
-        time.sleep(0.01)
-
-
 def forged(ticket: str, **changes: Any) -> str:
     real = Ticket.parse(ticket)
     values = {field.name: getattr(real, field.name) for field in fields(real)}
     return str(Ticket(**(values | changes)))
+
+
+def hurry(node: Node) -> None:
+    """From now on rows are in quarantine for a moment only."""
+    node.agent.endpoint.options = replace(node.agent.options, quarantine_seconds=0.1)
 
 
 class Scene:
@@ -203,7 +201,7 @@ def test_a_card_that_claims_the_start_of_another_does_not_harm_it(scene):
 
 
 def test_engines_of_consumers_that_have_gone_are_disconnected(scene, monkeypatch):
-    monkeypatch.setattr("kvstow.transfer.serve.SILENT_BEATS", 5)
+    monkeypatch.setattr("kvstow.transfer.serve.SILENT_BEATS", 20)
     producer = scene.add("q")
     gone = []
     for number in range(5):
@@ -330,7 +328,7 @@ def test_a_failed_copy_ends_its_own_pull_whose_rows_stay_put_while_its_siblings_
         if failing and copy == 1:
             raise TransferError("a copy has failed", kind="transport")
 
-    options = {**HURRY, "direction": "read", "quarantine_seconds": 1.5}
+    options = {**HURRY, "direction": "read"}
     producer = Node(encode(LAYOUT), fabric, name="p", options=options)
     transport = LocalTransport(fabric, before_copy=fails)
     consumer = Node(encode(LAYOUT), name="c", options=options, transport=transport)
@@ -343,7 +341,8 @@ def test_a_failed_copy_ends_its_own_pull_whose_rows_stay_put_while_its_siblings_
     assert not consumer.wait_quiet(number, 0.3)
     assert consumer.held() > 0
     failing.clear()
-    assert consumer.wait_quiet(number, 10)
+    hurry(consumer)
+    assert consumer.wait_quiet(number, 15)
     assert consumer.agent.endpoint.transport is not transport
     ticket = producer.offer(SOURCE, TOKENS)
     assert "error" not in consumer.pull([ticket], TARGET, digest="always")
@@ -357,7 +356,7 @@ def test_a_failed_copy_ends_its_own_pull_whose_rows_stay_put_while_its_siblings_
 def test_late_bytes_of_a_timed_out_read_never_reach_rows_that_were_given_to_others():
     """The first producer is silent, its pull times out; the second one's bytes stay."""
     fabric = Fabric()
-    options = {**HURRY, "quarantine_seconds": 0.5, "direction": "read", "digest": "always"}
+    options = {**HURRY, "direction": "read", "digest": "always"}
     slow, good, consumer = (
         Node(encode(LAYOUT), fabric, name=name, options=options) for name in ("slow", "good", "c")
     )
@@ -369,6 +368,7 @@ def test_late_bytes_of_a_timed_out_read_never_reach_rows_that_were_given_to_othe
     number = consumer.begin_pull([slow.offer(SOURCE, TOKENS)], TARGET, deadline=0.3)
     assert consumer.end_pull(number)["kind"] == "timeout"
     assert consumer.held() > 0
+    hurry(consumer)
     assert consumer.wait_quiet(number, 15)
     assert consumer.agent.endpoint.transport.name != names[1]  # a fresh engine
     assert consumer.held() == 0
@@ -395,7 +395,7 @@ def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replace
     )  # fmt: skip
     assert consumer.end_pull(number)["kind"] == "timeout"
     scene.finish()
-    consumer.agent.endpoint.options = Options(**(HURRY | {"quarantine_seconds": 0.1}))
+    hurry(consumer)
     assert consumer.wait_quiet(number, 15)
     assert consumer.agent.endpoint.transport.name != engine
     reader = scene.node("reader")
@@ -408,7 +408,7 @@ def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replace
 def test_a_pull_that_waits_for_the_fresh_engine_is_not_ended_with_the_old_one(is_met):
     """What moves when an engine is closed ends with it; what has not begun goes on."""
     fabric = Fabric()
-    options = {**HURRY, "drain_seconds": 1.0, "quarantine_seconds": 0.1, "direction": "read"}
+    options = {**HURRY, "drain_seconds": 2.0, "quarantine_seconds": 0.1, "direction": "read"}
     stuck, good, consumer = (
         Node(encode(LAYOUT), fabric, name=name, options=options) for name in ("stuck", "good", "c")
     )

@@ -27,6 +27,7 @@ from kvstow.transfer.prefixes import MOST_LEASES
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import attention
+from waiting import wait_for
 
 MODEL = Identity(model="m", weights="ab" * 16)
 OTHER = Identity(model="m", weights="cd" * 16)
@@ -277,6 +278,7 @@ def test_two_agents_that_ask_each_other_both_get_an_answer():
     """Each has a thread of its own, which waits for the other's answer."""
     fabric, together = Fabric(), Barrier(2)
     addresses: dict[str, str] = {}
+    answered: list[str] = []
 
     def life(name: str, other: str) -> int:
         engine = Engine(fabric, name)
@@ -284,10 +286,8 @@ def test_two_agents_that_ask_each_other_both_get_an_answer():
         addresses[name] = engine.agent.address
         together.wait(20)
         ticket = engine.agent.ask(addresses[other], keys_of(PROMPT), step=4, seconds=20)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            engine.agent.settle()
-            time.sleep(0.005)
+        answered.append(name)
+        wait_for(lambda: engine.agent.settle() or other in answered)
         together.wait(20)
         engine.agent.close()
         assert ticket is not None

@@ -1,6 +1,5 @@
 """Pulls between real processes over NIXL, and between threads over the local transport."""
 
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from kvstow.plan.retention import Full
 from kvstow.transfer.pull import meet
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
+from waiting import wait_for
 
 
 @pytest.fixture(params=["local", "nixl"])
@@ -178,13 +178,6 @@ def test_first_contact_measures_both_directions_and_can_be_told(pair):
     assert path["read"] > 0
     assert path["write"] > 0
     assert path["direction"] == ("write" if path["write"] > 2 * path["read"] else "read")
-
-
-def wait_for(question, seconds: float = 10.0) -> None:
-    limit = time.monotonic() + seconds
-    while not question():
-        assert time.monotonic() < limit, "did not come true in time"
-        time.sleep(0.01)
 
 
 def test_a_producer_that_was_started_again_is_greeted_anew_and_its_old_tickets_have_expired():

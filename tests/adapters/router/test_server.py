@@ -345,7 +345,7 @@ def test_a_prefill_beyond_its_time_limit_is_given_up_and_another_one_asked():
     async def story() -> None:
         slow, other, decode = Engine("s", tickets=True), Engine("o", tickets=True), Engine("d")
         slow.hangs = True
-        async with running([slow, other], [decode], prefill=0.3, rest=3600) as front:
+        async with running([slow, other], [decode], prefill=1.0, rest=3600) as front:
             assert await front.text() == "d"
             assert await front.counts() == {"prefill": 1.0, "tickets": 1.0}
             assert await front.text() == "d"

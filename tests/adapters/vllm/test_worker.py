@@ -6,7 +6,8 @@ itself is in tests/vllm.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -159,19 +160,36 @@ class Engine:
         return count
 
 
-SETTINGS = ConnectorOptions(digest="always", lease_seconds=2, transfer_seconds=5)
+SETTINGS = ConnectorOptions(digest="always", lease_seconds=60, transfer_seconds=20)
+BRIEF = replace(SETTINGS, lease_seconds=0.3)
+"""Leases that run out while a test waits for it."""
+
+
+@contextmanager
+def started(
+    settings: ConnectorOptions, *orders: str, in_process: bool = False
+) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode engine."""
+    fabric = Fabric()
+    pair = [
+        Engine.start(fabric, f"engine-{i}", settings, order, in_process=in_process)
+        for i, order in enumerate(orders)
+    ]
+    yield pair[0], pair[1]
+    for engine in pair:
+        engine.hands.close()
 
 
 @pytest.fixture(params=[("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "LBHNC")])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
-    fabric = Fabric()
-    pair = tuple(
-        Engine.start(fabric, f"engine-{i}", SETTINGS, order)
-        for i, order in enumerate(request.param)
-    )
-    yield pair[0], pair[1]
-    for engine in pair:
-        engine.hands.close()
+    with started(SETTINGS, *request.param) as pair:
+        yield pair
+
+
+@pytest.fixture
+def brief_engines() -> Iterator[tuple[Engine, Engine]]:
+    with started(BRIEF, "BLHNC", "LBHNC") as pair:
+        yield pair
 
 
 THERE = ((0, 0, 4, 5, 6), (7, 8, 9, 10, 11))
@@ -239,8 +257,10 @@ def test_a_ticket_may_be_shown_before_the_worker_has_heard_of_it(engines: tuple[
     assert not pulled(prefill, decode).failed
 
 
-def test_an_expired_lease_frees_the_blocks_and_fails_the_load(engines: tuple[Engine, Engine]):
-    prefill, decode = engines
+def test_an_expired_lease_frees_the_blocks_and_fails_the_load(
+    brief_engines: tuple[Engine, Engine],
+):
+    prefill, decode = brief_engines
     params = prefill.prefill(THERE)
     prefill.until(lambda found: "p" in found.sent)
     decode.decode(params, HERE)
@@ -249,9 +269,11 @@ def test_an_expired_lease_frees_the_blocks_and_fails_the_load(engines: tuple[Eng
     assert found.counts == {"pull expired": 1}
 
 
-def test_a_ticket_of_an_earlier_time_of_the_same_blocks_fails(engines: tuple[Engine, Engine]):
+def test_a_ticket_of_an_earlier_time_of_the_same_blocks_fails(
+    brief_engines: tuple[Engine, Engine],
+):
     """What users got elsewhere: the previous prompt's answer."""
-    prefill, decode = engines
+    prefill, decode = brief_engines
     stale = prefill.prefill(THERE)
     prefill.until(lambda found: "p" in found.sent)
     prefill.fill(3)
@@ -261,14 +283,14 @@ def test_a_ticket_of_an_earlier_time_of_the_same_blocks_fails(engines: tuple[Eng
     assert pulled(prefill, decode).failed == {"d"}
 
 
-def test_a_producer_that_is_gone_fails_the_load(engines: tuple[Engine, Engine]):
-    prefill, decode = engines
-    params = prefill.prefill(THERE)
-    prefill.step()
-    prefill.hands.agent.close()
-    decode.decode(params, HERE)
-    found = decode.until(lambda found: bool(found.received))
-    assert found.failed == {"d"}
+def test_a_producer_that_is_gone_fails_the_load():
+    with started(replace(SETTINGS, transfer_seconds=1), "BLHNC", "LBHNC") as (prefill, decode):
+        params = prefill.prefill(THERE)
+        prefill.step()
+        prefill.hands.agent.close()
+        decode.decode(params, HERE)
+        found = decode.until(lambda found: bool(found.received))
+        assert found.failed == {"d"}
 
 
 def test_a_failed_load_gives_the_blocks_back_before_their_lease_ends():
@@ -321,13 +343,8 @@ def test_one_prefill_instance_serves_decode_instances_of_one_and_of_two_ranks():
 
 @pytest.fixture
 def in_process() -> Iterator[tuple[Engine, Engine]]:
-    fabric = Fabric()
-    made = [
-        Engine.start(fabric, f"engine-{i}", SETTINGS, "BLHNC", in_process=True) for i in range(2)
-    ]
-    yield made[0], made[1]
-    for engine in made:
-        engine.hands.close()
+    with started(SETTINGS, "BLHNC", "BLHNC", in_process=True) as pair:
+        yield pair
 
 
 def test_a_ticket_holds_though_the_engine_that_gave_it_never_steps_again(
@@ -363,13 +380,11 @@ def wait_until_read(prefill: Engine) -> None:
     assert not prefill.hands.agent.server.leases
 
 
-def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again(
-    in_process: tuple[Engine, Engine],
-):
-    prefill, decode = in_process
-    stale = prefill.prefill(THERE)
-    prefill.until(lambda found: "p" in found.sent)
-    prefill.fill(3)
-    prefill.prefill(THERE)
-    decode.decode(stale, HERE)
-    assert decode.until(lambda found: bool(found.received)).failed == {"d"}
+def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again():
+    with started(BRIEF, "BLHNC", "BLHNC", in_process=True) as (prefill, decode):
+        stale = prefill.prefill(THERE)
+        prefill.until(lambda found: "p" in found.sent)
+        prefill.fill(3)
+        prefill.prefill(THERE)
+        decode.decode(stale, HERE)
+        assert decode.until(lambda found: bool(found.received)).failed == {"d"}

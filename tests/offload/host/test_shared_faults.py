@@ -129,18 +129,17 @@ def test_a_process_killed_amid_a_store_leaves_its_whole_rows_and_no_others(name)
 
 
 def test_readers_and_heirs_of_processes_killed_anywhere_see_only_whole_rows(name):
-    dice, hits = random.Random(3), 0
+    dice = random.Random(3)
     for round in range(3):
         with process(CHURN, name, round) as child:
-            reader = SharedReader(f"{name}.0")
+            reader, hits = SharedReader(f"{name}.0"), 0
             end = time.monotonic() + dice.uniform(0.3, 0.9)
-            while time.monotonic() < end:
+            while time.monotonic() < end or hits < 50:
                 numbers = sorted(dice.sample(range(400), 24))
                 hits += int(found(reader, dice.randrange(2), numbers).sum())
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
-            for group in range(2):
-                hits += int(found(reader, group, range(400)).sum())
+            assert sum(found(reader, group, range(400)).sum() for group in range(2)) > 0
             reader.close()
         heir = opened(name)
         assert heir.part == f"{name}.0"
@@ -150,7 +149,6 @@ def test_readers_and_heirs_of_processes_killed_anywhere_see_only_whole_rows(name
             there = heir.contains(group, [key(n) for n in range(400)])
             assert (found(heir, group, range(400)) == there).all()
         heir.close()
-    assert hits > 100
 
 
 def test_two_processes_store_at_once_and_a_third_loads_from_both(name):
@@ -161,9 +159,8 @@ def test_two_processes_store_at_once_and_a_third_loads_from_both(name):
     hits = 0
     with process(CHURN, name, 1), process(CHURN, name, 2):
         assert len(list(parts(name))) == 3
-        end = time.monotonic() + 2
         dice = random.Random(5)
-        while time.monotonic() < end:
+        while hits < 200:
             group = dice.randrange(2)
             numbers = dice.sample(range(400), 8)
             first = arena.layout.groups[group].rows_per_slab
@@ -176,7 +173,6 @@ def test_two_processes_store_at_once_and_a_third_loads_from_both(name):
             hits += int(moved.sum())
             mine.evict(group, [key(n) for n in numbers])
             mover.reap()
-    assert hits > 20
     mover.close()
     for tier in (mine, beside):
         tier.close()

@@ -1,7 +1,5 @@
 """Stores that are dead, slow, stopped, started again or full of something else."""
 
-import threading
-import time
 from collections import Counter
 from threading import Event, Thread
 
@@ -17,6 +15,7 @@ from kvstow.offload.store import Store
 from kvstow.testing.servers import Mooncake, Seaweed, Valkey
 from offloading import IDENTITY, numbered_row
 from remote_stores import PROMPT, TOKENS, blocks_of, check, filled, layout_of
+from waiting import wait_for
 
 KEYS = block_keys(IDENTITY, PROMPT, 4)
 
@@ -41,13 +40,6 @@ class Watched:
             return method(*arguments)
 
         return call
-
-
-def wait_until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def tier_of(store, layout=None, **options):
@@ -105,7 +97,7 @@ def test_a_dead_store_is_asked_once_and_then_left_alone(tmp_path):
         assert client.asked["exists"] - probes <= 4  # probes, on nobody's time
         assert tier.misses.now["unreachable"] >= 600
         server.start()
-        wait_until(lambda: not tier.breaker.is_open)
+        wait_for(lambda: not tier.breaker.is_open)
         assert loaded(tier) == [True] * 6
         tier.close()
 
@@ -126,7 +118,7 @@ def test_a_store_that_hangs_costs_a_budget_and_comes_back(tmp_path, kind):
         finally:
             server.go_on()
         tier.options = RemoteOptions(budget=5.0, load=5.0)
-        wait_until(lambda: not tier.breaker.is_open)
+        wait_for(lambda: not tier.breaker.is_open)
         assert loaded(tier) == [True] * 6
         tier.close()
 
@@ -139,7 +131,7 @@ def test_an_answer_that_comes_too_late_touches_nothing(valkey_url):
     rows = [np.full(tier.layout.row_bytes(0), 0xA5, np.uint8) for _ in KEYS]
     assert not tier.load(0, KEYS, rows).any()
     client.gates["get"].set()
-    wait_until(lambda: not tier.breaker.is_open)
+    wait_for(lambda: not tier.breaker.is_open)
     assert all((row == 0xA5).all() for row in rows)
     tier.options = RemoteOptions(load=10.0, budget=10.0)
     assert loaded(tier) == [True] * 6
@@ -175,13 +167,13 @@ def test_rows_are_right_or_missing_while_a_server_is_killed_and_started(tmp_path
         thread.start()
         for _ in range(2):
             came = results[True]
-            wait_until(lambda came=came: results[True] > came or errors)
+            wait_for(lambda came=came: results[True] > came or errors)
             server.kill()
             lost = results[False]
-            wait_until(lambda lost=lost: results[False] > lost or errors)
+            wait_for(lambda lost=lost: results[False] > lost or errors)
             server.start()
         came = results[True]
-        wait_until(lambda: results[True] > came + 6 or errors, 60)
+        wait_for(lambda: results[True] > came + 6 or errors)
         over.set()
         thread.join()
         assert not errors
@@ -224,17 +216,22 @@ def test_threads_that_want_the_same_rows_fetch_them_once(valkey_url):
     stored(tier)
     client.gates["get"] = Event()
     client.asked.clear()
-    ready, results = threading.Barrier(5), []
+    results, joined = [], []
+    take_off = tier._fetcher._take_off
+
+    def noted(*wanted):
+        joined.append(take_off(*wanted))
+        return joined[-1]
+
+    tier._fetcher._take_off = noted
 
     def load():
-        ready.wait()
         results.append(loaded(tier, [0, 1, 2, 0]))
 
     threads = [Thread(target=load) for _ in range(4)]
     for thread in threads:
         thread.start()
-    ready.wait()
-    time.sleep(1.0)
+    wait_for(lambda: len(joined) == 4)
     client.gates["get"].set()
     for thread in threads:
         thread.join()
@@ -317,7 +314,7 @@ def test_wrong_objects_are_misses_with_a_reason_and_are_written_again(url):
     assert loaded(tier) == [False] * 5 + [True]
     assert tier.misses.now == {"damaged": 1, "foreign": 2, "truncated": 1, "version": 1}
     names = [tier._name(0, key) for key in KEYS]
-    wait_until(lambda: client.exists(names).tolist() == [False] * 4 + [True] * 2)
+    wait_for(lambda: client.exists(names).tolist() == [False] * 4 + [True] * 2)
     stored(tier, range(4))
     assert loaded(tier) == [True] * 4 + [False, True]
     tier.close()

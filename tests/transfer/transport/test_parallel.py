@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from kvstow.transfer.transport import parallel as module
 from kvstow.transfer.transport.base import Kinds, Post, Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.parallel import ParallelTransport, parallel
+from waiting import wait_for
 
 BYTES = 1 << 16
 HALF = BYTES // 2
@@ -82,24 +82,22 @@ class Pair:
         return self.transport.prepare("read", self.peer.name, Kinds(), copies)
 
     def warm(self) -> Engine:
-        """A first read tells that copies are made inside the call; the helper gets ready."""
-        done(self.read((0, 4096)))
-        until(lambda: self.transport.num_engines(self.peer.name) == 2)
+        """A first read tells that copies are made inside the call; long ones get the helper
+        ready."""
+
+        def is_ready() -> bool:
+            done(self.read((0, 4096)))
+            return self.transport.num_engines(self.peer.name) == 2
+
+        wait_for(is_ready)
         self.here[:] = 0
         assert self.engine.helper is not None
         return self.engine.helper
 
 
-def until(question: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not question():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-
-
 def done(post: Post) -> None:
     post.start()
-    until(post.poll)
+    wait_for(post.poll)
     assert post.ended
     post.release()
 
@@ -132,13 +130,21 @@ def test_both_engines_copy_and_every_byte_arrives(pair):
     assert pair.engine.copied > 1
 
 
+def test_short_reads_make_no_helper(pair):
+    """Nor do they connect one: whoever moves little has one engine."""
+    done(pair.read((0, 4096)))  # tells
+    for _ in range(5):
+        done(pair.read((0, 32)))
+    assert pair.engine.helper is None
+
+
 def slow_read(pair: Pair) -> None:
     """A read that is not over when the call that starts it returns."""
     pair.engine.step_bytes = 0
     post = pair.read((0, BYTES))
     post.start()
     pair.engine.step_bytes = BYTES
-    until(post.poll)
+    wait_for(post.poll)
 
 
 def test_a_first_read_that_only_connects_does_not_rule_helpers_out(pair):
@@ -164,9 +170,9 @@ def test_a_chunk_that_failed_between_two_looks_is_not_taken_for_arrived(pair):
     post.start()
     assert helper.reached.wait(10)
     helper.hold.set()
-    until(lambda: post.ended or post.has_failed)
+    wait_for(lambda: post.ended or post.has_failed)
     with pytest.raises(TransferError, match="a copy failed"):
-        until(post.poll)
+        wait_for(post.poll)
     with pytest.raises(TransferError, match="a copy failed"):
         post.poll()
 
@@ -180,10 +186,10 @@ def test_a_read_has_not_ended_while_the_helper_may_still_write(pair):
     assert helper.reached.wait(10)
     pair.transport.disconnect(pair.peer.name)
     with pytest.raises(TransferError):
-        until(post.poll)
+        wait_for(post.poll)
     assert not post.ended
     helper.hold.set()
-    until(lambda: (pair.here[HALF:] == pair.there[HALF:]).all())
+    wait_for(lambda: (pair.here[HALF:] == pair.there[HALF:]).all())
 
 
 def test_nothing_is_written_after_close(pair):
@@ -191,7 +197,7 @@ def test_nothing_is_written_after_close(pair):
     pair.fabric.cut(helper.name, pair.peer.name)
     post = pair.read((0, BYTES))
     post.start()
-    until(lambda: (pair.here[:HALF] == pair.there[:HALF]).all())
+    wait_for(lambda: (pair.here[:HALF] == pair.there[:HALF]).all())
     assert not post.poll()
     pair.transport.close()
     assert post.ended
@@ -219,7 +225,7 @@ def test_a_post_can_be_started_again(pair):
     for salt in range(5):
         pair.there[:] = salt
         post.start()
-        until(post.poll)
+        wait_for(post.poll)
         assert (pair.here == salt).all()
 
 

@@ -9,8 +9,9 @@ move as fast as one processor copies. A second engine takes half of a long read:
 
 Peers know the first engine only. A helper is connected to the same engine of the peer and
 needs nothing from it. It is used for reads between host memories, with peers of which one of
-the first reads was over when the call that started it returned, once it has read something
-itself.
+the first reads was over when the call that started it returned. The first long read makes the
+helper, the next one connects it, later ones use it. It connects while a read is under way and at
+no other time: UCX 1.23 ends the process if the peer's engine is closed just then.
 
 A read is done when every chunk was confirmed by the engine that copied it, and has ended when
 every chunk has that was taken.
@@ -71,6 +72,7 @@ class ParallelTransport:
         self._regions: list[Region] = []
         self._peers: dict[str, bytes] = {}
         self._looks_left: dict[str, int] = {}
+        self._copies_inside: set[str] = set()
         self._helpers: list[_Helper] = []
         self._posts: set[_ParallelPost] = set()
         self.is_closed = False
@@ -100,6 +102,7 @@ class ParallelTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
         self._looks_left.pop(peer, None)
+        self._copies_inside.discard(peer)
         for post in tuple(self._posts):
             if post.peer == peer:
                 post.give_up(lost(peer, "disconnected here"))
@@ -116,6 +119,8 @@ class ParallelTransport:
             return self._first.prepare(direction, peer, kinds, copies)
         if self._looks_left.get(peer) and copies.total >= TELLING_BYTES:
             return _TellingPost(self, peer, kinds, copies)
+        if peer in self._copies_inside and copies.total >= LEAST_CHUNK:
+            self._get_ready(peer, int(copies.source[0]))
         parts = chunks(copies, max(LEAST_CHUNK, -(-copies.total // self.engines)))
         helpers = [h for h in self._helpers if peer in h.ready][: self.engines - 1]
         if not helpers or len(parts) < 2:
@@ -132,19 +137,23 @@ class ParallelTransport:
         """A post was released."""
         self._posts.discard(post)
 
-    def tell(self, peer: str, address: int, *, copies_inside: bool) -> None:
-        """Whether a read from a peer, here from that address, was over at once. Where it was,
-        helpers read a little from there, which connects them."""
+    def tell(self, peer: str, *, copies_inside: bool) -> None:
+        """Whether a read from a peer was over at once."""
         if not self._looks_left.get(peer):
             return
         self._looks_left[peer] -= 1
-        if not copies_inside:
-            return
-        self._looks_left[peer] = 0
+        if copies_inside:
+            self._looks_left[peer] = 0
+            self._copies_inside.add(peer)
+
+    def _get_ready(self, peer: str, address: int) -> None:
+        """Make helpers; those that are made read a little from that address of the peer, which
+        connects them."""
         while len(self._helpers) < self.engines - 1:
             self._helpers.append(_Helper(self._first.fresh, self._regions))
         for helper in self._helpers:
-            helper.connect(peer, self._peers[peer], address)
+            if helper.is_made and not helper.has_met(peer):
+                helper.connect(peer, self._peers[peer], address)
 
     def progress(self) -> None:
         self._first.progress()
@@ -166,12 +175,11 @@ class _TellingPost:
     def __init__(self, owner: ParallelTransport, peer: str, kinds: Kinds, copies: Copies) -> None:
         self._owner = owner
         self._peer = peer
-        self._address = int(copies.source[0])
         self._inner = owner.prepare_alone(peer, kinds, copies)
 
     def start(self) -> None:
         self._inner.start()
-        self._owner.tell(self._peer, self._address, copies_inside=self._inner.poll())
+        self._owner.tell(self._peer, copies_inside=self._inner.poll())
 
     def poll(self) -> bool:
         return self._inner.poll()
@@ -324,6 +332,7 @@ class _Helper:
 
     def __init__(self, make: Callable[[], Transport], regions: list[Region]) -> None:
         self.ready: set[str] = set()
+        self.is_made = False
         self._scratch = np.zeros(_SCRATCH_BYTES, np.uint8)
         self._make = make
         self._regions = [*regions, Region(self._scratch.ctypes.data, _SCRATCH_BYTES)]
@@ -335,6 +344,10 @@ class _Helper:
 
     def register(self, region: Region) -> None:
         self._commands.put(lambda engine: engine.register(region))
+
+    def has_met(self, peer: str) -> bool:
+        """Whether it was told to connect to this peer."""
+        return peer in self._wanted
 
     def connect(self, peer: str, metadata: bytes, address: int) -> None:
         """Connect, and read a little from that address; then the peer is in `ready`."""
@@ -357,6 +370,8 @@ class _Helper:
         self._thread.join()
 
     def _meet(self, engine: Transport, peer: str, metadata: bytes, address: int) -> None:
+        if self._wanted.get(peer) is not metadata:
+            return
         engine.connect(peer, metadata)
         one = Copies.one(address, self._scratch.ctypes.data, _SCRATCH_BYTES)
         post = engine.prepare("read", peer, Kinds(), one)
@@ -382,6 +397,7 @@ class _Helper:
     def _serve(self, engine: Transport) -> None:
         for region in self._regions:
             engine.register(region)
+        self.is_made = True
         while (command := self._commands.get()) is not None:
             try:
                 command(engine)
