@@ -1,7 +1,8 @@
 """Writes deploy/grafana.json: a dashboard of every metric that kvstow has.
 
 One panel per metric, made from the list in `kvstow.observe`, so that the dashboard names no
-metric that does not exist and leaves none out. Run it again after a metric was added.
+metric that does not exist and leaves none out; the counter on vLLM's own /metrics has three, by
+what it counts. Run it again after a metric was added.
 """
 
 import json
@@ -10,23 +11,43 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from kvstow.observe import TIER_COUNTS, TIER_GAUGES, Telemetry, TierMetrics, TransferMetrics
+from kvstow.observe import (
+    TIER_COUNTS,
+    TIER_GAUGES,
+    VLLM_COUNTER,
+    RouterMetrics,
+    Telemetry,
+    TierMetrics,
+    TransferMetrics,
+)
 
 FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
 WIDTH, HEIGHT = 8, 7
 BY = {
     "kvstow_transfers": "outcome",
     "kvstow_transfer_bytes": "direction",
+    "kvstow_transfer_served_bytes": "direction",
     "kvstow_transfer_descriptors": "direction",
     "kvstow_transfer_messages": "reason",
     "kvstow_transfer_lease_ends": "reason",
+    "kvstow_router_requests": "outcome",
+    "kvstow_router_faults": "exported_instance",  # Prometheus has an `instance` of its own
+    "kvstow_router_prompt_tokens": "where",
 }
 """The label by which a metric is split."""
+
+IN_VLLM = {
+    "vLLM: pulls by outcome, leases by end": ("(pull|lease) .*", "(pull seconds)", "cps"),
+    "vLLM: bytes pulled": (".* bytes", "", "Bps"),
+    "vLLM: tokens, rows, descriptors, seconds": (".*", "((pull|lease) .*|.* bytes)", "cps"),
+}
+"""Panels of the connector's counter: which `what` they show, which they do not, the unit."""
 
 
 def metrics() -> list[Metric]:
     """Every metric, by its family, in the order of the list."""
     telemetry = Telemetry()
+    RouterMetrics(telemetry.registry)
     TransferMetrics(telemetry.registry)
     none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
     TierMetrics(telemetry.registry).watch("disk", lambda: none)
@@ -56,33 +77,38 @@ def unit(metric: Metric) -> str:
     return "bytes" if is_bytes else "short"
 
 
-def panel(number: int, metric: Metric) -> dict[str, Any]:
+def of_metric(metric: Metric) -> dict[str, Any]:
     asked, line = expression(metric)
+    legend = line if " " in line else "{{" + line + "}}"
+    return panel(metric.documentation, metric.name, asked, legend, unit(metric))
+
+
+def in_vllm(title: str, shown: str, hidden: str, unit: str) -> dict[str, Any]:
+    chosen = f'what=~"{shown}", what!~"{hidden}"'
+    asked = f"sum by (what) (rate({VLLM_COUNTER}_total{{{chosen}}}[$__rate_interval]))"
+    return panel(title, f"{VLLM_COUNTER}_total", asked, "{{what}}", unit)
+
+
+def panel(title: str, name: str, asked: str, legend: str, unit: str) -> dict[str, Any]:
     return {
-        "id": number + 1,
         "type": "timeseries",
-        "title": metric.documentation,
-        "description": metric.name,
+        "title": title,
+        "description": name,
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "gridPos": {
-            "x": number % 3 * WIDTH,
-            "y": number // 3 * HEIGHT,
-            "w": WIDTH,
-            "h": HEIGHT,
-        },
-        "fieldConfig": {"defaults": {"unit": unit(metric), "min": 0}, "overrides": []},
-        "targets": [
-            {
-                "refId": "A",
-                "expr": asked,
-                "legendFormat": line if " " in line else "{{" + line + "}}",
-            }
-        ],
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [{"refId": "A", "expr": asked, "legendFormat": legend}],
     }
 
 
+def place(number: int) -> dict[str, int]:
+    return {"x": number % 3 * WIDTH, "y": number // 3 * HEIGHT, "w": WIDTH, "h": HEIGHT}
+
+
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """The dashboard, as Grafana imports it: the router's panels, vLLM's, agents', tiers'."""
+    made = [of_metric(metric) for metric in metrics()]
+    last = max(i for i, each in enumerate(made) if "kvstow_router" in each["description"])
+    made[last + 1 : last + 1] = [in_vllm(title, *how) for title, how in IN_VLLM.items()]
     return {
         "title": "kvstow",
         "uid": "kvstow",
@@ -93,7 +119,9 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]
         },
-        "panels": [panel(number, metric) for number, metric in enumerate(metrics())],
+        "panels": [
+            {"id": number + 1, "gridPos": place(number), **each} for number, each in enumerate(made)
+        ],
     }
 
 

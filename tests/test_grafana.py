@@ -5,19 +5,35 @@ import re
 import runpy
 from pathlib import Path
 
-from kvstow.observe import TIER_COUNTS, TIER_GAUGES, Telemetry, TierMetrics, TransferMetrics
+from prometheus_client import Counter
+
+from kvstow.observe import (
+    TIER_COUNTS,
+    TIER_GAUGES,
+    VLLM_COUNTER,
+    RouterMetrics,
+    Telemetry,
+    TierMetrics,
+    TransferMetrics,
+)
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "deploy" / "grafana.json"
 
 
 def exposed() -> set[str]:
-    """The names that Prometheus is told, by an agent and a tier that have counted something."""
+    """The names that Prometheus is told, by a router, the connector in vLLM, an agent and a tier
+    that have counted something."""
     telemetry = Telemetry()
-    metrics = TransferMetrics(telemetry.registry)
-    for counter in (metrics.transfers, metrics.bytes, metrics.descriptors, metrics.messages):
+    router = RouterMetrics(telemetry.registry)
+    for counter in (router.requests, router.faults, router.tokens):
         counter.labels("x").inc()
-    metrics.lease_ends.labels("x").inc()
+    Counter(VLLM_COUNTER, "x", ["what"], registry=telemetry.registry).labels("x").inc()
+    metrics = TransferMetrics(telemetry.registry)
+    for counter in (metrics.transfers, metrics.bytes, metrics.served_bytes, metrics.descriptors):
+        counter.labels("x").inc()
+    for counter in (metrics.messages, metrics.lease_ends):
+        counter.labels("x").inc()
     counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
     TierMetrics(telemetry.registry).watch("disk", lambda: counts)
     lines = telemetry.exposition().decode().splitlines()

@@ -105,7 +105,13 @@ class TransferMetrics:
             registry=registry,
         )
         self.bytes = Counter(
-            "kvstow_transfer_bytes", "Bytes moved", ["direction"], registry=registry
+            "kvstow_transfer_bytes", "Bytes pulled", ["direction"], registry=registry
+        )
+        self.served_bytes = Counter(
+            "kvstow_transfer_served_bytes",
+            "Bytes that others pulled from here",
+            ["direction"],
+            registry=registry,
         )
         self.descriptors = Counter(
             "kvstow_transfer_descriptors",
@@ -138,6 +144,40 @@ class TransferMetrics:
             registry=registry,
         )
         self.peers = Gauge("kvstow_transfer_peers", "Peers connected", registry=registry)
+
+
+VLLM_COUNTER = "kvstow"
+VLLM_COUNTER_TEXT = "What the kvstow connector did: pulls by outcome, leases by end, bytes"
+"""The one counter on vLLM's own /metrics, by `what`; vLLM makes it, in its own registry."""
+
+
+class RouterMetrics:
+    """Numbers of the router."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvstow_router_requests",
+            "Requests by what became of them: tickets, plain (decode computed all), failed",
+            ["outcome"],
+            registry=registry,
+        )
+        self.faults = Counter(
+            "kvstow_router_faults",
+            "Attempts that failed, by kind of instance",
+            ["instance"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "kvstow_router_prompt_tokens",
+            "Tokens of prompts by prefix: held where the request was sent, or not",
+            ["where"],
+            registry=registry,
+        )
+        self.left_out = Gauge(
+            "kvstow_router_left_out",
+            "Instances that failed and are not asked",
+            registry=registry,
+        )
 
 
 TIER_COUNTS = {

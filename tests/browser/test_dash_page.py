@@ -2,8 +2,10 @@
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -12,6 +14,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.cli.dash import Watch, dashboard
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
+from kvstow.observe import VLLM_COUNTER, RouterMetrics
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.models import model_layers
@@ -92,6 +95,9 @@ def test_the_page_follows_transfers_leases_failures_and_slabs(opened, width):
         told(page, "0\ntransfers accepted")
         pair.pull(300)
         told(page, "1\ntransfers accepted")
+        moved = page.locator(".tile", has_text="pulled in all").nth(1).locator("b").inner_text()
+        assert moved != "0 B"
+        told(page, f"{moved}\npulled from here by others")
         with pytest.raises(TransferError) as caught:
             pair.pull(200, withdrawn=True)
         told(page, "1\ntransfers failed")
@@ -99,6 +105,27 @@ def test_the_page_follows_transfers_leases_failures_and_slabs(opened, width):
         slabs = page.locator("canvas[aria-label*='owners of slabs']").last
         assert "full" in slabs.get_attribute("aria-label")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_router_and_vllm_are_shown_by_what_they_count(opened):
+    registry = CollectorRegistry()
+    RouterMetrics(registry).requests.labels("tickets").inc(12)
+    connector = Counter(VLLM_COUNTER, "x", ["engine", "what"], registry=registry)
+    connector.labels("0", "pulled bytes").inc(3 << 20)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        with (
+            watched(SimpleNamespace(address=f"http://127.0.0.1:{server.server_port}/")) as url,
+            opened(url, width=360, allowed=(url, "data:")) as page,
+        ):
+            told(page, "router requests, tickets\t12")
+            told(page, "pulled bytes\t3 MiB")
+            assert page.locator(".tile, canvas:visible").count() == 0
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_the_page_says_when_an_agent_is_gone(opened):

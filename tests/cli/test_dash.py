@@ -147,6 +147,7 @@ def test_samples_are_what_a_registry_counted():
     metrics.transfers.labels("accepted").inc(3)
     metrics.transfers.labels("fence").inc(2)
     metrics.bytes.labels("read").inc(1000)
+    metrics.served_bytes.labels("write").inc(700)
     metrics.seconds.observe(0.5)
     found = samples(telemetry.exposition().decode())
     told = {(each["name"], *each["labels"].values()): each["value"] for each in found}
@@ -155,6 +156,7 @@ def test_samples_are_what_a_registry_counted():
     assert not any(name[0].endswith("_bucket") for name in told)
     summed = totals({"at": 1.0, "metrics": found})
     assert (summed["transfers"], summed["failures"], summed["bytes"]) == (5, 2, 1000)
+    assert summed["served"] == 700
 
 
 def test_a_prometheus_endpoint_is_read_and_a_silent_one_is_reported():

@@ -47,6 +47,7 @@ MESSAGES = (
     say.TellDigest(1, (2**63, 1)),
     say.AskProbe(1 << 20),
     say.TellProbe(1 << 20, 0.5),
+    say.Moved(9, 1 << 40, 7),
     say.AskPrefix(9, bytes(32), 16, bytes(64)),
     say.TellPrefix(9, b"ticket"),
     say.AskStatus(),

@@ -169,7 +169,19 @@ def test_what_happened_is_counted_and_told(pair):
     assert [peer["state"] for peer in status["peers"]] == ["ready"]
     assert status["peers"][0]["moved_bytes"] >= stats["bytes"]
     assert status["quarantined_rows"] == 0
-    assert [guest["name"] for guest in producer.status()["guests"]] == ["consumer"]
+    (guest,) = producer.status()["guests"]
+    assert (guest["name"], guest["moved_bytes"]) == ("consumer", stats["bytes"])
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_producer_counts_what_was_pulled_from_it(pair, direction):
+    producer, consumer = pair
+    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
+    producer.fill(source)
+    pulled = consumer.pull([producer.offer(source, TOKENS)], target, direction=direction)["bytes"]
+    wait_for(lambda: producer.status()["guests"][0]["moved_bytes"])
+    assert producer.metric("kvstow_transfer_served_bytes_total", direction=direction) == pulled
+    assert producer.metric("kvstow_transfer_bytes_total", direction=direction) == 0
 
 
 def test_first_contact_measures_both_directions_and_can_be_told(pair):

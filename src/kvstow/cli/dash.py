@@ -353,6 +353,7 @@ def totals(reading: Reading) -> Reading:
     return {
         "at": reading["at"],
         "bytes": sum_of("kvstow_transfer_bytes_total"),
+        "served": sum_of("kvstow_transfer_served_bytes_total"),
         "transfers": sum_of("kvstow_transfers_total"),
         "failures": sum_of("kvstow_transfers_total", without="accepted"),
         "leases": sum_of("kvstow_transfer_leases"),

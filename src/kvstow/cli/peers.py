@@ -93,12 +93,17 @@ def _shown(document: dict[str, Any]) -> str:
         )
         for peer in document["peers"]
     ] + [
-        (guest["name"], "reads" if guest["reading"] else "guest", "–", "–", "–")
+        (guest["name"], "reads" if guest["reading"] else "guest", "–", "–", _served(guest))
         for guest in document["guests"]
     ]
     if not rows:
         return head
     return f"{head}\n\n{table(('peer', 'health', 'direction', 'GB/s', 'moved'), rows, num_left=3)}"
+
+
+def _served(guest: dict[str, Any]) -> str:
+    """What it has pulled; older agents do not tell."""
+    return human(guest["moved_bytes"]) if "moved_bytes" in guest else "–"
 
 
 def _held(document: dict[str, Any]) -> str:

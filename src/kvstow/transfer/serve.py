@@ -24,6 +24,7 @@ from kvstow.transfer.channel.messages import (
     Failed,
     Fetched,
     Hello,
+    Moved,
     Refused,
     Renew,
     Stop,
@@ -98,6 +99,15 @@ class Serving:
         """Whether nothing of ours can reach the consumer's rows any more."""
         return all(flight.is_quiet for flight in self.flights)
 
+    def count_moved(self) -> None:
+        """Count what the consumer has said that it got of us, if it has."""
+        if not self.mailbox.has(Moved):
+            return
+        told, endpoint, begin = self.mailbox.take(Moved), self.peer.endpoint, self.begin
+        way = "read" if begin.write is None else "staged" if begin.slot_bytes else "write"
+        endpoint.count(endpoint.metrics.served_bytes, way, told.nbytes)
+        self.peer.moved_bytes += told.nbytes
+
     def send(self, message: AnyMessage) -> None:
         self.peer.send(message)
 
@@ -120,6 +130,8 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
         while not serving.mailbox.has(End):
             yield server.loop.pace
         accepted = serving.mailbox.take(End).outcome == "accepted"
+        if accepted:
+            serving.count_moved()
     except Exception as error:
         yield from stopped(server, serving, error)
     finally:
@@ -338,7 +350,7 @@ class Server:
                 self._end(message)
             case Stop():
                 self._stop(peer, message)
-            case Fetched(transfer):
+            case Fetched(transfer) | Moved(transfer):
                 if transfer in self.servings:
                     self.servings[transfer].mailbox.put(message)
             case Renew(leases):

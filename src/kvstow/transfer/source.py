@@ -16,6 +16,7 @@ from kvstow.transfer.channel.messages import (
     Claim,
     End,
     Failed,
+    Moved,
     Refused,
     Sample,
     Stop,
@@ -136,6 +137,8 @@ class Source:
     def end(self, outcome: Outcome) -> None:
         """Tell the producer how it went; its lease is not renewed any more."""
         self._endpoint.moving.discard(self.id)
+        if outcome == "accepted" and self.route is not None:
+            self.send(Moved(self.id, self.nbytes, self.descriptors))
         self.send(End(self.id, self.lease, outcome))
         self.lease = 0
 

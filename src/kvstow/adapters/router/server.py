@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvstow.adapters.router.choice import Instance, Instances
 from kvstow.adapters.router.prefixes import EventSource, Prefixes
+from kvstow.observe import RouterMetrics
 
 log = logging.getLogger(__name__)
 
@@ -114,34 +115,9 @@ class Router:
         self._options = options
         self.prefixes = Prefixes(options.events) if options.by_prefix else None
         self._probes: set[asyncio.Task[None]] = set()
-        self._make_metrics()
-
-    def _make_metrics(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvstow_router_requests",
-            "Requests by what became of them: tickets, plain (decode computed all), failed",
-            ["outcome"],
-            registry=self._registry,
-        )
-        self._faults = Counter(
-            "kvstow_router_faults",
-            "Attempts that failed, by kind of instance",
-            ["instance"],
-            registry=self._registry,
-        )
-        self._tokens = Counter(
-            "kvstow_router_prompt_tokens",
-            "Tokens of prompts by prefix: held where the request was sent, or not",
-            ["where"],
-            registry=self._registry,
-        )
-        left_out = Gauge(
-            "kvstow_router_left_out",
-            "Instances that failed and are not asked",
-            registry=self._registry,
-        )
-        left_out.set_function(
+        self._metrics = RouterMetrics(self._registry)
+        self._metrics.left_out.set_function(
             lambda: sum(each.is_open for each in (*self._prefill.all, *self._decode.all))
         )
 
@@ -168,12 +144,12 @@ class Router:
                 with instance.busy_with(asked.num_tokens or 0):
                     async with self._opened(instance, asked, full) as answer:
                         self._decode.works(instance)
-                        self._requests.labels("tickets" if params else "plain").inc()
+                        self._metrics.requests.labels("tickets" if params else "plain").inc()
                         self._count_tokens(asked, instance)
                         return await _relayed(request, answer)
             except NoAnswer as error:
                 self._note("decode", self._decode, instance, error)
-        self._requests.labels("failed").inc()
+        self._metrics.requests.labels("failed").inc()
         raise _error(web.HTTPBadGateway, "no decode instance answered")
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -234,8 +210,8 @@ class Router:
     def _count_tokens(self, asked: Asked, instance: Instance) -> None:
         if asked.num_tokens is not None and asked.held is not None:
             held = asked.held.get(instance.url, 0)
-            self._tokens.labels("held").inc(held)
-            self._tokens.labels("not held").inc(asked.num_tokens - held)
+            self._metrics.tokens.labels("held").inc(held)
+            self._metrics.tokens.labels("not held").inc(asked.num_tokens - held)
 
     # ── instances ─────────────────────────────────────────────────────────────────
 
@@ -262,7 +238,7 @@ class Router:
     def _note(self, kind: str, instances: Instances, instance: Instance, error: Exception) -> None:
         """An instance failed."""
         instances.failed(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
-        self._faults.labels(kind).inc()
+        self._metrics.faults.labels(kind).inc()
         log.warning("%s at %s: %s", kind, instance.url, error or type(error).__name__)
 
     @asynccontextmanager

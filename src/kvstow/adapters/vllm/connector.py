@@ -43,6 +43,7 @@ from kvstow.adapters.vllm.recall import Recall
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.events.format import CacheEvent
+from kvstow.observe import VLLM_COUNTER, VLLM_COUNTER_TEXT
 from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.nixl import NixlTransport
@@ -106,8 +107,8 @@ class KvstowMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counter: Any = self._counter_cls(
-            name="kvstow",
-            documentation="What the kvstow connector did: pulls by outcome, leases by end, bytes",
+            name=VLLM_COUNTER,
+            documentation=VLLM_COUNTER_TEXT,
             labelnames=[*labelnames, "what"],
         )
 

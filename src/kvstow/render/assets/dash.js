@@ -64,10 +64,11 @@ function agentPart(source) {
     name.textContent = reading.agent ?? source;
     problem.textContent = reading.error ?? "";
     if (reading.error) return;
-    charts.hidden = Boolean(reading.store);
+    const moves = (reading.metrics ?? []).some(({ name }) => name.startsWith("kvstow_transfer"));
+    charts.hidden = !moves;
     words.textContent = [
       reading.model,
-      reading.address,
+      reading.address === reading.agent ? null : reading.address,
       reading.memory,
       reading.arena_bytes ? `arena ${human(reading.arena_bytes)}` : null,
     ]
@@ -78,15 +79,19 @@ function agentPart(source) {
       showStore(tiles, tables, reading);
       return;
     }
+    if (!moves) {
+      tables.replaceChildren(...[counterTable(reading), tierTable(reading)].filter(Boolean));
+      return;
+    }
     if (part.history.at(-1)?.at !== reading.at) part.history.push(reading.totals);
     part.history = part.history.slice(-WINDOW);
     const outcomes = byLabel(reading, "kvstow_transfers_total", "outcome");
     const failures = Object.entries(outcomes).filter(([kind]) => kind !== "accepted");
     const sums = reading.totals;
-    const speed = rates(part.history, "bytes");
+    const [pulled, served] = [rates(part.history, "bytes"), rates(part.history, "served")];
     tiles.replaceChildren(
-      tile(perSecond(speed.at(-1) ?? 0), "moving now"),
-      tile(human(sums.bytes), "moved in all"),
+      tile(human(sums.bytes), "pulled in all"),
+      tile(human(sums.served), "pulled from here by others"),
       tile(count(outcomes.accepted ?? 0), "transfers accepted"),
       tile(count(sums.failures), "transfers failed", sums.failures > 0),
       tile(count(sums.leases), "leases running"),
@@ -98,7 +103,10 @@ function agentPart(source) {
     const x = part.history.map(({ at }) => at - now);
     rate.update({
       x,
-      series: [{ label: "bytes per second", colour: "--s0", fill: true, values: speed }],
+      series: [
+        { label: "pulled", colour: "--s0", fill: true, values: pulled },
+        { label: "pulled from here", colour: "--s1", values: served },
+      ],
     });
     held.update({
       x,
@@ -175,6 +183,26 @@ const failureTable = (failures) =>
     { caption: "Failed transfers" },
   );
 
+/** What a router, or vLLM with kvstow's connector, counts on its /metrics. */
+function counterTable(reading) {
+  const found = (reading.metrics ?? []).filter(
+    ({ name, labels }) => name.startsWith("kvstow_") && !("tier" in labels),
+  );
+  const what = ({ name, labels: { engine, model_name, ...rest } }) =>
+    [name.replace(/^kvstow_/, "").replace(/_?total$/, "").replaceAll("_", " "), ...Object.values(rest)]
+      .filter(Boolean)
+      .join(", ");
+  const shown = ({ name, labels, value }) =>
+    `${name} ${labels.what}`.includes("bytes") ? human(value) : Number(value.toPrecision(9)).toLocaleString("en-US");
+  return found.length
+    ? table(
+        ["what", "so far"],
+        found.map((sample) => ({ cells: [what(sample), shown(sample)] })),
+        { caption: "Counted" },
+      )
+    : el("p", { class: "soft" }, "Nothing of kvstow is counted there yet.");
+}
+
 /** Whatever has a label `tier`: one row per tier, one column per metric. */
 function tierTable(reading) {
   const found = (reading.metrics ?? []).filter(({ labels }) => "tier" in labels);
@@ -201,7 +229,7 @@ function tierTable(reading) {
       cells: [
         tier,
         ...columns.map((column) =>
-          column.includes("bytes") ? human(cell(tier, column)) : count(cell(tier, column)),
+          /bytes|capacity/.test(column) ? human(cell(tier, column)) : count(cell(tier, column)),
         ),
       ],
     })),
@@ -224,9 +252,9 @@ function peerTable(reading) {
     ...(reading.guests ?? []).map((guest) => ({
       cells: [
         guest.name,
-        `reads ${counted(guest.reading, "ticket")}`,
+        guest.reading ? `reads ${counted(guest.reading, "ticket")}` : "pulls from here",
         "–",
-        "–",
+        guest.moved_bytes === undefined ? "–" : human(guest.moved_bytes),
         "–",
         ago(guest.silent_seconds),
       ],

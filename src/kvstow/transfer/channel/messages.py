@@ -169,6 +169,15 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: str
 
 
+class Moved(Message, frozen=True, tag="moved"):
+    """What the consumer got of an accepted transfer, told before its end, for the producer's
+    counters. An agent that does not know this message drops it."""
+
+    transfer: int
+    nbytes: Address
+    descriptors: Address
+
+
 class End(Message, frozen=True, tag="end"):
     """The consumer is done with a ticket: it has the bytes, or failed, or gave up."""
 
@@ -261,6 +270,7 @@ AnyMessage = (
     | Staged
     | Fetched
     | Failed
+    | Moved
     | End
     | Stop
     | Stopped

@@ -72,6 +72,7 @@ def status_document(agent: "Agent") -> bytes:
             "name": peer.card.agent,
             "silent_seconds": round(now - peer.heard_at, 3),
             "reading": sum(serving.peer is peer for serving in servings),
+            "moved_bytes": peer.moved_bytes,
         }
         for peer in tuple(agent.server.incoming.values())
     ]

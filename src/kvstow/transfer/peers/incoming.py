@@ -29,6 +29,7 @@ class Incoming:
     send: Callable[[AnyMessage], None]
     heard_at: float
     write_rate: float = 0.0
+    moved_bytes: int = 0
     _shares: dict[tuple[Claim, ...] | None, Share] = field(
         default_factory=dict[tuple[Claim, ...] | None, Share]
     )
