@@ -50,6 +50,45 @@ def test_the_time_is_moves_and_bytes_at_the_stated_rates():
     assert found["link"]["seconds"] == pytest.approx(expected)
 
 
+def test_both_ways_are_priced_and_the_cheaper_one_is_taken():
+    found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4", "--tokens", "160",
+                     "--link", "10:2", "--rows-in", "100:0.5")["ways"]  # fmt: skip
+    nbytes = 10 * 2 * 80 * 8192
+    direct, rows = found["direct"], found["rows"]
+    assert (direct["moves"], direct["bytes"]) == (10 * 160, nbytes)
+    assert (rows["moves"], rows["bytes"], rows["copies_here"]) == (10 * 2, nbytes, 10 * 160)
+    assert direct["seconds"] == pytest.approx(1600 * 2e-6 + nbytes / 10e9)
+    through = 20 * 2e-6 + nbytes / 10e9 + 1600 * 0.5e-6 + nbytes / 100e9
+    assert rows["seconds"] == pytest.approx(through)
+    assert found["taken"] == "rows"
+
+
+def test_four_short_blocks_are_four_reads_for_a_long_one():
+    found = document("llama-3.1-8b", "llama-3.1-8b@block_tokens=64")
+    assert found["moves_per_block"] == 1024
+    assert found["groups"][0]["rows"]["reads_per_block"] == 4
+    back = document("llama-3.1-8b@block_tokens=64", "llama-3.1-8b")
+    assert back["groups"][0]["rows"]["reads_per_block"] == 0.25
+
+
+def test_an_eighth_of_a_row_is_not_worth_the_whole():
+    found = document("llama-3.1-8b", "llama-3.1-8b@tp=8")["ways"]
+    assert found["taken"] == "direct"
+    assert found["rows"]["bytes"] > 7 * found["direct"]["bytes"]
+
+
+def test_equal_rows_are_moved_as_they_are():
+    found = document("llama-3.1-8b", "llama-3.1-8b")["ways"]
+    assert found["taken"] == "direct"
+    assert found["rows"]["moves"] == found["direct"]["moves"]
+
+
+def test_a_memory_that_is_none_is_refused():
+    result = invoke("llama-3.1-8b", "llama-3.1-8b", "--rows-in", "paper")
+    assert result.exit_code == 2
+    assert "'paper' is no memory" in result.stderr
+
+
 def test_manifests_are_read(tmp_path: Path):
     files = []
     for tp in ("1", "2"):

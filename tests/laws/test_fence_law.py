@@ -6,6 +6,7 @@ that is accepted has brought the offered bytes, in every group; and one during w
 nothing was reused is accepted.
 """
 
+from itertools import product
 from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
@@ -71,7 +72,7 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.integers(0, 16), st.lists(st.sampled_from(BLOCKS), max_size=3), max_size=4),
-    st.sampled_from(["read", "write"]),
+    st.sampled_from(["read", "write", "rows"]),
     st.sampled_from([0, 1 << 16]),
 )
 def test_what_is_accepted_is_what_was_offered(moments, direction, long_gap):
@@ -86,7 +87,7 @@ def test_what_is_accepted_is_what_was_offered(moments, direction, long_gap):
 
 
 def test_a_pull_that_nobody_disturbs_is_accepted():
-    for direction in ("read", "write"):
+    for direction in ("read", "write", "rows"):
         result, clumsy, wrong = pulled({}, direction)
         assert "error" not in result
         assert wrong == ""
@@ -95,8 +96,8 @@ def test_a_pull_that_nobody_disturbs_is_accepted():
 
 def test_every_single_block_reused_before_the_fence_is_noticed():
     """For each group and block, at the first copy: the error comes, and names the block."""
-    for group, i in BLOCKS:
-        result, clumsy, _ = pulled({0: [(group, i)]}, "read")
+    for direction, (group, i) in product(("read", "rows"), BLOCKS):
+        result, clumsy, _ = pulled({0: [(group, i)]}, direction)
         assert result["kind"] == "fence", (group, i)
         name = LAYOUT.groups[group].group.name
         block = from_json(SOURCE)[group].ids[i]

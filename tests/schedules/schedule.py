@@ -39,8 +39,8 @@ SILENT_BEATS = 32
 LEAST_TICK, MOST_TICK = 0.01, 0.3
 DIGESTS: tuple[DigestPolicy, ...] = ("off", "off", "off", "sample", "always")
 WAYS: tuple[Way | None, ...] = ("read", "read", "write", "write", None)
-CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "read", "write")
-STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "read", "write")
+CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "rows", "write")
+STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "rows", "rows", "read", "write")
 ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
 MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
 HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True))
@@ -166,7 +166,7 @@ class Schedule:
 
     def _drawn_options(self) -> Options:
         dice = self.random
-        slot_bytes = dice.choice((None, None, 32, 48))
+        slot_bytes = dice.choice((None, None, 32, 48, 300))
         ways = CHURNING_WAYS if self.churns else STAGED_WAYS if slot_bytes else WAYS
         digests = ("off",) if self.churns else DIGESTS
         return Options(

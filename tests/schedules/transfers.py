@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.errors import OutOfBlocks, TransferError
 from kvstow.transfer.channel.messages import Begun
-from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.ticket import Ticket
 from schedules.rows import EngineRows
 from schedules.truth import Request
@@ -258,13 +257,12 @@ class Transfers:
         """What must be nothing when every transfer has ended."""
         endpoint = node.agent.endpoint
         failed = len(endpoint.flights)
-        slots = SLOTS - endpoint.stage.num_free if endpoint.stage else 0
         return {
             "leases": len(node.agent.server.leases),
             "posts": self._posts_under_way(node),
             "counters": max(0, endpoint.num_counters_in_use - failed),
             "pulls": len(node.agent.pulls),
             "quarantine": node.agent.quarantine.rows,
-            "stage slots": max(0, slots - failed),
+            "stage slots": max(0, endpoint.num_slots_in_use - failed),
             "engines": len(self.world.fabric.members) - len(self.world.nodes),
         }

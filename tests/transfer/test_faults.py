@@ -204,7 +204,7 @@ def test_a_restarted_consumer_is_served_like_a_new_one(couple):
 # ── cables ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("direction", ["read", "write", "rows"])
 def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
     producer, consumer = nodes
     assert_works(producer, consumer)
@@ -219,7 +219,7 @@ def test_a_cut_cable_is_a_timeout_and_heals(nodes, fabric, direction):
     assert_works(producer, consumer, salt=3)
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("direction", ["read", "write", "rows"])
 def test_a_killed_engine_is_a_peer_error(nodes, fabric, direction):
     producer, consumer = nodes
     assert_works(producer, consumer)
@@ -293,7 +293,7 @@ def test_a_lease_that_ran_out_before_the_pull_is_an_error(nodes):
     assert_failed(consumer.pull([ticket], TARGET), "expired")
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("direction", ["read", "write", "rows"])
 def test_rows_reused_in_the_middle_of_a_pull_are_never_accepted(fabric, direction):
     """The previous prompt's answer: what went wrong elsewhere."""
     producer, consumer, tripped = None, None, []

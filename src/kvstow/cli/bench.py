@@ -26,7 +26,7 @@ Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often; the b
 Tcp = Annotated[bool, typer.Option("--tcp", help="Over TCP on loopback, as between hosts.")]
 Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
 Way = Annotated[
-    Literal["read", "write", "staged"] | None,
+    Literal["read", "rows", "write", "staged"] | None,
     typer.Option("--direction", help="Force a direction; measured if not.", show_default=False),
 ]
 Output = Annotated[

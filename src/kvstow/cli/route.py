@@ -30,6 +30,14 @@ LinkName = Annotated[
         "tcp100, or GIGABYTES:MICROS, per second and per copy.",
     ),
 ]
+MemoryName = Annotated[
+    str,
+    typer.Option(
+        "--rows-in",
+        help="The memory that TO is in, where rows that were moved whole are cut: device, host, "
+        "or GIGABYTES:MICROS, per second and per copy.",
+    ),
+]
 NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the request timed.")]
 
 
@@ -37,15 +45,17 @@ def route(
     source: From,
     destination: To,
     link: LinkName = "ib400",
+    memory: MemoryName = "device",
     tokens: NumTokens = 8192,
     html: options.HtmlFile = None,
     json: options.Json = False,
 ) -> None:
     """What moving blocks between two layouts costs."""
-    way = link_named(link)
+    way, cut_in = link_named(link), memory_named(memory)
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
     found = _rank_routes(here.layouts, there.layouts[0])
     document = _document(here, there, found, way, tokens)
+    document["ways"] = _ways(document, way, cut_in)
     if html is not None:
         html.write_text(_page(document, here, there, found), encoding="utf-8")
         note(f"page written to {html}")
@@ -57,9 +67,22 @@ def route(
 
 def link_named(text: str) -> "LinkSpeed":
     """A known link, or `GIGABYTES:MICROS`."""
-    from kvstow.route.price import LINKS, LinkSpeed
+    from kvstow.route.price import LINKS
 
-    for link in LINKS:
+    return _speed_named(text, LINKS, "link", "--link")
+
+
+def memory_named(text: str) -> "LinkSpeed":
+    """A known kind of memory, or `GIGABYTES:MICROS`."""
+    from kvstow.route.price import MEMORIES
+
+    return _speed_named(text, MEMORIES, "memory", "--rows-in")
+
+
+def _speed_named(text: str, speeds: "Sequence[LinkSpeed]", what: str, option: str) -> "LinkSpeed":
+    from kvstow.route.price import LinkSpeed
+
+    for link in speeds:
         if link.name == text:
             return link
     rate, _, cost = text.partition(":")
@@ -68,15 +91,16 @@ def link_named(text: str) -> "LinkSpeed":
             name=text, bytes_per_second=float(rate) * 1e9, seconds_per_copy=float(cost) * 1e-6
         )
     except ValueError:
-        names = ", ".join(link.name for link in LINKS)
+        names = ", ".join(link.name for link in speeds)
         raise typer.BadParameter(
-            f"{text!r} is no link\n\nhint: one of {names}, or 12.5:5 for 12.5 GB/s and 5 µs "
+            f"{text!r} is no {what}\n\nhint: one of {names}, or 12.5:5 for 12.5 GB/s and 5 µs "
             "per copy",
-            param_hint="'--link'",
+            param_hint=f"'{option}'",
         ) from None
     if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_copy < 1):
         raise typer.BadParameter(
-            f"{text!r}: a rate above 0 and a cost of at least 0 are needed", param_hint="'--link'"
+            f"{text!r}: a rate above 0 and a cost of at least 0 are needed",
+            param_hint=f"'{option}'",
         )
     return known
 
@@ -157,6 +181,33 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
         **_figures(cost),
         "request_moves": -(-cost.copies.numerator * blocks // cost.copies.denominator),
         "request_bytes": -(-cost.nbytes.numerator * blocks // cost.nbytes.denominator),
+        "rows": {
+            "reads_per_block": _number(cost.reads),
+            "bytes_per_block": _number(cost.read_bytes),
+            "request_reads": -(-cost.reads.numerator * blocks // cost.reads.denominator),
+            "request_bytes": -(-cost.read_bytes.numerator * blocks // cost.read_bytes.denominator),
+        },
+    }
+
+
+def _ways(document: dict[str, Any], link: "LinkSpeed", memory: "LinkSpeed") -> dict[str, Any]:
+    """Every piece read into its place, against rows read whole and cut at the destination."""
+    from kvstow.route.price import prefers_rows
+
+    request = document["request"]
+    reads = sum(group["rows"]["request_reads"] for group in document["groups"])
+    nbytes = sum(group["rows"]["request_bytes"] for group in document["groups"])
+    copies, direct = request["moves"], document["link"]["seconds"]
+    seconds = link.seconds(reads, nbytes) + memory.seconds(copies, request["bytes"])
+    return {
+        "direct": {"moves": copies, "bytes": request["bytes"], "seconds": direct},
+        "rows": {"moves": reads, "bytes": nbytes, "copies_here": copies, "seconds": seconds},
+        "memory": {
+            "name": memory.name,
+            "bytes_per_second": memory.bytes_per_second,
+            "seconds_per_copy": memory.seconds_per_copy,
+        },
+        "taken": "rows" if prefers_rows(direct, seconds) else "direct",
     }
 
 
@@ -287,6 +338,7 @@ def _report(document: dict[str, Any]) -> list[str]:
         "moves of neighbouring blocks are joined where both sides allow it",
         _sources_text(document["sources"]),
         _time_text(document),
+        _ways_text(document["ways"]),
         _orders_text(document),
     ]
 
@@ -314,6 +366,27 @@ def _time_text(document: dict[str, Any]) -> str:
         f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per "
         f"move: {part:.0%} of the time)"
     )
+
+
+def _ways_text(ways: dict[str, Any]) -> str:
+    memory = ways["memory"]
+    rows = [
+        (
+            f"{name} ←" if ways["taken"] == name else name,
+            f"{ways[name]['moves']:,}",
+            human(ways[name]["bytes"]),
+            f"{ways[name].get('copies_here', 0):,}",
+            _duration(ways[name]["seconds"]),
+        )
+        for name in ("direct", "rows")
+    ]
+    shown = table(("way", "moves", "bytes", "copies there", "time"), rows)
+    words = wrapped(
+        f"rows: whole rows are moved, and cut in TO's memory ({memory['name']}: "
+        f"{memory['bytes_per_second'] / 1e9:,g} GB/s, {memory['seconds_per_copy'] * 1e6:g} µs per "
+        "copy). ← is what an agent takes at these prices; it measures its own"
+    )
+    return f"{shown}\n\n{words}"
 
 
 def _duration(seconds: float) -> str:

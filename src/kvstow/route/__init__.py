@@ -7,6 +7,7 @@ lanes     the copies of one pair of blocks, and the free bytes that may join the
 expand    pairs of blocks → copies, with one branch for equal rows
 copies    source, destination, nbytes: the one type for copies
 route     Route: from layout to layout, for any request
+rows      rows read whole and cut at the destination, instead of many small copies
 sources   which peers bring what
 price     what a route costs before anything is sent
 

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 
+from kvstow.route.blocks import Blocks, Tokens
+from kvstow.route.copies import Copies, joined, merged
+from kvstow.route.expand import cut_tokens
 from kvstow.route.route import GroupPair
+from kvstow.route.rows import covered, row_starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Per destination block that is no neighbour of another: copies and bytes of it.
+    """Per destination block that is no neighbour of another: copies and bytes of it; and reads and
+    bytes if source rows are read whole and cut at the destination.
 
     Fractions, because a destination block may share a source block with the next one.
     """
@@ -18,13 +23,16 @@ class Price:
     lanes: int
     copies: Fraction
     nbytes: Fraction
+    reads: Fraction
+    read_bytes: Fraction
     min_copy_bytes: int
     max_copy_bytes: int
 
 
 def price(pairs: Iterable[GroupPair]) -> Price:
     """The price of one block of a destination group, from all of its sources."""
-    lanes, num_copies, nbytes = 0, Fraction(0), Fraction(0)
+    lanes = 0
+    num_copies = nbytes = num_reads = read_bytes = Fraction(0)
     sizes: list[int] = []
     for pair in pairs:
         s_span, d_span = pair.spans
@@ -33,14 +41,31 @@ def price(pairs: Iterable[GroupPair]) -> Price:
         lanes += sum(map(len, copies))
         num_copies += Fraction(sum(map(len, copies)), blocks)
         nbytes += Fraction(sum(int(copy.sum()) for copy in copies), blocks)
+        reads = _row_reads(pair)
+        num_reads += Fraction(len(reads), blocks)
+        read_bytes += Fraction(sum(reads), blocks)
         sizes += [extreme for copy in copies for extreme in (int(copy.min()), int(copy.max()))]
     return Price(
         lanes=lanes,
         copies=num_copies,
         nbytes=nbytes,
+        reads=num_reads,
+        read_bytes=read_bytes,
         min_copy_bytes=min(sizes, default=0),
         max_copy_bytes=max(sizes, default=0),
     )
+
+
+def _row_reads(pair: GroupPair) -> list[int]:
+    """The lengths of all reads of a period of full blocks, if rows are read whole."""
+    s_span, d_span = pair.spans
+    first, _ = cut_tokens(Tokens(0, lcm(s_span, d_span)), s_span, d_span)
+    by_block: dict[int, list[Copies]] = {}
+    for block, kind in zip((first // s_span).tolist(), pair.period, strict=True):
+        by_block.setdefault(block, []).append(kind.copies)
+    starts = row_starts(pair.layouts[0], {pair.groups[0]: Blocks.first([0])})
+    wanted = [merged(joined(copies), by="source") for copies in by_block.values()]
+    return [nbytes for copies in wanted for nbytes in covered(starts, copies)[1].tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +79,15 @@ class LinkSpeed:
     def seconds(self, num_copies: float, nbytes: float) -> float:
         """How long so many copies of so many bytes in all take."""
         return num_copies * self.seconds_per_copy + nbytes / self.bytes_per_second
+
+
+PREFER_DIRECT = 1.25
+"""Rows read whole use memory and the consumer's processor: they have to be so much cheaper."""
+
+
+def prefers_rows(direct_seconds: float, rows_seconds: float) -> bool:
+    """Whether to read rows whole and cut them, by what either way is estimated to take."""
+    return PREFER_DIRECT * rows_seconds < direct_seconds
 
 
 LINKS = tuple(
@@ -73,3 +107,10 @@ LINKS = tuple(
 """Rates that rows reach and costs per copy: pcie5 and nvlink as measured on one H200
 (batched copies; writes between two processes), the others nominal rates with the usual cost
 of posting one descriptor. Estimates, for comparing layouts with each other."""
+
+MEMORIES = tuple(
+    LinkSpeed(name=name, bytes_per_second=gigabytes * 1e9, seconds_per_copy=micros * 1e-6)
+    for name, gigabytes, micros in (("device", 2000.0, 0.06), ("host", 10.0, 0.6))
+)
+"""Where rows are cut: an H200's own memory by the copy kernel (bench/results/copy_gpu.json), a
+host's by one processor (bench/results/transfer_rows.json). Agents measure their own."""

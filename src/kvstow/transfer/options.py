@@ -11,8 +11,9 @@ LEAST_SLOT_BYTES = 32
 """A slot holds at least a few copies: smaller ones would make as many messages as copies."""
 
 DigestPolicy = Literal["always", "sample", "off"]
-Way = Literal["read", "write", "staged"]
-"""The consumer reads, the producer writes, or the consumer reads through host memory."""
+Way = Literal["read", "rows", "write", "staged"]
+"""The consumer reads every piece into its place, or rows whole which it cuts itself; the producer
+writes; or the consumer reads through host memory."""
 
 SECONDS = (
     "lease_seconds",
@@ -35,7 +36,8 @@ class Options:
     `quarantine_share` of all.
     `direction` forces one way instead of measuring; `engines` is how many engines may
     read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
-    default 32 MiB on a device and none on the host.
+    default 32 MiB on a device and none on the host; and of the slots that rows are cut in, by
+    default 8 MiB, which are made when they are first needed.
     """
 
     lease_seconds: float = 30.0

@@ -27,6 +27,7 @@ from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy, Way
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, check_known, named
@@ -200,7 +201,7 @@ def move(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
     """Return when all bytes of a source have arrived, and it has said that it keeps them."""
     if source.route is not None:
         match source.direction:
-            case "read":
+            case "read" | "rows":
                 yield from read(endpoint, order, source)
             case "write":
                 yield from written(endpoint, source)
@@ -210,13 +211,20 @@ def move(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
 
 
 def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
-    """Read the rows where they lie."""
+    """Read what we want of the rows where they lie; or rows whole, if that is cheaper."""
     assert source.route is not None
     assert source.peer.path is not None
     card, kinds = source.card, endpoint.kinds(source.card)
     copies = source.route.copies(
         source.ticket.blocks, order.into, order.num_tokens, start_token=order.start_token
     )
+    forced = order.direction or endpoint.options.direction
+    rows = yield from chosen_rows(endpoint, source, copies, forced)
+    if rows is not None:
+        source.direction, source.nbytes = "rows", rows.reads.total
+        source.descriptors = len(rows.reads)
+        yield from read_and_cut(endpoint, source, rows)
+        return
     copies = copies.moved(card.base, endpoint.card.base)
     engines = endpoint.transport.num_engines(card.engine)  # a chunk is shared out to all of them
     chunk = engines * chunk_bytes(source.peer.path.rate, kinds)

@@ -128,7 +128,7 @@ class Source:
         """Give up: the producer shall write and stage no more. A peer to which a post has
         failed is lost, and greeted again by whoever needs it."""
         if self.id in self._endpoint.moving:
-            if self.direction != "read":
+            if self.direction in ("write", "staged"):
                 self.send(Stop(self.id))
             self.end("aborted" if error.kind == "aborted" else "failed")
         if self._card is not None and self._card.engine in self._endpoint.broken:

@@ -238,6 +238,14 @@ mount(
       `about ${seconds(cost.link.seconds)}`,
       `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
     ),
+    ...(cost.ways.taken === "rows"
+      ? [
+          tile(
+            `about ${seconds(cost.ways.rows.seconds)}`,
+            `if rows are moved whole, in ${count(cost.ways.rows.moves)} copies, and cut in TO's memory: what an agent does at these prices`,
+          ),
+        ]
+      : []),
     ...(quickest < cost.link.seconds
       ? [
           tile(

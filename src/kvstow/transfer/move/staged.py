@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from kvstow.errors import CopyError, TransferError
 from kvstow.memory.arena import Arena
@@ -88,11 +89,13 @@ def pieces(
 
 
 class Stage:
-    """Slots in host memory, pinned where there is a device."""
+    """Slots in host memory, pinned where there is a device; or in a device's own."""
 
-    def __init__(self, slot_bytes: int, *, pinned: bool) -> None:
+    def __init__(
+        self, slot_bytes: int, *, pinned: bool = False, device: str | torch.device = "cpu"
+    ) -> None:
         self.slot_bytes = slot_bytes
-        self.arena = Arena(_flat(SLOTS * slot_bytes), pinned=pinned)
+        self.arena = Arena(_flat(SLOTS * slot_bytes), pinned=pinned, device=device)
         self._free = deque(range(SLOTS))
 
     @property
@@ -237,7 +240,7 @@ class Fetch:
             yield from copied(stage.arena, self.endpoint.arena, piece.out_of_slot(slot))
         finally:
             self.flights.extend(flights)
-            _when_quiet(flights, lambda: stage.give(slot))
+            when_quiet(flights, lambda: stage.give(slot))
         return count
 
     def _read(
@@ -256,10 +259,10 @@ class Fetch:
         return len(copies)
 
 
-def _when_quiet(flights: "list[Flight]", then: "Callable[[], None]") -> None:
+def when_quiet(flights: "list[Flight]", then: "Callable[[], None]") -> None:
     """Call `then` once, when the last of the flights is quiet."""
     left = [flight for flight in flights if not flight.is_quiet]
     if left:
-        left[0].after(lambda: _when_quiet(left, then))
+        left[0].after(lambda: when_quiet(left, then))
     else:
         then()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from prometheus_client import Counter
 
-from kvstow.errors import TransferError
+from kvstow.errors import ArenaError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Fact, Telemetry, TransferMetrics
 from kvstow.plan.identity import HINT, Identity
@@ -24,6 +24,7 @@ from kvstow.plan.manifest import encode, fingerprint
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
+from kvstow.route.price import LinkSpeed
 from kvstow.transfer.channel.messages import Card, RegionCard
 from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.generations import Owner
@@ -43,6 +44,7 @@ from kvstow.transfer.transport.base import (
 log = getLogger(__name__)
 
 PROBE_BYTES = 4 << 20
+SCRATCH_SLOT_BYTES = 8 << 20
 LEAST_COUNTERS = 4096
 
 
@@ -168,6 +170,9 @@ class Endpoint:
         self.device = arena.device.index or 0
         self.probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=arena.device)
         self.stage = _stage(options.slot_bytes, on_device=self.kind == "VRAM")
+        self.copy_speed: LinkSpeed | None = None
+        """How fast we copy from slots to rows, once that was measured."""
+        self._scratch: Stage | None = None
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         self.flights: dict[Flight, None] = {}  # in the order in which they started
         self.broken: set[str] = set()
@@ -236,12 +241,36 @@ class Endpoint:
         ]
         tables = [t for t in (*self.owner.generations, *self._counters) if t.nbytes]
         stage = [Region(self.stage.arena.address, self.stage.arena.nbytes)] if self.stage else []
+        scratch = [self._scratch_region(self._scratch)] if self._scratch else []
         return [
             *arena,
             *(Region(table.ctypes.data, table.nbytes) for table in tables),
             Region(self.probe.data_ptr(), PROBE_BYTES, self.kind, self.device),
             *stage,
+            *scratch,
         ]
+
+    def scratch(self) -> Stage:
+        """Slots in the arena's kind of memory, which only we use; made when first asked for.
+        Raises TransferError where there is no memory for them."""
+        if self._scratch is None:
+            nbytes = self.options.slot_bytes or SCRATCH_SLOT_BYTES
+            try:
+                made = Stage(nbytes, device=self.arena.device)
+            except ArenaError as error:
+                raise TransferError(f"slots to cut rows in: {error}", kind="transport") from error
+            self.transport.register(self._scratch_region(made))
+            self._scratch = made
+        return self._scratch
+
+    @property
+    def num_slots_in_use(self) -> int:
+        """Slots that something is read into or cut from."""
+        slots = (self.stage, self._scratch)
+        return sum(SLOTS - stage.num_free for stage in slots if stage is not None)
+
+    def _scratch_region(self, scratch: Stage) -> Region:
+        return Region(scratch.arena.address, scratch.arena.nbytes, self.kind, self.device)
 
     def _card(self) -> Card:
         for g, table in enumerate(self.owner.generations):

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from kvstow.errors import RouteError, TransferError
 from kvstow.plan.layout import Layout
+from kvstow.route.price import LinkSpeed
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
     Alive,
@@ -68,6 +69,8 @@ class Outgoing:
         self.layout: Layout | None = None
         self.fingerprint = ""
         self.path: Path | None = None
+        self.link: LinkSpeed | None = None
+        """What reads cost, once somebody has had to know."""
         self.mailbox = Mailbox(self._wake)
         self.readers: dict[int, Reader] = {}
         self.questions: dict[int, Mailbox] = {}
@@ -133,7 +136,7 @@ class Outgoing:
             self._check(welcome.card)
             endpoint.attach(welcome.card, self)
             self.card = card = welcome.card
-            self.state = "probing"
+            self.state, self.link = "probing", None
             self.path = yield from measured_path(endpoint, self, card)
             self._ready(self.path)
             while self.unanswered < SILENT_BEATS:

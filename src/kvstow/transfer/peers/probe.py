@@ -1,13 +1,19 @@
 """Which way the bytes go: measured at first contact, because it can be a factor of 300."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
+from kvstow.route.price import LinkSpeed
 from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Story
 from kvstow.transfer.move.copies import moved
+from kvstow.transfer.move.staged import copied
 from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
 from kvstow.transfer.transport.base import Direction, Kinds
@@ -18,6 +24,9 @@ if TYPE_CHECKING:
 
 PROBES = 5
 """The first one also connects, so it never counts alone."""
+
+PROBE_COPIES = 512
+"""So many short copies tell what one costs: they are of 8 KiB, like a page of one head."""
 
 PREFER_READ = 2.0
 """Other ways cost the producer work: they have to be so much faster to be chosen."""
@@ -42,7 +51,7 @@ class Path:
     @property
     def rate(self) -> float:
         match self.direction:
-            case "read":
+            case "read" | "rows":
                 return self.read_rate
             case "write":
                 return self.write_rate
@@ -107,13 +116,68 @@ def written_probe(endpoint: Endpoint, peer: "Incoming", nbytes: int) -> Story[No
     peer.send(TellProbe(size, size / rate))
 
 
+# ── what a copy costs ─────────────────────────────────────────────────────────────────
+
+
+def measured_reads(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Story[LinkSpeed]:
+    """What reads from a peer cost; measured when first asked for, from many short ones against
+    the one long one of its path. Raises TransferError."""
+    if peer.link is None:
+        assert peer.path is not None
+        one = peer.path.read_rate
+        size = min(PROBE_BYTES, card.probe.nbytes)
+        copies = _scattered(card.probe.address, endpoint.probe.data_ptr(), size)
+        many = yield from _rate(endpoint, "read", card, endpoint.kinds(card), copies)
+        peer.link = _speed(peer.name, one, many, copies)
+    return peer.link
+
+
+def measured_copies(endpoint: Endpoint) -> Story[LinkSpeed]:
+    """What copies from our slots cost; measured when first asked for. Raises TransferError."""
+    if endpoint.copy_speed is None:
+        scratch = endpoint.scratch()
+        half = min(PROBE_BYTES, scratch.slot_bytes // 2)
+        slot = yield from scratch.taken()
+        try:
+            several = _scattered(slot, slot + half, half)
+            rates: list[float] = []
+            for copies in (Copies.one(slot, slot + half, half), several):
+                copy = partial(copied, scratch.arena, scratch.arena, copies)
+                rates.append((yield from _best(endpoint, half, copy)))
+        finally:
+            scratch.give(slot)
+        endpoint.copy_speed = _speed(endpoint.name, rates[0], rates[1], several)
+    return endpoint.copy_speed
+
+
+def _scattered(source: int, destination: int, nbytes: int) -> Copies:
+    """The bytes in short copies, of which no two can be made one: the last is put first."""
+    short = max(1, nbytes // PROBE_COPIES)
+    starts = np.arange(nbytes // short, dtype=np.int64) * short
+    return Copies(source + starts, destination + starts[::-1], np.full(len(starts), short))
+
+
+def _speed(name: str, one: float, many: float, copies: Copies) -> LinkSpeed:
+    """What a copy costs more, by the rates of a single long one and of these."""
+    more = copies.total / many - copies.total / one
+    return LinkSpeed(name=name, bytes_per_second=one, seconds_per_copy=max(0.0, more / len(copies)))
+
+
 def _rate(
     endpoint: Endpoint, direction: Direction, card: Card, kinds: Kinds, copies: Copies
 ) -> Story[float]:
     """Bytes per second, the best of several."""
+
+    def move() -> Story[None]:
+        return moved(endpoint, direction, card.engine, kinds, copies, flights=[])
+
+    return (yield from _best(endpoint, copies.total, move))
+
+
+def _best(endpoint: Endpoint, nbytes: int, move: Callable[[], Story[None]]) -> Story[float]:
     best = 0.0
     for _ in range(PROBES):
         started = endpoint.clock()
-        yield from moved(endpoint, direction, card.engine, kinds, copies, flights=[])
-        best = max(best, copies.total / max(endpoint.clock() - started, 1e-9))
+        yield from move()
+        best = max(best, nbytes / max(endpoint.clock() - started, 1e-9))
     return best
