@@ -19,7 +19,7 @@ LARGEST_ARENA = 1 << 19
 POISON = 0x5A
 
 quick = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much,
                            HealthCheck.data_too_large],

@@ -74,8 +74,17 @@ def priced(consumer: Node, producer: Node, link: float, here: float) -> None:
     )
 
 
-@pytest.mark.parametrize("slot_bytes", [None, 32, 100, 4096])
-@pytest.mark.parametrize("tokens", [(0, TOKENS), (17, TOKENS), (33, 41), (0, 1), (64, 65)])
+@pytest.mark.parametrize(
+    ("slot_bytes", "tokens"),
+    [
+        (None, (0, TOKENS)),
+        (32, (17, TOKENS)),
+        (32, (0, 1)),
+        (100, (33, 41)),
+        (100, (0, TOKENS)),
+        (4096, (64, 65)),
+    ],
+)
 def test_cut_rows_are_byte_exact_in_every_group(fabric, slot_bytes, tokens):
     start, end = tokens
     producer = Node(encode(SHORT), fabric, name="producer")
