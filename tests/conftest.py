@@ -5,11 +5,15 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
+
+# Two processes share two cores: threads that wait by spinning would only hold each other up.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Triton reads this once, at its first import: before any test module, or it is too late for all.
 if importlib.util.find_spec("torch"):
@@ -84,6 +88,21 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
         markers = [name for name in OPT_IN_MARKERS if item.get_closest_marker(name)]
         item.config.stash[left_out][" and ".join(markers) or "by -k or -m"] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of several tells the first one what it has left out."""
+    told: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["left_out"] = dict(session.config.stash[left_out])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process has chosen among all tests: what one of them says is said of all."""
+    told = getattr(node, "workeroutput", {}).get("left_out")
+    if told is not None:
+        node.config.stash[left_out] = Counter(told)
 
 
 def pytest_terminal_summary(
