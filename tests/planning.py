@@ -66,8 +66,9 @@ def recurrent(name: str, *, channels: int = 3, taps: int = 2, heads: int = 2) ->
 @st.composite
 def layer_lists(draw: st.DrawFn, *, least_groups: int = 2) -> list[LayerSpec]:
     """Layers of at least two groups, pages of mixed sizes, dimensions often 1, 2 or equal."""
-    kinds = draw(st.lists(st.tuples(RETENTIONS, TOKENS), min_size=least_groups, max_size=3,
-                          unique=True))  # fmt: skip
+    kinds = draw(
+        st.lists(st.tuples(RETENTIONS, TOKENS), min_size=least_groups, max_size=3, unique=True)
+    )
     layers: list[LayerSpec] = []
     for retention, tokens in kinds:
         for _ in range(draw(st.integers(1, 3))):
@@ -87,8 +88,14 @@ def layer_lists(draw: st.DrawFn, *, least_groups: int = 2) -> list[LayerSpec]:
                 )
             )
     if draw(st.booleans()):
-        layers.append(recurrent(f"layers.{len(layers)}.mamba", channels=draw(SMALL),
-                                taps=draw(SMALL), heads=draw(SMALL)))  # fmt: skip
+        layers.append(
+            recurrent(
+                f"layers.{len(layers)}.mamba",
+                channels=draw(SMALL),
+                taps=draw(SMALL),
+                heads=draw(SMALL),
+            )
+        )
     return layers
 
 

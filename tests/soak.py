@@ -32,8 +32,9 @@ from transfer_process import Process, Remote, Zygote
 
 SLABS_EACH = 12
 LAYOUT = hybrid_layout(num_slabs=1 + 2 * SLABS_EACH)
-MODELS = tuple(Identity.of_tensors(name, {}, [("w", "float32", name.encode())])
-               for name in ("one", "other"))  # fmt: skip
+MODELS = tuple(
+    Identity.of_tensors(name, {}, [("w", "float32", name.encode())]) for name in ("one", "other")
+)
 MANIFESTS = tuple(encode(LAYOUT.identified(model)) for model in MODELS)
 SALTS = 90
 REUSED = 99
@@ -161,8 +162,15 @@ class Soak:
                         raise Wrong(f"{each.name} crashed") from None
             self.outcomes[outcome] += 1
 
-    def _pull(self, seat: Seat, producer: Seat, rows: tuple[Listed, Listed], tokens: int,
-              salt: int, chance: random.Random) -> str:  # fmt: skip
+    def _pull(
+        self,
+        seat: Seat,
+        producer: Seat,
+        rows: tuple[Listed, Listed],
+        tokens: int,
+        salt: int,
+        chance: random.Random,
+    ) -> str:
         source, target = rows
         node = seat.node
         node.wipe()
@@ -175,9 +183,12 @@ class Soak:
             time.sleep(0.1)
         started = time.monotonic()
         number = node.begin_pull(
-            [ticket], target, direction=chance.choice(["read", "write", None]),
-            deadline=DEADLINE, digest=chance.choice(["always", "sample", "off"]),
-        )  # fmt: skip
+            [ticket],
+            target,
+            direction=chance.choice(["read", "write", None]),
+            deadline=DEADLINE,
+            digest=chance.choice(["always", "sample", "off"]),
+        )
         trouble = chance.choices(["abort", "reuse", "withdraw", "none"], [1, 1, 1, 7])[0]
         if trouble == "abort":
             node.abort(number)
@@ -234,8 +245,9 @@ class Soak:
                 if not held and not leases and not rows:
                     break
                 if time.monotonic() > limit:
-                    raise Wrong(f"{seat.name} keeps {held} rows, {leases} leases, {rows} rows in "
-                                f"quarantine")  # fmt: skip
+                    raise Wrong(
+                        f"{seat.name} keeps {held} rows, {leases} leases, {rows} rows in quarantine"
+                    )
                 time.sleep(0.2)
 
     def close(self) -> None:
@@ -262,8 +274,12 @@ def main() -> None:
     options = parser.parse_args()
     print(f"soak: {options.seconds:g} s, seed {options.seed}", file=sys.stderr)
     outcomes, wrong = soak(options.seconds, options.seed, tcp=options.tcp)
-    print(json.dumps({"seed": options.seed, "outcomes": dict(outcomes.most_common()),
-                      "wrong": wrong}, indent=1))  # fmt: skip
+    print(
+        json.dumps(
+            {"seed": options.seed, "outcomes": dict(outcomes.most_common()), "wrong": wrong},
+            indent=1,
+        )
+    )
     sys.exit(bool(wrong))
 
 

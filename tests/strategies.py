@@ -55,11 +55,12 @@ class Kind:
             block_tokens=states * self.state_tokens,
             states=states,
             heads=Extent("head", self.heads, (share(self.heads, *tp),)),
-            fields=tuple(Field(field, dtype, (Extent.whole("content", size),), section)
-                         for (field, dtype, size), section
-                         in zip(self.fields, sections, strict=True)),
+            fields=tuple(
+                Field(field, dtype, (Extent.whole("content", size),), section)
+                for (field, dtype, size), section in zip(self.fields, sections, strict=True)
+            ),
             align=self.align,
-        )  # fmt: skip
+        )
 
     def _recurrent(self, name: str, tp: tuple[int, int]) -> LayerSpec:
         pieces: list[tuple[int, int]] = []
@@ -76,12 +77,15 @@ class Kind:
             states=1,
             heads=Extent.whole("head", 1),
             fields=(
-                Field("conv", DType.BFLOAT16,
-                      (Extent("channel", start, tuple(pieces)), Extent.whole("tap", 2))),
+                Field(
+                    "conv",
+                    DType.BFLOAT16,
+                    (Extent("channel", start, tuple(pieces)), Extent.whole("tap", 2)),
+                ),
                 Field("ssm", DType.FLOAT32, (heads, Extent.whole("state", 2))),
             ),
             align=self.align,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,13 @@ class Served:
     ) -> Layout:
         """One rank's layout, with room for a request of `num_tokens` and some more."""
         groups = grouped(self.layers(kinds, tp_rank, pp_rank))
-        site = Site(model="random", order=self.order, tp=(tp_rank, self.tp),
-                    pp=(pp_rank, self.pp), alignment=self.alignment)  # fmt: skip
+        site = Site(
+            model="random",
+            order=self.order,
+            tp=(tp_rank, self.tp),
+            pp=(pp_rank, self.pp),
+            alignment=self.alignment,
+        )
         pack = PACKS[self.pack]
         small = pack(groups, num_slabs=2, site=site)
         slabs = 2 + sum(
@@ -142,9 +151,12 @@ def blocks_of(group: Group, num_tokens: int) -> int:
 SIZES = st.sampled_from([1, 2, 2, 3, 4, 6, 8])
 TP = st.sampled_from([1, 2, 3, 4, 6, 8])
 RETENTIONS = st.one_of(
-    st.just(Full()), st.builds(Window, st.integers(1, 12)), st.builds(Chunk, st.integers(1, 12)),
-    st.builds(Sink, st.integers(1, 4), st.integers(1, 8)), st.builds(Encoder, st.integers(1, 9)),
-)  # fmt: skip
+    st.just(Full()),
+    st.builds(Window, st.integers(1, 12)),
+    st.builds(Chunk, st.integers(1, 12)),
+    st.builds(Sink, st.integers(1, 4), st.integers(1, 8)),
+    st.builds(Encoder, st.integers(1, 9)),
+)
 DTYPES = st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3, DType.INT4])
 
 
@@ -190,9 +202,12 @@ ALIGNMENTS = st.builds(
 
 @st.composite
 def served(
-    draw: st.DrawFn, model: tuple[Kind, ...], *, tps: st.SearchStrategy[int] = TP,
-    most_tokens: int = 64
-) -> Served:  # fmt: skip
+    draw: st.DrawFn,
+    model: tuple[Kind, ...],
+    *,
+    tps: st.SearchStrategy[int] = TP,
+    most_tokens: int = 64,
+) -> Served:
     tokens = st.one_of(st.sampled_from([1, 2, 3, 4]), st.integers(1, most_tokens))
     return Served(
         tp=draw(tps),

@@ -29,8 +29,12 @@ def test_an_event_is_one_line_of_json():
     (event,) = events.recent()
     assert "\n" not in event.as_json()
     assert json.loads(event.as_json()) == {
-        "at": 1.5, "part": "transfer", "what": "lease-ended", "lease": 2**63 - 1, "reason": "a\nb",
-    }  # fmt: skip
+        "at": 1.5,
+        "part": "transfer",
+        "what": "lease-ended",
+        "lease": 2**63 - 1,
+        "reason": "a\nb",
+    }
 
 
 def test_a_listener_that_raises_is_removed_and_told_of():

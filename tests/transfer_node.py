@@ -52,21 +52,31 @@ def from_json(listed: Listed) -> dict[int, Blocks]:
 def attention(name: str, retention: Retention, block_tokens: int = 4) -> LayerSpec:
     head = (Extent.whole("content", 4),)
     return LayerSpec(
-        name=name, retention=retention, block_tokens=block_tokens, states=block_tokens,
+        name=name,
+        retention=retention,
+        block_tokens=block_tokens,
+        states=block_tokens,
         heads=Extent.whole("head", 2),
         fields=(Field("k", DType.BFLOAT16, head), Field("v", DType.BFLOAT16, head)),
-    )  # fmt: skip
+    )
 
 
 def hybrid_layout(num_slabs: int = 12) -> Layout:
     """Full, window and state groups in one arena."""
     state = LayerSpec(
-        name="layers.2", retention=State(), block_tokens=16, states=1,
+        name="layers.2",
+        retention=State(),
+        block_tokens=16,
+        states=1,
         heads=Extent.whole("head", 1),
         fields=(Field("ssm", DType.FLOAT32, (Extent.whole("state", 24),)),),
-    )  # fmt: skip
-    layers = [attention("layers.0", Full()), attention("layers.1", Window(8)), state,
-              attention("layers.3", Full())]  # fmt: skip
+    )
+    layers = [
+        attention("layers.0", Full()),
+        attention("layers.1", Window(8)),
+        state,
+        attention("layers.3", Full()),
+    ]
     return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="hybrid"))
 
 
@@ -114,10 +124,15 @@ class Node:
         self.owner = Generations(self.layout)
         made = transport or (LocalTransport(fabric) if fabric else NixlTransport(listen=listen))
         self.agent = Agent(
-            self.arena, self.owner, transport=made, identity=self.layout.identity or IDENTITY,
-            name=name, listen=listen, keys=keys,
+            self.arena,
+            self.owner,
+            transport=made,
+            identity=self.layout.identity or IDENTITY,
+            name=name,
+            listen=listen,
+            keys=keys,
             options=Options(**(options or {})),
-        )  # fmt: skip
+        )
         if is_started:
             self.agent.start()
         self.transfers: dict[int, Any] = {}
@@ -163,11 +178,20 @@ class Node:
         try:
             stats = transfer.wait(wait)
         except TransferError as error:
-            return {"error": str(error), "kind": error.kind, "peer": error.peer,
-                    "blocks": {k: list(v) for k, v in error.blocks.items()},
-                    "quiet": transfer.quiet}  # fmt: skip
-        return {"bytes": stats.nbytes, "descriptors": stats.descriptors, "fence": stats.fence,
-                "digest": stats.digest, "directions": list(stats.directions)}  # fmt: skip
+            return {
+                "error": str(error),
+                "kind": error.kind,
+                "peer": error.peer,
+                "blocks": {k: list(v) for k, v in error.blocks.items()},
+                "quiet": transfer.quiet,
+            }
+        return {
+            "bytes": stats.nbytes,
+            "descriptors": stats.descriptors,
+            "fence": stats.fence,
+            "digest": stats.digest,
+            "directions": list(stats.directions),
+        }
 
     def status(self) -> dict:
         return json.loads(status_document(self.agent))
@@ -181,8 +205,12 @@ class Node:
     def held(self) -> int:
         """Rows that the agent keeps."""
         self.agent.settle()
-        return int(sum(self.owner.holds(g, np.arange(self.layout.num_blocks(g))).sum()
-                       for g in range(len(self.layout.groups))))  # fmt: skip
+        return int(
+            sum(
+                self.owner.holds(g, np.arange(self.layout.num_blocks(g))).sum()
+                for g in range(len(self.layout.groups))
+            )
+        )
 
     def check(self, into: Listed, start_token: int, num_tokens: int, salt: int = 0) -> str:
         """What is wrong with a request's bytes, or with anybody else's; empty if nothing."""
@@ -209,8 +237,10 @@ class Node:
             wanted = held[(held.first_token < end) & (held.end_token > first)]
             wrong = self.memory[wanted.address] != value(wanted.layer + salt, wanted.number)
             if wrong.any():
-                return (f"group {g}: {wrong.sum()} of {len(wrong)} bytes wrong, first at "
-                        f"{wanted.address[wrong][0]}")  # fmt: skip
+                return (
+                    f"group {g}: {wrong.sum()} of {len(wrong)} bytes wrong, first at "
+                    f"{wanted.address[wrong][0]}"
+                )
         touched = (self.memory != CANARY) & ~mine
         if touched.any():
             return f"{touched.sum()} bytes of others changed, first at {np.flatnonzero(touched)[0]}"

@@ -18,8 +18,12 @@ TOKENS = 300
 LAYOUT = hybrid_layout(num_slabs=110)
 SOURCE, TARGET = rows_for(LAYOUT, TOKENS, 1), rows_for(LAYOUT, TOKENS, 2)
 GROUPS = {rows.group.name for rows in LAYOUT.groups}
-OPTIONS = {"transfer_seconds": 20.0, "contact_seconds": 10.0, "heartbeat_seconds": 0.2,
-           "drain_seconds": 0.5}  # fmt: skip
+OPTIONS = {
+    "transfer_seconds": 20.0,
+    "contact_seconds": 10.0,
+    "heartbeat_seconds": 0.2,
+    "drain_seconds": 0.5,
+}
 
 
 def ip(*words: str) -> None:
@@ -52,8 +56,7 @@ class Hosts:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
         first, second = self.names
-        ip("-n", first, "link", "add", "cable", "type", "veth", "peer", "name", "cable",
-           "netns", second)  # fmt: skip
+        ip(*f"-n {first} link add cable type veth peer name cable netns {second}".split())
         for i, name in enumerate(self.names):
             ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
@@ -68,23 +71,30 @@ class Hosts:
         self.zygotes.append(zygote)
         process = zygote.process({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "cable"})
         self.processes.append(process)
-        return process.node(encode(LAYOUT), f"host-{i}", options=OPTIONS, keys=keys,
-                            listen=f"tcp://10.77.0.{i + 1}:5600")  # fmt: skip
+        return process.node(
+            encode(LAYOUT),
+            f"host-{i}",
+            options=OPTIONS,
+            keys=keys,
+            listen=f"tcp://10.77.0.{i + 1}:5600",
+        )
 
     def cable(self, state: str) -> None:
         ip("-n", self.names[0], "link", "set", "cable", state)
 
     def narrow(self) -> None:
         """A cable that drops whatever does not fit its short queue."""
-        subprocess.run(["tc", "-n", self.names[0], "qdisc", "replace", "dev", "cable", "root",
-                        "tbf", "rate", "10mbit", "burst", "2kb", "limit", "4kb"],
-                       check=True)  # fmt: skip
+        slow = "qdisc replace dev cable root tbf rate 10mbit burst 2kb limit 4kb"
+        subprocess.run(["tc", "-n", self.names[0], *slow.split()], check=True)
 
     def wide(self) -> int:
         """Undo that; how many packets were dropped meanwhile."""
         where = ["dev", "cable"]
-        shown = subprocess.run(["tc", "-n", self.names[0], "-s", "-j", "qdisc", "show", *where],
-                               check=True, capture_output=True)  # fmt: skip
+        shown = subprocess.run(
+            ["tc", "-n", self.names[0], "-s", "-j", "qdisc", "show", *where],
+            check=True,
+            capture_output=True,
+        )
         subprocess.run(["tc", "-n", self.names[0], "qdisc", "del", *where, "root"], check=True)
         return sum(qdisc["drops"] for qdisc in json.loads(shown.stdout))
 

@@ -21,8 +21,11 @@ def tests() -> list[tuple[str, object]]:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found += [(f"{path.stem}::{name}", function) for name, function in vars(module).items()
-                  if name.startswith("test_")]  # fmt: skip
+        found += [
+            (f"{path.stem}::{name}", function)
+            for name, function in vars(module).items()
+            if name.startswith("test_")
+        ]
     return found
 
 

@@ -29,24 +29,36 @@ METHODS = ("plain", "batch", "kernel")
 
 
 def layer(
-    name: str, *, heads: int = 2, dim: int = 8, tokens: int = 4, dtype: DType = DType.BFLOAT16,
+    name: str,
+    *,
+    heads: int = 2,
+    dim: int = 8,
+    tokens: int = 4,
+    dtype: DType = DType.BFLOAT16,
     retention: Retention = FULL,
-) -> LayerSpec:  # fmt: skip
+) -> LayerSpec:
     content = (Extent.whole("content", dim),)
     return LayerSpec(
-        name=name, retention=retention, block_tokens=tokens, states=tokens,
-        heads=Extent.whole("head", heads), fields=(Field("k", dtype, content),
-                                                   Field("v", dtype, content)),
-    )  # fmt: skip
+        name=name,
+        retention=retention,
+        block_tokens=tokens,
+        states=tokens,
+        heads=Extent.whole("head", heads),
+        fields=(Field("k", dtype, content), Field("v", dtype, content)),
+    )
 
 
 def recurrent(name: str) -> LayerSpec:
     conv = (Extent.whole("channel", 10), Extent.whole("tap", 3))
     ssm = (Extent.whole("row", 4), Extent.whole("state", 2))
     return LayerSpec(
-        name=name, retention=State(), block_tokens=8, states=1, heads=Extent.whole("head", 1),
+        name=name,
+        retention=State(),
+        block_tokens=8,
+        states=1,
+        heads=Extent.whole("head", 1),
         fields=(Field("conv", DType.BFLOAT16, conv), Field("ssm", DType.FLOAT32, ssm)),
-    )  # fmt: skip
+    )
 
 
 def hybrid(order: str = "BLHNC", *, num_slabs: int = 12, **sizes: int) -> Layout:
@@ -102,14 +114,15 @@ def test_views_of_every_order_lie_at_the_planned_addresses_on_the_device():
                 assert view.data_ptr() == arena.address + place.offset
                 unit = view.element_size()
                 assert [s * unit for s in view.stride()[:3]] == [
-                    place.block_stride, place.head_stride, place.token_stride,
-                ]  # fmt: skip
+                    place.block_stride,
+                    place.head_stride,
+                    place.token_stride,
+                ]
                 arena.bytes.zero_()
                 last = arena.field(name, spec.fields[-1].name)
                 last[-1, -1, -1].view(torch.uint8).fill_(0x5A)
                 memory = arena.bytes.cpu().numpy()
-                start = (layout.field(name, spec.fields[-1].name).end
-                         - spec.fields[-1].nbytes)  # fmt: skip
+                start = layout.field(name, spec.fields[-1].name).end - spec.fields[-1].nbytes
                 assert np.flatnonzero(memory).tolist() == list(
                     range(start, start + spec.fields[-1].nbytes)
                 )
@@ -253,8 +266,7 @@ def test_a_given_stream_is_used_and_the_default_stream_takes_no_batch():
     assert done.work.stream == mine
     done.wait()
     default = torch.cuda.default_stream(DEVICE)
-    refuses(CopyError, "default stream",
-            lambda: copy(a, b, moves, method="batch", stream=default))  # fmt: skip
+    refuses(CopyError, "default stream", lambda: copy(a, b, moves, method="batch", stream=default))
 
 
 def test_moves_that_do_not_fit_are_refused_before_anything_is_copied():
@@ -265,8 +277,11 @@ def test_moves_that_do_not_fit_are_refused_before_anything_is_copied():
         refuses(CopyError, "source bytes", lambda m=method: copy(a, b, bad, method=m))
     torch.cuda.synchronize()
     assert np.array_equal(b.bytes.numpy(), pattern(layout.nbytes, 2))
-    refuses(CopyError, "does not copy",
-            lambda: copy(a, b, block_copies(layout, 0, [1], [2]), method="memmove"))  # fmt: skip
+    refuses(
+        CopyError,
+        "does not copy",
+        lambda: copy(a, b, block_copies(layout, 0, [1], [2]), method="memmove"),
+    )
 
 
 FAULT = """
@@ -338,9 +353,14 @@ def test_both_directions_at_once_are_byte_exact():
 def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head():
     rng = np.random.default_rng(2)
     for order in ORDERS:
-        for sizes in ({}, {"heads": 1, "dim": 5, "tokens": 1}, {"heads": 3, "dim": 6, "tokens": 3},
-                      {"heads": 8, "dim": 128, "tokens": 16}, {"heads": 2, "dim": 72, "tokens": 40},
-                      {"heads": 2, "dim": 7, "tokens": 2, "dtype": DType.FLOAT8_E4M3}):  # fmt: skip
+        for sizes in (
+            {},
+            {"heads": 1, "dim": 5, "tokens": 1},
+            {"heads": 3, "dim": 6, "tokens": 3},
+            {"heads": 8, "dim": 128, "tokens": 16},
+            {"heads": 2, "dim": 72, "tokens": 40},
+            {"heads": 2, "dim": 7, "tokens": 2, "dtype": DType.FLOAT8_E4M3},
+        ):
             layout = hybrid(order, num_slabs=16, **sizes)
             host = filled(layout, "cpu", 5)
             there = filled(layout, DEVICE, 5)
@@ -354,13 +374,18 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
                 whole = digest(host, blocks, num_tokens)
                 assert whole == digest(there, blocks, num_tokens)
                 parts = [digest(there, blocks, num_tokens, heads=(i, i + 1)) for i in range(8)]
-                assert parts == [digest(host, blocks, num_tokens, heads=(i, i + 1))
-                                 for i in range(8)]  # fmt: skip
+                assert parts == [
+                    digest(host, blocks, num_tokens, heads=(i, i + 1)) for i in range(8)
+                ]
                 assert sum(parts) % 2**64 == whole
-                for which in ({"every": 3, "phase": 1}, {"start_token": num_tokens // 2},
-                              {"every": tokens, "heads": (0, 1), "layers": ["l.1"]}):  # fmt: skip
+                for which in (
+                    {"every": 3, "phase": 1},
+                    {"start_token": num_tokens // 2},
+                    {"every": tokens, "heads": (0, 1), "layers": ["l.1"]},
+                ):
                     assert digest(there, blocks, num_tokens, **which) == digest(
-                        host, blocks, num_tokens, **which)  # fmt: skip
+                        host, blocks, num_tokens, **which
+                    )
             take = prepared(there, blocks, 3 * tokens)
             assert take() == take() == digest(host, blocks, 3 * tokens)
             there.field("l.1", "v")[blocks[0].ids[0], 0, 0].view(torch.uint8)[0] ^= 1
@@ -385,11 +410,15 @@ def test_the_paged_attention_kernel_honours_every_stride_on_the_device():
 
     for order in ORDERS:
         for heads, tokens, dim, dtype in (
-            (1, 1, 16, DType.BFLOAT16), (2, 2, 16, DType.BFLOAT16), (4, 4, 64, DType.FLOAT16),
-            (8, 16, 128, DType.BFLOAT16), (8, 64, 128, DType.BFLOAT16),
-        ):  # fmt: skip
-            layers = [layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype)
-                      for i in range(2)]  # fmt: skip
+            (1, 1, 16, DType.BFLOAT16),
+            (2, 2, 16, DType.BFLOAT16),
+            (4, 4, 64, DType.FLOAT16),
+            (8, 16, 128, DType.BFLOAT16),
+            (8, 64, 128, DType.BFLOAT16),
+        ):
+            layers = [
+                layer(f"l.{i}", heads=heads, tokens=tokens, dim=dim, dtype=dtype) for i in range(2)
+            ]
             layout = packed(grouped(layers), num_slabs=24, site=Site(order=order))
             report = check_attention(paged, layout, device=DEVICE)
             assert report.ok, report
@@ -399,8 +428,10 @@ def test_torch_attention_over_gathered_blocks_honours_every_stride_on_the_device
     def gathered(query, keys, values, table, lengths):
         rows = []
         for i, length in enumerate(lengths.tolist()):
-            k, v = (x[table[i].long()].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)[None]
-                    for x in (keys, values))  # fmt: skip
+            k, v = (
+                x[table[i].long()].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)[None]
+                for x in (keys, values)
+            )
             out = torch.nn.functional.scaled_dot_product_attention(
                 query[i][None, :, None], k, v, enable_gqa=True
             )

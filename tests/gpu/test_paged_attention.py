@@ -101,8 +101,11 @@ def check_generation(family):
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     wishes = {
-        "attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": 16,
-    }  # fmt: skip
+        "attention_mask": mask,
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "prefill_chunk_size": 16,
+    }
     theirs = model.generate(ids, **wishes)
     with ModelMemory.of(model, budget=4 << 20, block_tokens=4, in_place=True) as memory:
         with Cache(memory) as cache:

@@ -84,9 +84,13 @@ PACKED = {
 
 @quick
 @given(
-    st.sampled_from(sorted(PACKED)), BLOCKS, BLOCKS, st.integers(0, 8), st.integers(1, 12 * 4),
+    st.sampled_from(sorted(PACKED)),
+    BLOCKS,
+    BLOCKS,
+    st.integers(0, 8),
+    st.integers(1, 12 * 4),
     st.booleans(),
-)  # fmt: skip
+)
 def test_packed_rows_of_any_lists_are_copied_like_their_lanes(
     which, ours, theirs, first_block, end, exact
 ):

@@ -52,10 +52,14 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
     manifest = encode(LAYOUT)
     options = {"direction": direction, "heartbeat_seconds": 60.0}
     producer, consumer = (
-        Node(manifest, name=name, options=options,
-             transport=LocalTransport(fabric, step_bytes=1, before_copy=hook))
+        Node(
+            manifest,
+            name=name,
+            options=options,
+            transport=LocalTransport(fabric, step_bytes=1, before_copy=hook),
+        )
         for name in ("producer", "consumer")
-    )  # fmt: skip
+    )
     try:
         producer.fill(SOURCE)
         consumer.path(producer.address)

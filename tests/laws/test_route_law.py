@@ -25,9 +25,12 @@ LARGEST_ARENA = 1 << 21
 quick = settings(
     max_examples=150,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much,
-                           HealthCheck.data_too_large],
-)  # fmt: skip
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+    ],
+)
 
 
 class Side:
@@ -49,8 +52,14 @@ class Side:
 class Case:
     """What a route between two groups has to do, byte by byte."""
 
-    def __init__(self, source: Side, destination: Side, groups: tuple[int, int],
-                 tokens: tuple[int, int], exact: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        source: Side,
+        destination: Side,
+        groups: tuple[int, int],
+        tokens: tuple[int, int],
+        exact: bool,
+    ) -> None:
         s, d = source.bytes[groups[0]], destination.bytes[groups[1]]
         retention = destination.layout.groups[groups[1]].group.retention
         first, end = tokens
@@ -96,7 +105,7 @@ def matched(s: Bytes, d: Bytes) -> tuple[np.ndarray, np.ndarray]:
         for j, key in enumerate(zip(d.layer.tolist(), d.number.tolist(), strict=True))
         if key in known
     ]
-    both = np.array(pairs, np.int64).reshape(-1, 2)  # fmt: skip
+    both = np.array(pairs, np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1]
 
 
@@ -107,8 +116,9 @@ def group_pairs(way: Route) -> list[tuple[int, int]]:
 def run(moves: Copies, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
     """Executes the moves; returns how often each destination byte was written."""
     written = np.zeros(len(destination), np.int64)
-    for s, d, n in zip(moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist(),
-                       strict=True):  # fmt: skip
+    for s, d, n in zip(
+        moves.source.tolist(), moves.destination.tolist(), moves.nbytes.tolist(), strict=True
+    ):
         assert 0 <= s < s + n <= len(source)
         assert 0 <= d < d + n <= len(destination)
         destination[d : d + n] = source[s : s + n]
@@ -149,8 +159,9 @@ def test_every_common_byte_arrives_and_nothing_else_is_touched(data: st.DataObje
     exact = data.draw(st.booleans())
     start = data.draw(st.integers(0, num_tokens))
     way = route(a, b)
-    moves = way.copies(source.blocks, destination.blocks, num_tokens, exact=exact,
-                      start_token=start)  # fmt: skip
+    moves = way.copies(
+        source.blocks, destination.blocks, num_tokens, exact=exact, start_token=start
+    )
     here = source.filled()
     there = np.random.default_rng(0).integers(0, 256, b.nbytes, np.uint8)
     before = there.copy()
@@ -196,9 +207,13 @@ def test_all_sources_together_write_every_byte_exactly_once(data: st.DataObject)
         written += run(moves, side.filled(), there)
     for g, held in destination.bytes.items():
         retention = b.groups[g].group.retention
-        end = (min(1, num_tokens) if isinstance(retention, State) else
-               retention.tokens * (num_tokens > 0) if isinstance(retention, Encoder)
-               else num_tokens)  # fmt: skip
+        end = (
+            min(1, num_tokens)
+            if isinstance(retention, State)
+            else retention.tokens * (num_tokens > 0)
+            if isinstance(retention, Encoder)
+            else num_tokens
+        )
         mine = held[held.first_token < end]
         if not hasattr(retention, "tokens") or isinstance(retention, Encoder | Sink):
             assert (written[mine.address] == 1).all()
@@ -216,8 +231,13 @@ def test_equal_layouts_take_one_move_per_strip_and_run_of_blocks(data: st.DataOb
     layout = how.layout(model, 0, 0, num_tokens)
     assume(layout.nbytes <= LARGEST_ARENA)
     ours, theirs = (lists(data, layout, num_tokens) for _ in range(2))
-    theirs = {g: Blocks(theirs[g].ids[-len(ours[g]):] if len(theirs[g]) >= len(ours[g])
-                        else ours[g].ids, ours[g].index) for g in ours}  # fmt: skip
+    theirs = {
+        g: Blocks(
+            theirs[g].ids[-len(ours[g]) :] if len(theirs[g]) >= len(ours[g]) else ours[g].ids,
+            ours[g].index,
+        )
+        for g in ours
+    }
     most = 0
     for g, blocks in ours.items():
         pairs = sorted(zip(blocks.ids.tolist(), theirs[g].ids.tolist(), strict=True))

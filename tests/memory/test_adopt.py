@@ -98,9 +98,13 @@ def test_groups_of_an_engine_that_share_block_ids_keep_the_sharing_law():
 def test_keys_and_values_in_tensors_of_their_own_are_two_layers():
     def half(name: str) -> LayerSpec:
         return LayerSpec(
-            name=name, retention=Full(), block_tokens=2, states=2, heads=Extent.whole("head", 2),
+            name=name,
+            retention=Full(),
+            block_tokens=2,
+            states=2,
+            heads=Extent.whole("head", 2),
             fields=(Field(name[-1], DType.BFLOAT16, (Extent.whole("content", 4),)),),
-        )  # fmt: skip
+        )
 
     both = numbers(torch.zeros(2, 6, 2, 2, 4, dtype=torch.bfloat16))  # k and v outermost
     tensors = {"l.k": both[0], "l.v": both[1]}
@@ -122,10 +126,16 @@ def test_fields_of_one_page_may_come_as_tensors_of_their_own():
     with pytest.raises(MemoryLayoutError, match="axis 'head'"):
         adopted_layout(groups, tensors, axes=axes, order="BLHNC")
     inner = LayerSpec(
-        name="m", retention=spec.retention, block_tokens=8, states=1, heads=spec.heads,
-        fields=(spec.fields[0], Field("ssm", DType.FLOAT32, (Extent.whole("row", 2),
-                                                             Extent.whole("state", 2)))),
-    )  # fmt: skip
+        name="m",
+        retention=spec.retention,
+        block_tokens=8,
+        states=1,
+        heads=spec.heads,
+        fields=(
+            spec.fields[0],
+            Field("ssm", DType.FLOAT32, (Extent.whole("row", 2), Extent.whole("state", 2))),
+        ),
+    )
     axes["m", "ssm"] = ("block", "row", "state")
     layout = adopted_layout(grouped([inner]), tensors, axes=axes, order="BLHNC")
     with Arena.adopt(layout, tensors, axes=axes) as arena:
@@ -169,8 +179,12 @@ def test_swapped_names_of_equal_axes_are_refused_against_a_layout():
 def test_names_that_do_not_fit_the_tensor_are_refused():
     groups = grouped([attention("l")])
     tensor = torch.zeros(4, 2, 2, 4, dtype=torch.bfloat16)
-    for axes in (AXES[:3], (*AXES, "more"), ("block", "head", "head", "content"),
-                 ("head", "token", "content", "x")):  # fmt: skip
+    for axes in (
+        AXES[:3],
+        (*AXES, "more"),
+        ("block", "head", "head", "content"),
+        ("head", "token", "content", "x"),
+    ):
         with pytest.raises(MemoryLayoutError, match="is said to have"):
             adopted_layout(groups, {"l": tensor}, axes=axes, order="LBHNC")
     with pytest.raises(MemoryLayoutError, match="no axis 'dim'"):
@@ -216,8 +230,7 @@ def test_different_numbers_of_blocks_are_refused():
         "b": torch.zeros(5, 2, 2, 4, dtype=torch.bfloat16),
     }
     with pytest.raises(MemoryLayoutError, match="has 4 slabs, layer 'b' has 5"):
-        adopted_layout(grouped([attention("a"), attention("b")]), tensors, axes=AXES,
-                       order="LBHNC")  # fmt: skip
+        adopted_layout(grouped([attention("a"), attention("b")]), tensors, axes=AXES, order="LBHNC")
 
 
 # ── what lies around it ───────────────────────────────────────────────────────────────

@@ -119,8 +119,10 @@ def test_another_process_maps_a_shared_arena_and_both_see_each_others_writes(nam
         arena.bytes[5] = 77
         run = subprocess.run(
             [sys.executable, "-c", ATTACHER, name, str(tmp_path / "manifest.json")],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         assert run.stdout.strip() == "77"
         assert (arena.tensor("layers.1")[1] == 3.0).all()

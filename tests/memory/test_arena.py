@@ -48,8 +48,13 @@ def test_two_blocks_of_two_heads_of_two_tokens_keep_their_axes(order):
             for b, h, n, c in np.ndindex(2, 2, 2, 4):
                 arena.bytes.zero_()
                 arena.tensor(layer).view(torch.int16)[b, h, n, c] = 9
-                address = (place.offset + b * place.block_stride + h * place.head_stride
-                           + n * place.token_stride + 2 * c)  # fmt: skip
+                address = (
+                    place.offset
+                    + b * place.block_stride
+                    + h * place.head_stride
+                    + n * place.token_stride
+                    + 2 * c
+                )
                 assert np.flatnonzero(memory).tolist() == [address // 2]
 
 
@@ -107,10 +112,18 @@ def scaled(name: str) -> LayerSpec:
     content = (Extent.whole("content", 128),)
     scale = (Extent.whole("scale", 1),)
     return LayerSpec(
-        name=name, retention=Full(), block_tokens=2, states=2, heads=Extent.whole("head", 2),
-        fields=(Field("k", DType.FLOAT8_E4M3, content), Field("v", DType.FLOAT8_E4M3, content),
-                Field("k_scale", DType.FLOAT32, scale), Field("v_scale", DType.FLOAT32, scale)),
-    )  # fmt: skip
+        name=name,
+        retention=Full(),
+        block_tokens=2,
+        states=2,
+        heads=Extent.whole("head", 2),
+        fields=(
+            Field("k", DType.FLOAT8_E4M3, content),
+            Field("v", DType.FLOAT8_E4M3, content),
+            Field("k_scale", DType.FLOAT32, scale),
+            Field("v_scale", DType.FLOAT32, scale),
+        ),
+    )
 
 
 def test_pages_with_inline_scales_include_the_scales():
@@ -153,9 +166,19 @@ def test_a_kernel_with_shorter_blocks_sees_the_same_elements(order, tokens):
 
 
 def test_views_come_out_as_numpy_and_through_dlpack_over_the_same_memory():
-    kinds = [DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3,
-             DType.FLOAT8_E5M2, DType.INT32, DType.INT8, DType.UINT8, DType.INT4,
-             DType.FLOAT4_E2M1]  # fmt: skip
+    kinds = [
+        DType.FLOAT64,
+        DType.FLOAT32,
+        DType.FLOAT16,
+        DType.BFLOAT16,
+        DType.FLOAT8_E4M3,
+        DType.FLOAT8_E5M2,
+        DType.INT32,
+        DType.INT8,
+        DType.UINT8,
+        DType.INT4,
+        DType.FLOAT4_E2M1,
+    ]
     layers = [attention(f"l.{i}", dim=4, dtype=kind) for i, kind in enumerate(kinds)]
     layout = packed(grouped(layers), num_slabs=2)
     with Arena(layout) as arena:
@@ -241,8 +264,17 @@ def test_a_block_reused_by_a_group_of_another_type_reads_zeros_when_asked():
         assert not arena.tensor("layers.2")[ids].any()
 
 
-@pytest.mark.parametrize("kind", [DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16,
-                                  DType.FLOAT8_E4M3, DType.FLOAT8_E5M2])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DType.FLOAT64,
+        DType.FLOAT32,
+        DType.FLOAT16,
+        DType.BFLOAT16,
+        DType.FLOAT8_E4M3,
+        DType.FLOAT8_E5M2,
+    ],
+)
 def test_poison_is_not_a_number_in_every_floating_type(kind):
     layout = packed(grouped([attention("l", dtype=kind)]), num_slabs=2)
     with Arena(layout) as arena:

@@ -137,11 +137,12 @@ def test_blocks_of_one_of_several_groups_are_copied_by_its_name_or_number(group)
     [
         flat(order="BLNHC"),
         packed(grouped([attention("l.0", heads=2, dim=8, tokens=4)]), num_slabs=8),
-        packed(grouped([attention(f"l.{i}", heads=2, dim=8, tokens=2) for i in range(2)]),
-               num_slabs=8),
+        packed(
+            grouped([attention(f"l.{i}", heads=2, dim=8, tokens=2) for i in range(2)]), num_slabs=8
+        ),
     ],
     ids=["order", "layers", "tokens"],
-)  # fmt: skip
+)
 def test_blocks_are_not_copied_between_rows_that_differ(other):
     with Arena(flat()) as a, Arena(other) as b:
         fill(a, 1)
@@ -310,8 +311,12 @@ def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
     source, destination = torch.zeros(1 << 19, dtype=torch.uint8), torch.zeros(1 << 19).byte()
     source.copy_(torch.from_numpy(pattern(1 << 19, 1)))
     lengths = [300_000, 64, 64, 64, 64, 70_000]
-    copies = copies_of(*((100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
-                    for i, length in enumerate(lengths)))  # fmt: skip
+    copies = copies_of(
+        *(
+            (100_000 - 64 * i, 1024 + sum(lengths[:i]) + 64 * i, length)
+            for i, length in enumerate(lengths)
+        )
+    )
     expected = destination.clone()
     for start, place, size in triples(copies):
         expected[place : place + size] = source[start : start + size]
@@ -329,8 +334,14 @@ def test_batches_are_all_of_the_copies_in_order_and_the_first_is_small(count):
 
 @pytest.mark.parametrize(
     ("numbers", "word"),
-    [((0, 0, 64), 16), ((16, 32, 48), 16), ((8, 0, 16), 8), ((4, 0, 16), 4), ((0, 0, 6), 2),
-     ((0, 3, 16), 1)],
-)  # fmt: skip
+    [
+        ((0, 0, 64), 16),
+        ((16, 32, 48), 16),
+        ((8, 0, 16), 8),
+        ((4, 0, 16), 4),
+        ((0, 0, 6), 2),
+        ((0, 3, 16), 1),
+    ],
+)
 def test_a_word_divides_every_start_and_every_length(numbers, word):
     assert word_bytes(0, 4096, copies_of(numbers)) == word

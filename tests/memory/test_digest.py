@@ -65,8 +65,9 @@ def spelled_out(
                     if state % every != phase:
                         continue
                     t = mixed((seed("layer", spec.name) + (state + 1) * step) & MASK)
-                    for h, head in enumerate(x for lo, hi in spec.heads.pieces
-                                             for x in range(lo, hi)):  # fmt: skip
+                    for h, head in enumerate(
+                        x for lo, hi in spec.heads.pieces for x in range(lo, hi)
+                    ):
                         for field in spec.fields:
                             offset, head_stride, token_stride = section_numbers(
                                 place, field.section
@@ -85,8 +86,9 @@ def words(spec: LayerSpec, field: Field, head: int) -> list[tuple[int, int]]:
     *leading, last = field.axes
     lines = [head]
     for axis in leading:
-        lines = [line * axis.total + x for line in lines for lo, hi in axis.pieces
-                 for x in range(lo, hi)]  # fmt: skip
+        lines = [
+            line * axis.total + x for line in lines for lo, hi in axis.pieces for x in range(lo, hi)
+        ]
     bits = field.dtype.bits
     per_line = -(-last.total * bits // 32)
     places = [b for lo, hi in last.pieces for b in range(lo * bits // 8, hi * bits // 8)]
@@ -103,13 +105,21 @@ KINDS = {
     "sections": attention("l.0", heads=2, dim=6, tokens=3, value_section=1),
     "f64": attention("l.0", heads=2, dim=2, tokens=2, dtype=DType.FLOAT64),
     "pieces": LayerSpec(
-        name="l.0", retention=State(), block_tokens=8, states=1, heads=Extent.whole("head", 1),
-        fields=(Field("conv", DType.BFLOAT16, (Extent.whole("tap", 2),
-                                               Extent("channel", 11, ((1, 4), (5, 6), (8, 11))))),
-                Field("ssm", DType.FLOAT32, (Extent("row", 4, ((2, 4),)),
-                                             Extent.whole("state", 3)))),
+        name="l.0",
+        retention=State(),
+        block_tokens=8,
+        states=1,
+        heads=Extent.whole("head", 1),
+        fields=(
+            Field(
+                "conv",
+                DType.BFLOAT16,
+                (Extent.whole("tap", 2), Extent("channel", 11, ((1, 4), (5, 6), (8, 11)))),
+            ),
+            Field("ssm", DType.FLOAT32, (Extent("row", 4, ((2, 4),)), Extent.whole("state", 3))),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -234,8 +244,9 @@ def test_order_ranks_block_size_and_packing_do_not_change_the_sum_over_ranks(dat
     sums = []
     for _ in range(2):
         side = data.draw(served(model, most_tokens=8))
-        layouts = [side.layout(model, t, p, num_tokens)
-                   for t in range(side.tp) for p in range(side.pp)]  # fmt: skip
+        layouts = [
+            side.layout(model, t, p, num_tokens) for t in range(side.tp) for p in range(side.pp)
+        ]
         total = 0
         for layout, claims in zip(layouts, shares(layouts), strict=True):
             blocks = data.draw(listed(layout, num_tokens))
@@ -258,10 +269,13 @@ def write(arena: Arena, blocks: dict[int, Blocks]) -> None:
 def test_ranks_that_hold_the_same_heads_count_them_once():
     def rank(heads: tuple[int, int]) -> Layout:
         layer = LayerSpec(
-            name="l", retention=Full(), block_tokens=2, states=2,
+            name="l",
+            retention=Full(),
+            block_tokens=2,
+            states=2,
             heads=Extent("head", 2, (heads,)),
             fields=(Field("k", DType.BFLOAT16, (Extent.whole("content", 4),)),),
-        )  # fmt: skip
+        )
         return packed(grouped([layer]), num_slabs=3)
 
     layouts = [rank((0, 1)), rank((0, 1)), rank((1, 2)), rank((1, 2))]
@@ -286,8 +300,9 @@ def test_a_box_without_another_is_the_rest_of_its_points(data):
         return tuple(tuple(sorted(data.draw(ends))) for _ in range(3))
 
     def points(boxes: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[int, ...]]:
-        return [(x, y, z) for a, b, c in boxes for x in range(*a) for y in range(*b)
-                for z in range(*c)]  # fmt: skip
+        return [
+            (x, y, z) for a, b, c in boxes for x in range(*a) for y in range(*b) for z in range(*c)
+        ]
 
     one, other = box(), box()
     rest = points(without(one, other))

@@ -39,11 +39,15 @@ def paged(query, keys, values, table, lengths, splits=2):
 
     rows = [
         paged_attention(
-            query[i : i + 1, :, None], keys, values, table[i : i + 1],
-            num_tokens=length, splits=splits,
+            query[i : i + 1, :, None],
+            keys,
+            values,
+            table[i : i + 1],
+            num_tokens=length,
+            splits=splits,
         )[0, 0]
         for i, length in enumerate(lengths.tolist())
-    ]  # fmt: skip
+    ]
     return torch.stack(rows)
 
 
@@ -81,8 +85,9 @@ def test_the_paged_attention_kernel_reaches_heads_whose_distance_does_not_fit_31
     """The last head lies 2^31 elements behind the first, in a file that is nearly all holes."""
     dim, tokens, num_blocks, heads, apart = 16, 16, 4, 3, 1 << 30
     pages = num_blocks * tokens * 2 * dim
-    memory = torch.from_file(str(tmp_path / "arena"), shared=True, size=2 * apart + pages + dim,
-                             dtype=torch.float16)  # fmt: skip
+    memory = torch.from_file(
+        str(tmp_path / "arena"), shared=True, size=2 * apart + pages + dim, dtype=torch.float16
+    )
     shape, strides = (num_blocks, heads, tokens, dim), (tokens * 2 * dim, apart, 2 * dim, 1)
     keys, values = (torch.as_strided(memory, shape, strides, at) for at in (0, dim))
     query = torch.as_strided(memory, (1, heads, dim), (apart, apart, 1), pages)

@@ -60,14 +60,22 @@ def test_blocks_with_a_common_token_are_a_pair(data, s_span, d_span, end, exact)
         if blocks[0] in here and blocks[1] in there:
             held.setdefault(blocks, []).append(token)
     expected = sorted(
-        (there[d], common[0], here[s], Overlap(
-            common[0] - s * s_span, common[0] - d * d_span, len(common),
-            s_span if exact else min(s_span, end - s * s_span),
-            d_span if exact else min(d_span, end - d * d_span),
-            here[s] == last_ids[0], there[d] == last_ids[1],
-        ))
+        (
+            there[d],
+            common[0],
+            here[s],
+            Overlap(
+                common[0] - s * s_span,
+                common[0] - d * d_span,
+                len(common),
+                s_span if exact else min(s_span, end - s * s_span),
+                d_span if exact else min(d_span, end - d * d_span),
+                here[s] == last_ids[0],
+                there[d] == last_ids[1],
+            ),
+        )
         for (s, d), common in held.items()
-    )  # fmt: skip
+    )
     columns = found.source.tolist(), found.destination.tolist(), found.kind.tolist()
     assert [(s, d, found.overlaps[k]) for s, d, k in zip(*columns, strict=True)] == [
         (s, d, overlap) for d, _, s, overlap in expected

@@ -71,14 +71,20 @@ class TestJoining:
         spec = attention("layers.0", heads=1, tokens=1)
         other = attention("layers.1", heads=1, tokens=1, retention=Window(4))
         layout = Layout(
-            model="m", order="BLHNC", num_slabs=8, nbytes=8 * 16,
+            model="m",
+            order="BLHNC",
+            num_slabs=8,
+            nbytes=8 * 16,
             groups=tuple(
-                PlacedGroup(group=Group(name=name, layers=(layer,)), rows_per_slab=1,
-                     placements=(Placement(offset, 16, 8, 8),))
+                PlacedGroup(
+                    group=Group(name=name, layers=(layer,)),
+                    rows_per_slab=1,
+                    placements=(Placement(offset, 16, 8, 8),),
+                )
                 for name, layer, offset in (("a", spec, 0), ("b", other, 8))
             ),
             base_align=2,
-        )  # fmt: skip
+        )
         lists = {0: Blocks.first([2, 3]), 1: Blocks.first([5, 6])}
         moves = route(layout, layout).copies(lists, lists, 2)
         assert triples(moves) == [(32, 32, 8), (48, 48, 8), (88, 88, 8), (104, 104, 8)]
@@ -215,9 +221,14 @@ class TestRetentions:
     def test_states_of_several_tokens_keep_their_places(self):
         def compressed(tokens):
             latent = (Field("latent", DType.UINT8, (Extent.whole("content", 4),)),)
-            return LayerSpec(name="layers.0", retention=Full(), block_tokens=tokens,
-                             states=tokens // 4, heads=Extent.whole("head", 1),
-                             fields=latent)  # fmt: skip
+            return LayerSpec(
+                name="layers.0",
+                retention=Full(),
+                block_tokens=tokens,
+                states=tokens // 4,
+                heads=Extent.whole("head", 1),
+                fields=latent,
+            )
 
         way = route(laid_out(compressed(8)), laid_out(compressed(12)))
         moves = way.copies(first(2, 5), first(3, 9), 13, exact=True)
@@ -237,11 +248,13 @@ class TestRefusals:
             attention("layers.1", heads=4, dim=6, retention=Window(2)),
         )
         found = "\n".join(self.differences(here, there))
-        for text in ("'k': dtype is bfloat16 in the source, float8_e4m3fn in the destination",
-                     "'v': dtype is bfloat16",
-                     "heads: size is 2 in the source, 4 in the destination",
-                     "axis 'content': size is 2 in the source, 6 in the destination",
-                     "retention is Full() in the source, Window(tokens=2)"):  # fmt: skip
+        for text in (
+            "'k': dtype is bfloat16 in the source, float8_e4m3fn in the destination",
+            "'v': dtype is bfloat16",
+            "heads: size is 2 in the source, 4 in the destination",
+            "axis 'content': size is 2 in the source, 6 in the destination",
+            "retention is Full() in the source, Window(tokens=2)",
+        ):
             assert text in found
 
     def test_fields_that_only_one_side_has_are_refused(self):
@@ -352,8 +365,9 @@ class TestSources:
             heads = Extent("head", 12, ((r * 12 // tp, (r + 1) * 12 // tp),))
             return laid_out(replace(attention("layers.0"), heads=heads), tp=(r, tp))
 
-        found = [[s.index for s in sources([rank(r, 6) for r in range(6)], rank(q, 4))]
-                 for q in range(4)]  # fmt: skip
+        found = [
+            [s.index for s in sources([rank(r, 6) for r in range(6)], rank(q, 4))] for q in range(4)
+        ]
         assert found == [[0, 1], [1, 2], [3, 4], [4, 5]]
 
 
@@ -384,8 +398,10 @@ def test_sizes_of_one_and_two_and_equal_sizes_round_trip(order, pack):
         memory = np.random.default_rng(1).integers(0, 256, here.nbytes, np.uint8)
         middle, back = np.zeros(there.nbytes, np.uint8), np.zeros(here.nbytes, np.uint8)
         ids = first(3, 2), first(5, 7)
-        for a, b, lists, x, y in ((here, there, ids, memory, middle),
-                                  (there, here, ids[::-1], middle, back)):  # fmt: skip
+        for a, b, lists, x, y in (
+            (here, there, ids, memory, middle),
+            (there, here, ids[::-1], middle, back),
+        ):
             for s, d, n in triples(route(a, b).copies(*lists, 2 * size)):
                 y[d : d + n] = x[s : s + n]
         for block in (2, 3):

@@ -17,16 +17,28 @@ from kvstow.route.blocks import Blocks
 from kvstow.route.sources import sources
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 12,
-    "num_key_value_heads": 6, "hidden_size": 96, "torch_dtype": "float16",
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "hidden_size": 96,
+    "torch_dtype": "float16",
+}
 HYBRID = {
-    "model_type": "qwen3_next", "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32, "torch_dtype": "float16",
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4,
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "torch_dtype": "float16",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-}  # fmt: skip
+}
 NUM_TOKENS = 45
 
 

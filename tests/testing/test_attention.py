@@ -17,9 +17,15 @@ DEFAULT = Alignment()
 
 
 def cache(
-    order: str = "BLHNC", *, heads: int = 2, dim: int = 4, tokens: int = 4,
-    dtype: DType = DType.FLOAT32, alignment: Alignment = DEFAULT, num_slabs: int = 24,
-) -> Layout:  # fmt: skip
+    order: str = "BLHNC",
+    *,
+    heads: int = 2,
+    dim: int = 4,
+    tokens: int = 4,
+    dtype: DType = DType.FLOAT32,
+    alignment: Alignment = DEFAULT,
+    num_slabs: int = 24,
+) -> Layout:
     layers = [
         attention(f"l.{i}", heads=heads, dim=dim, tokens=tokens, dtype=dtype) for i in range(2)
     ]
@@ -83,12 +89,18 @@ def paged_flex(attend):
             for token in range(length):
                 filled[i, int(table[i, token // tokens]) * apart + token % tokens] = True
         mask = create_block_mask(
-            lambda b, h, q, kv: filled[b, kv], len(lengths), None, 1, count, device="cpu",
+            lambda b, h, q, kv: filled[b, kv],
+            len(lengths),
+            None,
+            1,
+            count,
+            device="cpu",
             BLOCK_SIZE=(tokens, tokens),
-        )  # fmt: skip
+        )
         batch = (len(lengths), -1, -1, -1)
-        out = attend(query[:, :, None], k.expand(batch), v.expand(batch), block_mask=mask,
-                     enable_gqa=True)  # fmt: skip
+        out = attend(
+            query[:, :, None], k.expand(batch), v.expand(batch), block_mask=mask, enable_gqa=True
+        )
         return out[:, :, 0]
 
     return attention
@@ -210,8 +222,10 @@ def test_a_kernel_that_multiplies_unfilled_slots_by_zero_needs_them_clean():
     def kernel(query, keys, values, table, lengths):
         k, v = (x[table.long()].transpose(2, 3).flatten(1, 2) for x in (keys, values))
         there = torch.arange(k.shape[1])[None, :] < lengths[:, None]
-        k, v = (torch.where((table != 0).repeat_interleave(keys.shape[2], 1)[..., None, None], x, 0)
-                for x in (k, v))  # fmt: skip
+        k, v = (
+            torch.where((table != 0).repeat_interleave(keys.shape[2], 1)[..., None, None], x, 0)
+            for x in (k, v)
+        )
         k, v = (x.repeat_interleave(query.shape[1] // x.shape[2], dim=2) for x in (k, v))
         scores = torch.einsum("shd,sthd->sht", query, k) * query.shape[-1] ** -0.5
         scores = scores.masked_fill(~there[:, None], float("-inf"))
@@ -336,13 +350,16 @@ def test_there_is_no_reference_for_chunks():
 def latents(order: str = "BLHNC", *, tokens: int = 4, dtype: DType = DType.FLOAT32) -> Layout:
     def layer(name: str) -> LayerSpec:
         return LayerSpec(
-            name=name, retention=Full(), block_tokens=tokens, states=tokens,
+            name=name,
+            retention=Full(),
+            block_tokens=tokens,
+            states=tokens,
             heads=Extent.whole("head", 1),
             fields=(
                 Field("latent", dtype, (Extent.whole("content", 8),)),
                 Field("rope", dtype, (Extent.whole("content", 4),)),
             ),
-        )  # fmt: skip
+        )
 
     groups = grouped([layer("l.0"), layer("l.1")])
     return packed(groups, num_slabs=24, site=Site(order=order))
@@ -385,7 +402,8 @@ def test_latents_and_keys_are_checked_by_functions_of_their_own():
         check_latent_attention(absorbed, cache())
     with pytest.raises(SpecError, match="no layer with fields 'k' and 'v'"):
         check_attention(gathered, latents())
-    scaled = packed(grouped(model_layers("deepseek-v2-lite", kv_dtype="fp8_ds_mla").layers[:1]),
-                    num_slabs=24)  # fmt: skip
+    scaled = packed(
+        grouped(model_layers("deepseek-v2-lite", kv_dtype="fp8_ds_mla").layers[:1]), num_slabs=24
+    )
     with pytest.raises(SpecError, match="no reference for latent in float8_e4m3fn, scale in"):
         check_latent_attention(absorbed, scaled)

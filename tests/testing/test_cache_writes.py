@@ -14,9 +14,13 @@ from planning import attention, recurrent
 
 
 def cache(
-    order: str = "BLHNC", *, heads: int = 2, tokens: int = 4, dtype: DType = DType.BFLOAT16,
+    order: str = "BLHNC",
+    *,
+    heads: int = 2,
+    tokens: int = 4,
+    dtype: DType = DType.BFLOAT16,
     num_slabs: int = 9,
-) -> Layout:  # fmt: skip
+) -> Layout:
     layers = [attention(f"l.{i}", heads=heads, dim=4, tokens=tokens, dtype=dtype) for i in range(2)]
     return packed(grouped(layers), num_slabs=num_slabs, site=Site(order=order))
 

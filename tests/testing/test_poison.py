@@ -25,8 +25,9 @@ def test_freed_rows_hold_the_pattern_and_their_neighbours_keep_their_bytes():
     with Arena(plan) as arena:
         arena.bytes.fill_(1)
         Poison(arena).freed(0, np.array([2, 3]))
-        owned = {i for block in (2, 3) for run in plan.runs(0, block)
-                 for i in range(run.offset, run.end)}  # fmt: skip
+        owned = {
+            i for block in (2, 3) for run in plan.runs(0, block) for i in range(run.offset, run.end)
+        }
         found = set(np.flatnonzero(arena.bytes.numpy() == POISON).tolist())
         assert found == owned
 

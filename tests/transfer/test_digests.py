@@ -26,8 +26,12 @@ samples = partial(samples_with, random=SystemRandom())
 
 
 def rows_of(num_layers: int, tokens: int = 4, num_slabs: int = 34, heads: int = 1) -> Layout:
-    return packed(grouped([attention(f"l.{i}", heads=heads, dim=4, tokens=tokens)
-                           for i in range(num_layers)]), num_slabs=num_slabs)  # fmt: skip
+    return packed(
+        grouped(
+            [attention(f"l.{i}", heads=heads, dim=4, tokens=tokens) for i in range(num_layers)]
+        ),
+        num_slabs=num_slabs,
+    )
 
 
 def two_layouts(data: st.DataObject, model: tuple[Kind, ...], num_tokens: int) -> list[Layout]:
@@ -39,11 +43,15 @@ def two_layouts(data: st.DataObject, model: tuple[Kind, ...], num_tokens: int) -
 def picked(layout: Layout, sample, num_tokens: int) -> list[int]:
     """Numbers of the sampled states, one by one."""
     group, spec, _ = layout.layers[sample.layers[0]]
-    counted = counted_states(layout.groups[group].group, spec, sample.stop_token,
-                             sample.start_token)  # fmt: skip
-    return [state for state in range(num_tokens)
-            if any(low <= state < high for low, high in counted)
-            and state % sample.every == sample.phase]  # fmt: skip
+    counted = counted_states(
+        layout.groups[group].group, spec, sample.stop_token, sample.start_token
+    )
+    return [
+        state
+        for state in range(num_tokens)
+        if any(low <= state < high for low, high in counted)
+        and state % sample.every == sample.phase
+    ]
 
 
 @settings(max_examples=60)
@@ -83,12 +91,15 @@ def test_a_sample_is_at_most_a_small_share_of_the_cells(num_layers, heads):
 def test_samples_of_heads_make_a_whole_on_any_ranks():
     """One head at a time, on ranks that hold several pieces of them, or one alike."""
     whole, *ranks = (
-        [layer] for layer in (
+        [layer]
+        for layer in (
             attention("l.0", heads=6, dim=4, tokens=4),
-            *(replace(attention("l.0", heads=1, dim=4, tokens=4), heads=Extent("head", 6, pieces))
-              for pieces in (((4, 6), (0, 1)), ((1, 3),), ((3, 4),))),
+            *(
+                replace(attention("l.0", heads=1, dim=4, tokens=4), heads=Extent("head", 6, pieces))
+                for pieces in (((4, 6), (0, 1)), ((1, 3),), ((3, 4),))
+            ),
         )
-    )  # fmt: skip
+    )
     blocks = {0: Blocks.first(np.array([3, 1, 2]))}
     content = np.random.default_rng(5).integers(-9999, 9999, (3, 6, 4, 8)).astype(np.int16)
     found = []
@@ -154,8 +165,11 @@ def test_two_sides_find_the_same_sample_whatever_their_layouts(data):
 
 
 def test_every_kind_of_retention_is_sampled_where_it_still_holds_something():
-    layers = [attention("full", retention=Full()), attention("window", retention=Window(6)),
-              attention("sink", retention=Sink(2, 5))]  # fmt: skip
+    layers = [
+        attention("full", retention=Full()),
+        attention("window", retention=Window(6)),
+        attention("sink", retention=Sink(2, 5)),
+    ]
     layout = packed(grouped(layers), num_slabs=40)
     assert not any(isinstance(rows.group.retention, State) for rows in layout.groups)
     for _ in range(30):

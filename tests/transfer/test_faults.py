@@ -276,8 +276,7 @@ def test_a_ticket_of_another_layout_is_refused(nodes, fabric):
     producer, consumer = nodes
     other = Node(encode(hybrid_layout(num_slabs=20)), fabric, name="other", options=HURRY)
     ticket = other.offer(SOURCE, TOKENS)
-    wrong = forged(ticket, address=producer.address,
-                   start=producer.agent.endpoint.transport.name)  # fmt: skip
+    wrong = forged(ticket, address=producer.address, start=producer.agent.endpoint.transport.name)
     assert_failed(consumer.pull([wrong], TARGET), "ticket")
     other.close()
 
@@ -306,10 +305,14 @@ def test_rows_reused_in_the_middle_of_a_pull_are_never_accepted(fabric, directio
     manifest = encode(LAYOUT)
     options = {**HURRY, "direction": direction}
     nodes = [
-        Node(manifest, name=n, options=options,
-             transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle))
+        Node(
+            manifest,
+            name=n,
+            options=options,
+            transport=LocalTransport(fabric, step_bytes=1, before_copy=in_the_middle),
+        )
         for n in ("p", "c")
-    ]  # fmt: skip
+    ]
     nodes[0].fill(SOURCE)
     ticket = nodes[0].offer(SOURCE, TOKENS)
     producer, consumer = nodes
@@ -473,8 +476,9 @@ def test_one_source_that_fails_fails_the_whole_while_the_others_come_to_rest(fab
     kinds = (Kind(Full(), 4, kv),) * 2
 
     def served(tp: int) -> Served:
-        return Served(tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed",
-                      alignment=Alignment())  # fmt: skip
+        return Served(
+            tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed", alignment=Alignment()
+        )
 
     sources = [
         Node(encode(served(2).layout(kinds, rank, 0, 40)), fabric, name=f"p{rank}", options=HURRY)
@@ -520,8 +524,9 @@ def test_a_missing_source_is_refused(nodes, fabric):
     kinds = (Kind(Full(), 4, (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))),)
 
     def layout(tp: int) -> Layout:
-        return Served(tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed",
-                      alignment=Alignment()).layout(kinds, 0, 0, 16)  # fmt: skip
+        return Served(
+            tp=tp, pp=1, states={Full(): 4}, order="BLHNC", pack="packed", alignment=Alignment()
+        ).layout(kinds, 0, 0, 16)
 
     half = Node(encode(layout(2)), fabric, name="half", options=HURRY)
     whole = Node(encode(layout(1)), fabric, name="whole", options=HURRY)

@@ -390,9 +390,11 @@ def test_tickets_outlive_the_engine_and_a_healthy_pull_ends_before_it_is_replace
     consumer.path(stuck.address)
     scene.fabric.cut(*cable)
     number = consumer.begin_pull(
-        [stuck.offer(OTHER_SOURCE, TOKENS)], rows_for(LAYOUT, TOKENS, 9, among=(12, 24)),
-        direction="read", deadline=0.3,
-    )  # fmt: skip
+        [stuck.offer(OTHER_SOURCE, TOKENS)],
+        rows_for(LAYOUT, TOKENS, 9, among=(12, 24)),
+        direction="read",
+        deadline=0.3,
+    )
     assert consumer.end_pull(number)["kind"] == "timeout"
     scene.finish()
     hurry(consumer)

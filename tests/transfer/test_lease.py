@@ -15,8 +15,16 @@ TICKET = b"digest of the ticket"
 def made(leases: Leases, id: int, *, seconds: float = 10, readers: int | None = 1, now: float = 0):
     """Grant a lease; the list its end is noted in."""
     ended: list[str] = []
-    leases.grant(Lease(id=id, digest=TICKET, seconds=seconds, readers=readers,
-                       deadline=now + seconds, on_end=ended.append))  # fmt: skip
+    leases.grant(
+        Lease(
+            id=id,
+            digest=TICKET,
+            seconds=seconds,
+            readers=readers,
+            deadline=now + seconds,
+            on_end=ended.append,
+        )
+    )
     return ended
 
 
@@ -170,8 +178,14 @@ def test_leases_agree_with_a_list_that_is_scanned(steps):
 @pytest.mark.parametrize(("readers", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, float("nan"))])
 def test_a_lease_for_nobody_or_for_no_time_is_refused(readers, seconds):
     with pytest.raises(SpecError, match="lease 5"):
-        Lease(id=5, digest=b"", seconds=seconds, readers=readers, deadline=1.0,
-              on_end=lambda reason: None)  # fmt: skip
+        Lease(
+            id=5,
+            digest=b"",
+            seconds=seconds,
+            readers=readers,
+            deadline=1.0,
+            on_end=lambda reason: None,
+        )
 
 
 def test_whoever_did_not_read_ends_no_lease():

@@ -259,9 +259,17 @@ def test_a_story_that_is_interrupted_before_its_first_turn_still_cleans_up(loop)
     assert ended == ["cleaned up"]
 
 
-@pytest.mark.parametrize(("seconds", "milliseconds"), [
-    (0.0, 0), (20e-6, 0), (20.1e-6, 0), (0.0009, 1), (0.001, 1), (0.0195, 20),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "milliseconds"),
+    [
+        (0.0, 0),
+        (20e-6, 0),
+        (20.1e-6, 0),
+        (0.0009, 1),
+        (0.001, 1),
+        (0.0195, 20),
+    ],
+)
 def test_a_turn_listens_for_as_long_as_it_may_wait(clock, seconds: float, milliseconds: int):
     """A message that comes within a part of a millisecond ends the wait: a sleep would not."""
     channel = Silence()

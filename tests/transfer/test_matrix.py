@@ -66,8 +66,9 @@ def ranks(served: Served) -> list[tuple[int, int]]:
     return list(product(range(served.tp), range(served.pp)))
 
 
-def run(make_producer: Any, make_consumer: Any, case: Any, tokens: tuple[int, int],
-        direction: str) -> None:  # fmt: skip
+def run(
+    make_producer: Any, make_consumer: Any, case: Any, tokens: tuple[int, int], direction: str
+) -> None:
     """Offer on all ranks of the source, pull on all ranks of the destination, compare."""
     kinds, source, destination = case
     start, num_tokens = tokens
@@ -86,8 +87,9 @@ def run(make_producer: Any, make_consumer: Any, case: Any, tokens: tuple[int, in
             node = make_consumer(encode(layout), f"consumer-{tp}-{pp}")
             nodes.append(node)
             rows = rows_for(layout, num_tokens, seed=100 + tp * 7 + pp)
-            stats = node.pull(offered, rows, start_token=start, direction=direction,
-                              digest="always")  # fmt: skip
+            stats = node.pull(
+                offered, rows, start_token=start, direction=direction, digest="always"
+            )
             assert "error" not in stats, stats["error"]
             assert node.check(rows, start, num_tokens) == ""
             assert stats["digest"] == "passed"
@@ -113,8 +115,9 @@ def test_every_rank_gets_exactly_its_bytes(other, transport, name):
         def there(manifest: bytes, name: str) -> Any:
             return other.node(manifest, name)
 
-        run(there, lambda manifest, name: Node(manifest, name=name), FIXED[name], (0, 90),
-            direction)  # fmt: skip
+        run(
+            there, lambda manifest, name: Node(manifest, name=name), FIXED[name], (0, 90), direction
+        )
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 16), (16, 90), (17, 18), (33, 90), (64, 90)])

@@ -23,9 +23,7 @@ def pair(request: pytest.FixtureRequest, other) -> Iterator[tuple[Any, Node]]:
     manifest = encode(hybrid_layout())
     fabric = Fabric() if request.param == "local" else None
     name = f"producer-{request.node.name}"
-    producer = (
-        Node(manifest, fabric, name=name) if fabric else other.node(manifest, name)
-    )  # fmt: skip
+    producer = Node(manifest, fabric, name=name) if fabric else other.node(manifest, name)
     consumer = Node(manifest, fabric, name="consumer")
     yield producer, consumer
     consumer.close()

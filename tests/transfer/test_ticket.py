@@ -38,10 +38,17 @@ def tickets(draw: st.DrawFn) -> Ticket:
 def one(num_blocks: int = 3) -> Ticket:
     ids = np.arange(7, 7 + num_blocks, dtype=np.int64)
     return Ticket(
-        agent="prefill", start="kvstow-1", address="tcp://127.0.0.1:5555", key="", lease=11,
-        lease_seconds=30.0, fingerprint="ab" * 32, num_tokens=48, blocks={0: Blocks.first(ids)},
+        agent="prefill",
+        start="kvstow-1",
+        address="tcp://127.0.0.1:5555",
+        key="",
+        lease=11,
+        lease_seconds=30.0,
+        fingerprint="ab" * 32,
+        num_tokens=48,
+        blocks={0: Blocks.first(ids)},
         generations={0: np.ones(num_blocks, np.int64)},
-    )  # fmt: skip
+    )
 
 
 @given(tickets())
@@ -125,13 +132,24 @@ def test_a_ticket_of_version_1_is_read_and_has_no_identity():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        (0, "x" * 600), (2, "tcp://" + "y" * 600), (4, -1), (4, 2**63), (5, 0.0), (5, -1.0),
-        (5, float("nan")), (5, float("inf")), (7, -1), (7, 2**41), (8, [[0, b"", b"", b""]] * 2),
-        (8, [[-1, b"", b"", b""]]), (8, [[0, b"\1" * 7, b"", b""]]), (9, b"x" * 65),
+        (0, "x" * 600),
+        (2, "tcp://" + "y" * 600),
+        (4, -1),
+        (4, 2**63),
+        (5, 0.0),
+        (5, -1.0),
+        (5, float("nan")),
+        (5, float("inf")),
+        (7, -1),
+        (7, 2**41),
+        (8, [[0, b"", b"", b""]] * 2),
+        (8, [[-1, b"", b"", b""]]),
+        (8, [[0, b"\1" * 7, b"", b""]]),
+        (9, b"x" * 65),
         (8, [[0, packed_ints(np.array([-5])), b"\0" * 8, b"\0" * 8]]),
         (8, [[g, b"", b"", b""] for g in range(5000)]),
     ],
-)  # fmt: skip
+)
 def test_a_field_out_of_its_bounds_is_refused(field, value):
     body = msgspec.msgpack.decode(one().body)
     body[field] = value

@@ -119,12 +119,26 @@ def test_what_is_written_through_field_views_is_what_vllm_gathers(
         pages = arena.page(SLIDING)
         out = torch.zeros(1, 70, 512, dtype=torch.bfloat16)
         ops.DequantizeAndGatherKCacheKernel.kernel[(1, 8)](
-            out, out.stride(0), out.stride(1), pages,
-            torch.tensor([70], dtype=torch.int32), torch.tensor([table], dtype=torch.int32),
-            0, None, max_blocks_per_seq=2, fp8_dim=448, bf16_dim=64, scale_dim=8, quant_block=64,
-            cache_block_size=64, token_data_size=576, block_stride=pages.stride(0),
-            output_dim=512, fp8_max=448.0, n_quant_blocks=7,
-        )  # fmt: skip
+            out,
+            out.stride(0),
+            out.stride(1),
+            pages,
+            torch.tensor([70], dtype=torch.int32),
+            torch.tensor([table], dtype=torch.int32),
+            0,
+            None,
+            max_blocks_per_seq=2,
+            fp8_dim=448,
+            bf16_dim=64,
+            scale_dim=8,
+            quant_block=64,
+            cache_block_size=64,
+            token_data_size=576,
+            block_stride=pages.stride(0),
+            output_dim=512,
+            fp8_max=448.0,
+            n_quant_blocks=7,
+        )
     assert torch.equal(out[0, :, :448], products)
     assert torch.equal(out[0, :, 448:], rope)
 
@@ -152,14 +166,32 @@ def run_compressor(
     states, pages = arena.tensor(state)[:, 0], arena.page(layer)
     cos_sin = torch.cat([torch.ones(16, 32), torch.zeros(16, 32)], dim=1)
     kernel[(1,)](
-        states, states.stride(0), states.stride(1),
-        torch.tensor([0]), torch.tensor([7]), torch.tensor([0]),
-        torch.tensor([[5, 2]], dtype=torch.int32), 2, 4,
-        weights.float(), 0.0, cos_sin, cos_sin.stride(0),
-        pages, torch.tensor([64 + SLOT]), 64,
-        HEAD_SIZE=dim, TRITON_BLOCK_SIZE=dim, STATE_WIDTH=2 * dim, COMPRESS_RATIO=4, OVERLAP=True,
-        ROPE_HEAD_DIM=64, FP8_MAX=448.0, KV_BLOCK_STRIDE=pages.stride(0), **fixed,
-    )  # fmt: skip
+        states,
+        states.stride(0),
+        states.stride(1),
+        torch.tensor([0]),
+        torch.tensor([7]),
+        torch.tensor([0]),
+        torch.tensor([[5, 2]], dtype=torch.int32),
+        2,
+        4,
+        weights.float(),
+        0.0,
+        cos_sin,
+        cos_sin.stride(0),
+        pages,
+        torch.tensor([64 + SLOT]),
+        64,
+        HEAD_SIZE=dim,
+        TRITON_BLOCK_SIZE=dim,
+        STATE_WIDTH=2 * dim,
+        COMPRESS_RATIO=4,
+        OVERLAP=True,
+        ROPE_HEAD_DIM=64,
+        FP8_MAX=448.0,
+        KV_BLOCK_STRIDE=pages.stride(0),
+        **fixed,
+    )
     return signs[6, dim:]  # token 6 is of the window's own four
 
 
@@ -174,9 +206,16 @@ def test_the_compressor_reads_states_and_stores_latents_where_field_views_have_t
     weights = torch.cat([products[0], torch.randn(64).bfloat16()])
     with filled(v4()) as arena:
         signs = run_compressor(
-            ops._fused_kv_compress_norm_rope_insert_sparse_attn, arena, C4, f"{C4}_state", weights,
-            QUANT_BLOCK=64, TOKEN_STRIDE=576, SCALE_DIM=8, SANITIZE_CACHE_NANS=False,
-        )  # fmt: skip
+            ops._fused_kv_compress_norm_rope_insert_sparse_attn,
+            arena,
+            C4,
+            f"{C4}_state",
+            weights,
+            QUANT_BLOCK=64,
+            TOKEN_STRIDE=576,
+            SCALE_DIM=8,
+            SANITIZE_CACHE_NANS=False,
+        )
         scale = arena.field(C4, "scale")[1, 0, SLOT]
         assert scale.tolist() == [*(exponents[0] + 127).tolist(), 0]
         seen = arena.field(C4, "latent")[1, 0, SLOT].float()
@@ -198,9 +237,15 @@ def test_the_compressor_stores_index_keys_where_field_views_have_them(
     keys, exponents, products = exact(1, 128, 128)
     with filled(v4()) as arena:
         signs = run_compressor(
-            ops._fused_kv_compress_norm_rope_insert_indexer_attn, arena, INDEXER,
-            f"{INDEXER}_state", products[0], QUANT_BLOCK=128, TOKEN_STRIDE=128, SCALE_DIM=4,
-        )  # fmt: skip
+            ops._fused_kv_compress_norm_rope_insert_indexer_attn,
+            arena,
+            INDEXER,
+            f"{INDEXER}_state",
+            products[0],
+            QUANT_BLOCK=128,
+            TOKEN_STRIDE=128,
+            SCALE_DIM=4,
+        )
         assert arena.field(INDEXER, "scale")[1, 0, SLOT] == torch.exp2(exponents[0].float())
         seen = arena.field(INDEXER, "key")[1, 0, SLOT].float()
         assert seen.tolist() == (keys[0].float() * signs).tolist()
@@ -225,10 +270,21 @@ def test_index_keys_of_v3_2_are_where_field_views_have_them(kernels: Callable[[s
             pages[:, 64 * 128 : 64 * 132].view(torch.float32),
         )
         ops._indexer_k_quant_and_cache_kernel[(3,)](
-            keys, data, scale, torch.tensor([b * 64 + s for b, s in places]),
-            scale.stride(0), data.stride(0), 64, 3, 128, "NORMAL", 16, 16,
-            IS_FNUZ=False, USE_UE8M0=True,
-        )  # fmt: skip
+            keys,
+            data,
+            scale,
+            torch.tensor([b * 64 + s for b, s in places]),
+            scale.stride(0),
+            data.stride(0),
+            64,
+            3,
+            128,
+            "NORMAL",
+            16,
+            16,
+            IS_FNUZ=False,
+            USE_UE8M0=True,
+        )
         for i, (block, slot) in enumerate(places):
             assert arena.field(name, "scale")[block, 0, slot] == torch.exp2(exponents[i].float())
             seen = arena.field(name, "key")[block, 0, slot]
@@ -260,9 +316,13 @@ def nvfp4_views() -> Callable[..., Any]:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_nvfp4_views_of_a_page_are_the_field_views(order: str, heads: int) -> None:
     config = {
-        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": heads, "head_dim": 64, "hidden_size": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads,
+        "head_dim": 64,
+        "hidden_size": 64,
+    }
     layers = model_layers(config, kv_dtype="nvfp4", block_tokens=16).layers
     layout = packed(grouped(layers), num_slabs=4, site=Site(order=order))  # pyright: ignore[reportArgumentType]
     name, full = layers[1].name, 64 // 2 + 64 // 16

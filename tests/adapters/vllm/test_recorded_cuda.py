@@ -132,8 +132,10 @@ def requests(name: str, arena: Arena) -> tuple[int, list[dict[int, Blocks]]]:
     ends = np.cumsum([len(each) for each in index])
     assert ends[-1] < NUM_BLOCKS[name]
     draw = np.random.default_rng(3)
-    sides = [np.split(draw.permutation(np.arange(1, NUM_BLOCKS[name]))[: ends[-1]], ends[:-1])
-             for _ in range(2)]  # fmt: skip
+    sides = [
+        np.split(draw.permutation(np.arange(1, NUM_BLOCKS[name]))[: ends[-1]], ends[:-1])
+        for _ in range(2)
+    ]
     return num_tokens, [{g: Blocks(ids[g], each) for g, each in enumerate(index)} for ids in sides]
 
 
@@ -172,9 +174,14 @@ def test_windows_are_those_that_vllm_keeps(name: str):
             assert retention_of(spec_of(spec)) == expected
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [
-    ("llama-3.1-8b", 2_097_152), ("gpt-oss-20b", 393_216), ("gemma-3-27b", 1_310_720),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("llama-3.1-8b", 2_097_152),
+        ("gpt-oss-20b", 393_216),
+        ("gemma-3-27b", 1_310_720),
+    ],
+)
 def test_a_block_is_one_row_of_as_many_bytes_as_vllm_plans(name: str, nbytes: int):
     arena, _ = engine(name)
     widest = max(range(len(arena.layout.groups)), key=arena.layout.row_bytes)

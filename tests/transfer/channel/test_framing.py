@@ -28,11 +28,17 @@ def any_message() -> st.SearchStrategy[messages.AnyMessage]:
         st.builds(End, ints, ints, st.sampled_from(["accepted", "failed", "aborted"])),
         st.builds(messages.Refused, ints, st.just("ticket"), st.tuples(st.text(max_size=9))),
         st.builds(
-            Begin, ints, ints, st.binary(max_size=16), st.none(),
-            st.none() | st.builds(messages.Write, st.just(()), ints, ints), ints, st.just(()),
+            Begin,
+            ints,
+            ints,
+            st.binary(max_size=16),
+            st.none(),
+            st.none() | st.builds(messages.Write, st.just(()), ints, ints),
+            ints,
+            st.just(()),
         ),
         st.builds(messages.TellProbe, ints, st.floats(allow_nan=False)),
-    )  # fmt: skip
+    )
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), any_message())

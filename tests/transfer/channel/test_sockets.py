@@ -243,8 +243,11 @@ def test_layouts_that_do_not_fit_are_refused_with_every_difference_and_both_valu
         total = replace(spec.heads, total=heads, pieces=((0, heads),))
         return replace(spec, fields=fields, heads=total)
 
-    theirs = packed(grouped([layer(0, DType.FLOAT16, 2), layer(3, DType.BFLOAT16, 3)]),
-                    num_slabs=6, site=Site(model="another"))  # fmt: skip
+    theirs = packed(
+        grouped([layer(0, DType.FLOAT16, 2), layer(3, DType.BFLOAT16, 3)]),
+        num_slabs=6,
+        site=Site(model="another"),
+    )
     other = Node(encode(theirs), fabric, name="other", options=OPTIONS)
     with pytest.raises(TransferError) as caught:
         other.agent.connect(node.address)
@@ -283,8 +286,7 @@ def test_a_handshake_is_as_small_for_a_million_rows_as_for_ten(fabric):
 
 def acquainted(*pairs: Keys) -> list[Keys]:
     """The pairs, each of which knows all others."""
-    return [replace(one, peers=frozenset(k.public for k in pairs if k is not one))
-            for one in pairs]  # fmt: skip
+    return [replace(one, peers=frozenset(k.public for k in pairs if k is not one)) for one in pairs]
 
 
 @pytest.mark.parametrize(
@@ -334,8 +336,13 @@ def test_an_unknown_key_gets_no_answer_and_a_log_line_without_any_key(fabric, ca
     keeper = replace(keeper, peers=frozenset({known.public}))
     outsider = replace(outsider, peers=frozenset({keeper.public}))
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
-    consumer = Node(encode(LAYOUT), fabric, name="consumer",
-                    options={**OPTIONS, "contact_seconds": 0.5}, keys=outsider)  # fmt: skip
+    consumer = Node(
+        encode(LAYOUT),
+        fabric,
+        name="consumer",
+        options={**OPTIONS, "contact_seconds": 0.5},
+        keys=outsider,
+    )
     with caplog.at_level(logging.DEBUG):
         with pytest.raises(TransferError) as caught:
             consumer.agent.connect(producer.address, key=keeper.public)
@@ -355,8 +362,13 @@ def test_a_wrong_server_key_gets_no_answer_and_a_log_line(fabric, caplog):
     other = Keys.fresh().public
     visitor = replace(visitor, peers=frozenset({*visitor.peers, other}))
     producer = Node(encode(LAYOUT), fabric, name="producer", options=OPTIONS, keys=keeper)
-    consumer = Node(encode(LAYOUT), fabric, name="consumer",
-                    options={**OPTIONS, "contact_seconds": 0.5}, keys=visitor)  # fmt: skip
+    consumer = Node(
+        encode(LAYOUT),
+        fabric,
+        name="consumer",
+        options={**OPTIONS, "contact_seconds": 0.5},
+        keys=visitor,
+    )
     with caplog.at_level(logging.INFO):
         with pytest.raises(TransferError) as caught:
             consumer.agent.connect(producer.address, key=other)

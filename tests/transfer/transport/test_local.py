@@ -34,8 +34,9 @@ class Side:
 @pytest.fixture(params=["local", "nixl"])
 def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     fabric = Fabric()
-    made = [LocalTransport(fabric) if request.param == "local" else NixlTransport()
-            for _ in range(2)]  # fmt: skip
+    made = [
+        LocalTransport(fabric) if request.param == "local" else NixlTransport() for _ in range(2)
+    ]
     here, there = (Side(transport) for transport in made)
     here.transport.connect(there.transport.name, there.transport.metadata())
     yield here, there
@@ -190,8 +191,9 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
     fabric, here, there = pair
     there.memory[:] = 9
     names = here.transport.name, there.transport.name
-    post = here.transport.prepare("read", names[1], KINDS,
-                                  copies(there.at(0, 16), here.at(0, 16), 8, 8))  # fmt: skip
+    post = here.transport.prepare(
+        "read", names[1], KINDS, copies(there.at(0, 16), here.at(0, 16), 8, 8)
+    )
     post.start()
     assert not post.poll()
     fabric.cut(*names)
@@ -204,8 +206,9 @@ def test_nothing_moves_over_a_cut_cable_until_it_is_healed(pair):
 
 def test_a_killed_peer_fails_what_is_under_way(pair):
     fabric, here, there = pair
-    post = here.transport.prepare("read", there.transport.name, KINDS,
-                                  copies(there.at(0, 16), here.at(0, 16), 8, 8))  # fmt: skip
+    post = here.transport.prepare(
+        "read", there.transport.name, KINDS, copies(there.at(0, 16), here.at(0, 16), 8, 8)
+    )
     post.start()
     post.poll()
     fabric.kill(there.transport.name)

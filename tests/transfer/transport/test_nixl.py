@@ -26,8 +26,11 @@ LATE = Path(__file__).with_name("late_bytes.py")
 
 def listening() -> set[str]:
     """Addresses at which this process listens, as hexadecimal words of the kernel."""
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{fd}")}  # fmt: skip
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -136,8 +139,9 @@ def test_other_metadata_under_the_name_of_a_peer_are_refused():
 def test_only_a_closed_engine_keeps_late_bytes_of_a_stopped_peer_out(then):
     """A peer is stopped in the middle of a read over TCP, given up, and goes on."""
     env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    reader = subprocess.Popen([sys.executable, str(LATE), "reader", then], env=env, text=True,
-                              stdout=subprocess.PIPE)  # fmt: skip
+    reader = subprocess.Popen(
+        [sys.executable, str(LATE), "reader", then], env=env, text=True, stdout=subprocess.PIPE
+    )
     try:
         out, _ = reader.communicate(timeout=60)
     finally:

@@ -77,8 +77,7 @@ class Pair:
     def read(self, *parts: tuple[int, int]) -> Post:
         """A post that reads bytes `[start, stop)` for each part."""
         start, stop = np.array(parts, np.int64).T
-        copies = Copies(self.there.ctypes.data + start, self.here.ctypes.data + start,
-                        stop - start)  # fmt: skip
+        copies = Copies(self.there.ctypes.data + start, self.here.ctypes.data + start, stop - start)
         return self.transport.prepare("read", self.peer.name, Kinds(), copies)
 
     def warm(self) -> Engine:
