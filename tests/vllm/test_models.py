@@ -35,7 +35,7 @@ class Tiny:
 
     file: str
     what: str
-    lengths: tuple[int, ...] = (5, BLOCK, BLOCK + 1, 300, 506)
+    lengths: tuple[int, ...] = (5, BLOCK, BLOCK + 1, 255, 256, 300, 383, 506, 512)
     dtype: str = "float32"
 
 
@@ -145,6 +145,19 @@ def test_decode_continues_as_one_engine_would(pair: Pair) -> None:
         "descriptors": int(moved["descriptors"]),
         "bytes": int(moved["pulled bytes"]),
     }
+
+
+def test_a_shorter_prompt_after_a_handover_finds_nothing_that_was_left_behind(pair: Pair) -> None:
+    """vLLM enters the blocks of a load into its prefix cache: all of them must be filled, though
+    windows, chunks and states take only the last blocks of a long prompt."""
+    tokens = prompt(2, 4 * BLOCK + 1)
+    pair.decode.post("/reset_prefix_cache", {})
+    answer(pair.decode, tokens, kv_transfer_params=pair.prefill.tickets(tokens))
+    for blocks in (1, 2, 3):
+        shorter = tokens[: blocks * BLOCK + 1]
+        pair.prefill.post("/reset_prefix_cache", {})
+        right = [answer(pair.prefill, shorter) for _ in ("computed", "from its own cache")]
+        assert answer(pair.decode, shorter) in right, blocks
 
 
 def test_the_text_depends_on_what_was_cached(pair: Pair) -> None:

@@ -69,7 +69,7 @@ def test_the_engine_declares_what_was_recorded(
     assert replace(layout, model=recorded.model, identity=recorded.identity) == recorded
 
 
-@pytest.mark.parametrize("count", [6, 128, 400, WINDOW, WINDOW + 1, 640, 900])
+@pytest.mark.parametrize("count", [6, 128, 400, WINDOW, WINDOW + 1, 639, 640, 767, 900])
 def test_decode_continues_as_one_server_would(pair: list[Server], words: list[int], count: int):
     prefill, decode = pair
     prompt = [BOS, *words[40 : 40 + count - 1]]
@@ -89,6 +89,22 @@ def test_past_the_window_only_the_window_is_offered(pair: list[Server], words: l
     assert counts[-1] == blocks
     assert counts[0] < blocks
     assert pair[1].text(prompt, max_tokens=8, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize("shorter", [127, 129, 257, 384, 600])
+def test_a_shorter_prompt_after_a_handover_finds_nothing_that_the_window_left_behind(
+    pair: list[Server], words: list[int], shorter: int
+):
+    """vLLM enters the blocks of a load into its prefix cache: all of them were filled."""
+    prefill, decode = pair
+    prompt = [BOS, *words[60:959]]
+    decode.post("/reset_prefix_cache", {})
+    accepted = decode.counts().get("pull accepted", 0) + 1
+    decode.text(prompt, max_tokens=4, kv_transfer_params=prefill.tickets(prompt))
+    assert decode.await_count("pull accepted", accepted) == accepted
+    prefill.post("/reset_prefix_cache", {})
+    expected = prefill.text(prompt[:shorter], max_tokens=12)
+    assert decode.text(prompt[:shorter], max_tokens=12) == expected
 
 
 def test_a_failed_load_is_reported_for_all_groups_and_computed_anew(

@@ -234,9 +234,10 @@ class Engine:
     def decode(self, params: dict[str, object], ids: list[int]) -> None:
         asking = request("d", kv_transfer_params=params)
         self.scheduler.on_new_request(asking)
-        assert self.scheduler.get_num_new_matched_tokens(asking, 0) == (len(PROMPT), True)
+        count = len(PROMPT) - 1
+        assert self.scheduler.get_num_new_matched_tokens(asking, 0) == (count, True)
         blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
-        self.scheduler.update_state_after_alloc(asking, blocks, len(PROMPT))
+        self.scheduler.update_state_after_alloc(asking, blocks, count)
 
     def compute(self, asking: SimpleNamespace, ids: list[int]) -> TransferResults:
         """A step that computes a whole prompt in these blocks, and the request's end."""

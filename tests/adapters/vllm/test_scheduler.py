@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstow.adapters.vllm.layout import (
+    AFTER_LAST_TOKEN,
     CacheDeclaration,
     declared_groups,
 )
@@ -97,12 +98,32 @@ def test_the_generation_grows_when_the_workers_have_sent():
 def test_decode_loads_what_it_does_not_have_itself():
     decode = side()
     decode.arrived(asked("d", params=offered(side())))
-    assert [decode.matched("d", computed) for computed in (0, 4, 8)] == [10, 6, 2]
-    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 6)
+    assert [decode.matched("d", computed) for computed in (0, 4, 8)] == [9, 5, 1]
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 5)
     step = decode.take_step(idle=False)
-    assert (step.pulls[0].start_token, step.pulls[0].num_tokens) == (4, 10)
+    assert (step.pulls[0].start_token, step.pulls[0].num_tokens) == (4, 9)
     assert len(step.keeps) == 1
     assert decode.matched("d", 0) == 0, "a load is tried once, then the engine computes"
+
+
+@pytest.mark.parametrize(("tokens", "loaded"), [(10, 9), (11, 10), (12, 10)])
+def test_the_last_token_of_a_request_is_never_loaded(tokens: int, loaded: int):
+    """vLLM computes it anyway, and gives no block that it alone sees."""
+    decode = side()
+    prompt = [*PROMPT, 98, 99][:tokens]
+    decode.arrived(asked("d", prompt, params=offered(side())))
+    assert decode.matched("d", 0) == loaded
+
+
+def test_a_state_that_has_seen_the_last_token_is_refused():
+    pages = [replace(page, retention=AFTER_LAST_TOKEN) for page in hybrid().groups[0]]
+    recurrent = replace(hybrid(), groups=(tuple(pages), hybrid().groups[1]))
+    decode = side(declared=recurrent)
+    decode.arrived(asked("d", params=offered(side(declared=recurrent))))
+    assert decode.matched("d", 0) == 0
+    assert decode.counts["refused"] == 1
+    decode.arrived(asked("e", [*PROMPT, 99], params=offered(side(declared=recurrent))))
+    assert decode.matched("e", 0) == 10
 
 
 def test_a_request_that_needs_no_load_gives_its_tickets_back():

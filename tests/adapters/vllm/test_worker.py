@@ -202,7 +202,7 @@ def test_blocks_of_every_group_arrive_and_no_others_change(engines: tuple[Engine
     prefill.fill(1)
     params = prefill.prefill(THERE)
     prefill.step()
-    assert decode.decode(params, HERE) == len(PROMPT)
+    assert decode.decode(params, HERE) == len(PROMPT) - 1
     found = pulled(prefill, decode)
     assert (found.received, found.failed) == ({"d"}, frozenset())
     for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1"))):
@@ -241,7 +241,7 @@ def test_tokens_that_decode_has_are_not_touched(engines: tuple[Engine, Engine]):
     prefill.fill(2)
     params = prefill.prefill(THERE)
     prefill.step()
-    assert decode.decode(params, HERE, computed=12) == 6
+    assert decode.decode(params, HERE, computed=12) == 5
     assert not pulled(prefill, decode).failed
     assert (decode.views["f.0"][[1, 2, 3]] == 0).all()
     assert torch.equal(decode.views["f.0"][13], prefill.views["f.0"][10])
@@ -353,7 +353,7 @@ def test_a_ticket_holds_though_the_engine_that_gave_it_never_steps_again(
     """`LLM.generate` returns with the last request, and nobody steps until it is called again."""
     prefill, decode = in_process
     prefill.fill(1)
-    assert decode.decode(prefill.prefill(THERE), HERE) == len(PROMPT)
+    assert decode.decode(prefill.prefill(THERE), HERE) == len(PROMPT) - 1
     found = decode.until(lambda found: bool(found.received))
     assert (found.received, found.failed) == ({"d"}, frozenset())
     assert torch.equal(decode.views["f.0"][1], prefill.views["f.0"][7])

@@ -7,11 +7,13 @@ see; what the workers have to do is collected and taken once per step.
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvstow.adapters.vllm.events import TierEvents
+from kvstow.adapters.vllm.layout import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -136,6 +138,7 @@ class SchedulerSide:
         try:
             handover = handover_in(request)
             self._check_identity(handover)
+            handover = self._short_of_last(request, handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
@@ -155,6 +158,25 @@ class SchedulerSide:
                     "hint: compare both instances' manifest_file with `kvstow route`",
                     kind="ticket",
                 )
+
+    def _short_of_last(self, request: EngineRequest, handover: Handover | None) -> Handover | None:
+        """The same tickets, for all tokens but the request's last, which is computed anyway.
+
+        vLLM gives blocks for what the token after the loaded ones sees. If the last token were
+        loaded and then computed, its own window or chunk could reach back into a block that was
+        not given. A state that has seen the last token cannot see it again.
+        """
+        most = len(request.tokens) - 1
+        if handover is None or handover.num_tokens <= most:
+            return handover
+        if any(group.retention == AFTER_LAST_TOKEN for group in self._groups):
+            raise TransferError(
+                f"tickets are for {handover.num_tokens} tokens, all of the request's: a recurrent "
+                "state that has seen the last one cannot see it again\n\n"
+                "hint: send decode the same prompt as prefill, which stops one token short",
+                kind="ticket",
+            )
+        return replace(handover, num_tokens=most)
 
     def told(self, report: OffloadReport) -> None:
         """What the workers' tiers have done and found in a step."""
