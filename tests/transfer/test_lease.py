@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import SpecError, TransferError
-from kvstow.transfer.lease import Lease, Leases
+from kvstow.transfer.lease import UNKNOWN, Lease, Leases
 
 TICKET = b"digest of the ticket"
 
@@ -133,6 +133,16 @@ def test_a_ticket_that_was_not_given_out_is_refused():
         with pytest.raises(TransferError) as caught:
             leases.open(id, digest, "a", now=0)
         assert caught.value.kind == "ticket"
+
+
+def test_only_a_ticket_that_may_still_come_is_called_unknown():
+    leases = Leases()
+    leases.may_come = lambda id: id % 2 == 0
+    for id in (3, 4):
+        with pytest.raises(TransferError) as caught:
+            leases.find(id)
+        assert caught.value.kind == "ticket"
+        assert (UNKNOWN in str(caught.value)) == leases.may_come(id)
 
 
 def test_opening_renews():

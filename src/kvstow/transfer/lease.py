@@ -18,6 +18,9 @@ from kvstow.errors import FaultKind, SpecError, TransferError
 
 EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
+UNKNOWN = "never given out here"
+"""In the error of a lease that may still be granted: whoever reads it may come again."""
+
 _SYSTEM = SystemRandom()
 
 FAULT_OF: dict[EndReason, FaultKind] = {
@@ -57,6 +60,8 @@ class Leases:
         self._running: dict[int, Lease] = {}
         self._heap: list[tuple[float, int]] = []
         self._ended: OrderedDict[int, EndReason] = OrderedDict()
+        self.may_come: Callable[[int], bool] = lambda id: True
+        """Whether a lease of this id, not known yet, may be granted later."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -86,7 +91,8 @@ class Leases:
             return lease
         reason = self._ended.get(id)
         if reason is None:
-            raise TransferError(f"lease {id}: never given out here", kind="ticket")
+            why = UNKNOWN if self.may_come(id) else "no such ticket was written here"
+            raise TransferError(f"lease {id}: {why}", kind="ticket")
         raise TransferError(f"lease {id}: ended, {reason}", kind=FAULT_OF[reason])
 
     def open(

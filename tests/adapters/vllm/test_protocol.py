@@ -17,6 +17,7 @@ from kvstow.adapters.vllm.protocol import (
     MAX_TICKETS,
     EngineRequest,
     Handover,
+    LeaseNumbers,
     handover_in,
     prompt_digest,
     request_of,
@@ -219,3 +220,22 @@ def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path):
         os.utime(weights, ns=(number, number))
         known.append(request_of(vllm_request(lora_request=lora("a", str(tmp_path)))).adapter)
     assert known[0] != known[1]
+
+
+# ── numbers of leases ─────────────────────────────────────────────────────────────────
+
+
+def test_numbers_of_leases_are_known_by_whoever_shares_the_secret():
+    writer, reader, stranger = (LeaseNumbers(secret) for secret in (b"one", b"one", b"two"))
+    taken = [writer.take() for _ in range(1000)]
+    assert len(set(taken)) == 1000
+    assert all(0 < number < 1 << 62 for number in taken)
+    assert all(reader.is_ours(number) for number in taken)
+    assert not any(stranger.is_ours(number) for number in taken)
+
+
+def test_numbers_that_nobody_has_taken_are_told_apart():
+    numbers = LeaseNumbers(os.urandom(16))
+    real = numbers.take()
+    others = [real ^ 1 << bit for bit in range(64)] + [0, -1, real + (1 << 62), 1 << 70]
+    assert not any(numbers.is_ours(other) for other in others)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent
+from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from recorded_vllm import IDENTITY
 
@@ -255,6 +257,24 @@ def test_a_ticket_may_be_shown_before_the_worker_has_heard_of_it(engines: tuple[
     while time.monotonic() < until:
         assert not decode.step().received
     assert not pulled(prefill, decode).failed
+
+
+@pytest.mark.parametrize("field", ["lease", "lease_seconds", "fingerprint"])
+def test_a_forged_ticket_is_refused_at_once(
+    engines: tuple[Engine, Engine], field: str, monkeypatch: pytest.MonkeyPatch
+):
+    """However long one is waited for that the producer's worker has not heard of yet."""
+    monkeypatch.setattr("kvstow.adapters.vllm.worker.GRACE_SECONDS", 1e9)
+    prefill, decode = engines
+    params: Any = prefill.prefill(THERE)
+    prefill.step()
+    fields = vars(Ticket.parse(params["kvstow"]["tickets"][0]))
+    other = {"lease": fields["lease"] + 1, "lease_seconds": 9.0, "fingerprint": "00" * 32}
+    forged = {name: fields[name] for name in Ticket.__dataclass_fields__} | {field: other[field]}
+    params["kvstow"]["tickets"] = [str(Ticket(**forged))]
+    decode.decode(params, HERE)
+    found = pulled(prefill, decode)
+    assert (found.failed, found.counts) == ({"d"}, {"pull ticket": 1})
 
 
 def test_an_expired_lease_frees_the_blocks_and_fails_the_load(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from secrets import randbits
 from typing import Any
 
 import msgspec
@@ -41,13 +42,47 @@ a byte per key."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEndpoint:
-    """One worker's agent, for the tickets that the scheduler's side writes in its name."""
+    """One worker's agent, for the tickets that the scheduler's side writes in its name.
+
+    `secret` is between the two: leases numbered with it are theirs (`LeaseNumbers`).
+    """
 
     agent: str
     start: str
     address: str
     key: str
     fingerprint: str
+    secret: bytes = field(default=b"", repr=False)
+
+
+class LeaseNumbers:
+    """Numbers of leases that carry a mark of whoever knows a worker's secret.
+
+    A worker hears of a lease later than its ticket may be shown. The mark tells it at once which
+    of the leases that it does not know may still come, and which are made up.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._count = randbits(_COUNT_BITS)
+
+    def take(self) -> int:
+        """The next number, below 2 ** 62."""
+        self._count = (self._count + 1) % (1 << _COUNT_BITS)
+        return self._count << _MARK_BITS | self._mark(self._count)
+
+    def is_ours(self, lease: int) -> bool:
+        """Whether somebody who knows the secret has taken this number."""
+        count, mark = lease >> _MARK_BITS, lease % (1 << _MARK_BITS)
+        return 0 <= count < 1 << _COUNT_BITS and mark == self._mark(count)
+
+    def _mark(self, count: int) -> int:
+        hashed = blake2b(count.to_bytes(4), digest_size=8, key=self._secret, person=b"kvstow lease")
+        return int.from_bytes(hashed.digest()) >> 64 - _MARK_BITS
+
+
+_COUNT_BITS = 24
+_MARK_BITS = 38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

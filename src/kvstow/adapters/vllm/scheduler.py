@@ -19,6 +19,7 @@ from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
     Handover,
+    LeaseNumbers,
     LoadBlocks,
     LookUpKeys,
     OfferBlocks,
@@ -36,7 +37,6 @@ from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.lease import Leases
 from kvstow.transfer.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class SchedulerSide:
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
+        self._numbers: tuple[LeaseNumbers, ...] = ()
         self._adopt: Callable[[OfferBlocks], object] | None = None
         self._incoming: dict[str, Handover] = {}
         self._loading: set[str] = set()
@@ -119,6 +120,7 @@ class SchedulerSide:
         """The workers' agents, by rank. `adopt` is there where the only worker runs in this
         very process and thread: it is told of an offer before its tickets leave."""
         self._workers = tuple(workers)
+        self._numbers = tuple(LeaseNumbers(worker.secret) for worker in workers)
         self._adopt = adopt
         if self.recall is not None:
             self.recall.meet([worker.agent for worker in workers])
@@ -284,7 +286,7 @@ class SchedulerSide:
                 start=worker.start,
                 address=worker.address,
                 key=worker.key,
-                lease=Leases.fresh_id(),
+                lease=numbers.take(),
                 lease_seconds=self._options.lease_seconds,
                 fingerprint=worker.fingerprint,
                 num_tokens=num_tokens,
@@ -292,7 +294,7 @@ class SchedulerSide:
                 generations=generations,
                 identity=self._identity.digest,
             )
-            for worker in self._workers
+            for worker, numbers in zip(self._workers, self._numbers, strict=True)
         )
 
     def sent(self, request: str) -> None:

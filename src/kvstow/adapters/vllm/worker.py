@@ -9,11 +9,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from secrets import token_bytes
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
     KeysPresent,
+    LeaseNumbers,
     LoadBlocks,
     OfferBlocks,
     PullBlocks,
@@ -30,7 +32,7 @@ from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
-from kvstow.transfer.lease import EndReason
+from kvstow.transfer.lease import UNKNOWN, EndReason
 from kvstow.transfer.pull import Transfer
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
@@ -112,7 +114,9 @@ class WorkerSide:
             address=self.agent.address,
             key=keys.public if keys else "",
             fingerprint=fingerprint(arena.layout),
+            secret=token_bytes(16),
         )
+        self.agent.server.leases.may_come = LeaseNumbers(self.endpoint.secret).is_ours
         self._loading: dict[str, OpenPull] = {}
         self._news = threading.Event()
         """A pull has ended."""
@@ -335,7 +339,7 @@ class WorkerSide:
             self._counts["pulled tokens"] += loading.pull.num_tokens - loading.pull.start_token
             self._note(transfer)
             self._over(loading, None)
-        elif transfer.error.kind == "ticket" and now - loading.started < GRACE_SECONDS:
+        elif _may_come(transfer.error) and now - loading.started < GRACE_SECONDS:
             loading.transfer, loading.again_at = None, now + RETRY_SECONDS
         else:
             self._over(loading, transfer.error)
@@ -377,3 +381,9 @@ class WorkerSide:
         if self._offload is not None:
             self._offload.close()
         self.arena.close()
+
+
+def _may_come(error: TransferError) -> bool:
+    """Whether a producer's worker has only not heard of the ticket yet. Forged ones it tells apart
+    by their number."""
+    return error.kind == "ticket" and UNKNOWN in str(error)
