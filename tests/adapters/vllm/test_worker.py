@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,8 +21,14 @@ from kvstow.adapters.vllm.layout import (
     declared_groups,
     declared_layout,
 )
+from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import EngineRequest, OffloadReport, StepResults
+from kvstow.adapters.vllm.protocol import (
+    EngineRequest,
+    OfferBlocks,
+    OffloadReport,
+    StepResults,
+)
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.memory.arena import Arena
@@ -93,6 +99,9 @@ def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Te
     return raw, views
 
 
+WayToTell = Literal["in steps", "here", "beside"]
+
+
 @dataclass
 class Engine:
     """A scheduler's side, a worker's side, and memory."""
@@ -108,7 +117,7 @@ class Engine:
         settings: ConnectorOptions,
         order: str,
         *,
-        in_process: bool = False,
+        told: WayToTell = "in steps",
         tp: tuple[int, int] = (0, 1),
     ) -> "Engine":
         declared = declaration(order, tp)
@@ -117,7 +126,8 @@ class Engine:
         arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
         desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
-        desk.meet([hands.endpoint], adopt=hands.adopt if in_process else None)
+        ways = {"here": hands.adopt, "beside": OfferSender([hands.endpoint]).tell}
+        desk.meet([hands.endpoint], adopt=ways.get(told))
         return Engine(desk, hands, views)
 
     def step(self) -> StepResults:
@@ -169,12 +179,12 @@ BRIEF = replace(SETTINGS, lease_seconds=0.3)
 
 @contextmanager
 def started(
-    settings: ConnectorOptions, *orders: str, in_process: bool = False
+    settings: ConnectorOptions, *orders: str, told: WayToTell = "in steps"
 ) -> Iterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine."""
     fabric = Fabric()
     pair = [
-        Engine.start(fabric, f"engine-{i}", settings, order, in_process=in_process)
+        Engine.start(fabric, f"engine-{i}", settings, order, told=told)
         for i, order in enumerate(orders)
     ]
     yield pair[0], pair[1]
@@ -358,12 +368,13 @@ def test_one_prefill_instance_serves_decode_instances_of_one_and_of_two_ranks():
             engine.hands.close()
 
 
-# ── engines whose scheduler and worker share a process ────────────────────────────────────
+# ── workers that hear of offers before the next step ──────────────────────────────────────
 
 
-@pytest.fixture
-def in_process() -> Iterator[tuple[Engine, Engine]]:
-    with started(SETTINGS, "BLHNC", "BLHNC", in_process=True) as pair:
+@pytest.fixture(params=["here", "beside"])
+def in_process(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """The worker runs in the scheduler's thread, or is told through a socket."""
+    with started(SETTINGS, "BLHNC", "BLHNC", told=request.param) as pair:
         yield pair
 
 
@@ -392,6 +403,37 @@ def test_blocks_read_before_the_next_step_are_let_go_in_that_step_and_once(
     assert frozenset().union(*sent) == {"p"}
 
 
+def test_an_offer_that_is_told_after_its_lease_has_ended_is_not_adopted(
+    engines: tuple[Engine, Engine],
+):
+    """Its blocks may be others' by then."""
+    prefill, decode = engines
+    params: Any = prefill.prefill(THERE)
+    ticket = Ticket.parse(params["kvstow"]["tickets"][0])
+    prefill.step()
+    decode.decode(params, HERE)
+    decode.until(lambda found: bool(found.received))
+    prefill.until(lambda found: "p" in found.sent)
+    after = prefill.hands.agent.endpoint.owner.generations[1].copy()
+    prefill.hands.hear(OfferBlocks(request="p", tickets=(ticket,)))
+    assert (prefill.hands.agent.endpoint.owner.generations[1] == after).all()
+    assert not any(prefill.step().sent for _ in range(3))
+
+
+def test_who_does_not_know_the_secret_tells_a_worker_nothing():
+    engine = Engine.start(Fabric(), "engine", SETTINGS, "BLHNC")
+    try:
+        stranger = replace(engine.hands.endpoint, secret=b"another")
+        desk = SchedulerSide(
+            declared_groups(declaration("BLHNC")), NUM_BLOCKS, SETTINGS, identity=IDENTITY
+        )
+        desk.meet([stranger], adopt=OfferSender([stranger]).tell)
+        Engine(desk, engine.hands, engine.views).prefill(THERE)
+        assert not any(engine.hands.agent.endpoint.owner.generations[1])
+    finally:
+        engine.hands.close()
+
+
 def wait_until_read(prefill: Engine) -> None:
     """The consumer's last word reaches the producer's agent, which nobody calls meanwhile."""
     limit = time.monotonic() + 10
@@ -401,7 +443,7 @@ def wait_until_read(prefill: Engine) -> None:
 
 
 def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_again():
-    with started(BRIEF, "BLHNC", "BLHNC", in_process=True) as (prefill, decode):
+    with started(BRIEF, "BLHNC", "BLHNC", told="here") as (prefill, decode):
         stale = prefill.prefill(THERE)
         prefill.until(lambda found: "p" in found.sent)
         prefill.fill(3)

@@ -12,6 +12,7 @@ scheduler   one per engine: which request hands over or takes over
 recall      one per engine: which beginnings of requests come back, which blocks are stored
 stored      which rows the tiers of all ranks keep; keys of requests
 stores      rows on their way to the tiers: held, in turn, within a bandwidth
+offers      workers of other processes, told of an offer before the engine's next step
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
 journal     which prompts were stored, for `kvstow why`

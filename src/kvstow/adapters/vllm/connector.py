@@ -30,6 +30,7 @@ from vllm.v1.request import RequestStatus
 
 from kvstow.adapters.vllm.events import TierEvents, check_published
 from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups, wanted_layout
+from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
@@ -266,10 +267,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         known = [metadata[rank] for rank in sorted(metadata)]
         workers = [each for each in known if isinstance(each, KvstowEndpoint)]
+        endpoints = [each.endpoint for each in workers]
         local = workers[0].worker if len(workers) == 1 else None
-        self._scheduler_side.meet(
-            [each.endpoint for each in workers], adopt=local.adopt if local else None
-        )
+        tell = local.adopt if local else OfferSender(endpoints).tell
+        self._scheduler_side.meet(endpoints, adopt=tell)
         kept = {each.endpoint.agent: each.kept for each in workers}
         self._scheduler_side.told(OffloadReport(kept=kept))
 

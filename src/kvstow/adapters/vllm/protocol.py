@@ -44,7 +44,8 @@ a byte per key."""
 class WorkerEndpoint:
     """One worker's agent, for the tickets that the scheduler's side writes in its name.
 
-    `secret` is between the two: leases numbered with it are theirs (`LeaseNumbers`).
+    `secret` is between the two: leases numbered with it are theirs (`LeaseNumbers`), and `inbox` is
+    where the worker is told of offers between steps (`offers`).
     """
 
     agent: str
@@ -53,6 +54,7 @@ class WorkerEndpoint:
     key: str
     fingerprint: str
     secret: bytes = field(default=b"", repr=False)
+    inbox: str = ""
 
 
 class LeaseNumbers:

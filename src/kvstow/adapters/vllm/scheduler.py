@@ -117,8 +117,8 @@ class SchedulerSide:
         *,
         adopt: Callable[[OfferBlocks], object] | None = None,
     ) -> None:
-        """The workers' agents, by rank. `adopt` is there where the only worker runs in this
-        very process and thread: it is told of an offer before its tickets leave."""
+        """The workers' agents, by rank. `adopt` is told of an offer before its tickets leave: the
+        only worker, where it runs in this very process and thread, or who tells the others."""
         self._workers = tuple(workers)
         self._numbers = tuple(LeaseNumbers(worker.secret) for worker in workers)
         self._adopt = adopt

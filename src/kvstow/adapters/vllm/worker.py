@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from secrets import token_bytes
 
+from kvstow.adapters.vllm.offers import OfferInbox
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
@@ -107,16 +108,20 @@ class WorkerSide:
             keys=options.keys(),
             options=options.agent,
         )
-        keys = options.keys()
+        keys, secret = options.keys(), token_bytes(16)
+        self._lock = threading.RLock()
+        """Offers come in a thread of their own."""
+        self._inbox = OfferInbox(secret, self.hear)
         self.endpoint = WorkerEndpoint(
             agent=name,
             start=transport.name,
             address=self.agent.address,
             key=keys.public if keys else "",
             fingerprint=fingerprint(arena.layout),
-            secret=token_bytes(16),
+            secret=secret,
+            inbox=self._inbox.address,
         )
-        self.agent.server.leases.may_come = LeaseNumbers(self.endpoint.secret).is_ours
+        self.agent.server.leases.may_come = LeaseNumbers(secret).is_ours
         self._loading: dict[str, OpenPull] = {}
         self._news = threading.Event()
         """A pull has ended."""
@@ -161,16 +166,17 @@ class WorkerSide:
         the scheduler's side has just given out, and pulls and loads write to blocks that nothing
         else uses.
         """
-        for offer in step.offers:
-            self._ordered(self.adopt(offer))
-        for ticket in step.keeps:
-            self.agent.keep(ticket)
-        for ticket in step.drops:
-            self.agent.drop(ticket)
-        for pull in step.pulls:
-            loading = OpenPull(pull, time.monotonic())
-            self._loading[pull.request] = loading
-            self._try(loading)
+        with self._lock:
+            for offer in step.offers:
+                self._ordered(self.adopt(offer))
+            for ticket in step.keeps:
+                self.agent.keep(ticket)
+            for ticket in step.drops:
+                self.agent.drop(ticket)
+            for pull in step.pulls:
+                loading = OpenPull(pull, time.monotonic())
+                self._loading[pull.request] = loading
+                self._try(loading)
         if self._offload is not None:
             for lookup in step.lookups:
                 self._offload.look_up(lookup)
@@ -191,6 +197,10 @@ class WorkerSide:
         """What has ended since the last call."""
         if idle and not (self._offload and self._offload.has_answers) and not self._was_news:
             self._rest()
+        with self._lock:
+            return self._results()
+
+    def _results(self) -> StepResults:
         self._news.clear()
         self.agent.settle()
         for loading in tuple(self._loading.values()):
@@ -282,6 +292,13 @@ class WorkerSide:
 
         self.agent.adopt(mine, readers=None, on_end=ended)  # all ranks of one decode instance
         return adopted
+
+    def hear(self, offer: OfferBlocks) -> None:
+        """Adopt an offer that was told between two steps, in a thread of its own, unless a step
+        was faster: its lease may be over by now."""
+        with self._lock:
+            if not self.agent.server.leases.has_ended(self._ticket(offer).lease):
+                self.adopt(offer)
 
     def _ordered(self, adopted: AdoptedLease) -> None:
         """A step has named the lease: its request's blocks stay until it is over."""
@@ -377,6 +394,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
+        self._inbox.close()
         self.agent.close()
         if self._offload is not None:
             self._offload.close()
