@@ -19,15 +19,21 @@ class FewBlocks(EngineOptions):
     max_tokens: int = 1024
     cpu: bool = True
     num_blocks: int
+    ranks: int = 1
 
     def arguments(self) -> dict[str, Any]:
-        return super().arguments() | {"num_gpu_blocks_override": self.num_blocks}
+        return super().arguments() | {
+            "num_gpu_blocks_override": self.num_blocks,
+            "tensor_parallel_size": self.ranks,
+        }
 
 
-def started(folder: Path, config: dict[str, Any], num_blocks: int, **options: Any) -> Remote:
+def started(
+    folder: Path, config: dict[str, Any], num_blocks: int, *, ranks: int = 1, **options: Any
+) -> Remote:
     """An engine of a model of that shape, made small, with kvstow's connector."""
     folder.joinpath("config.json").write_text(json.dumps(config | SMALL))
-    given = FewBlocks(num_blocks=num_blocks)
+    given = FewBlocks(num_blocks=num_blocks, ranks=ranks)
     engine = Remote(5900, str(folder), given, connector("kvstow", **options))
     engine.imported()
     engine.start()

@@ -1,0 +1,48 @@
+"""Engines in the caller's process, as in notebooks: no step is taken once `generate` has returned.
+
+With two ranks the workers are processes of their own, which vLLM tells nothing between steps.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from tiny import SMALL, Remote, started
+from vllm_engines import LLAMA, Prompts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+NUM_BLOCKS = 40
+DRAW = Prompts(SMALL["vocab_size"])
+
+Pair = tuple[Remote, Remote, int]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda ranks: f"tp{ranks}")
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    made: list[Remote] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        for name in ("prefill", "decode"):
+            folder = tmp_path_factory.mktemp(name)
+            options = {"digest": "always", "lease_seconds": 60, "contact_seconds": 60}
+            made.append(started(folder, LLAMA, NUM_BLOCKS, ranks=request.param, **options))
+        yield made[0], made[1], request.param
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("length", [5, 33, 300])
+def test_a_ticket_is_honoured_though_the_engine_that_gave_it_takes_no_step(pair: Pair, length: int):
+    prefill, decode, ranks = pair
+    prompt = DRAW(length)
+    alone = prefill.first({"prompt": prompt})["text"]
+    before = decode.counts().get("pull accepted", 0)
+    asks = {"prompt": prompt, "max_tokens": 1, "params": {"do_remote_decode": True}}
+    tickets = prefill.first(asks)["params"]
+    assert len(tickets["kvstow"]["tickets"]) == ranks
+    assert decode.first({"prompt": prompt, "params": tickets})["text"] == alone
+    after = decode.counts()
+    assert after["pull accepted"] - before == ranks
+    assert "pull ticket" not in after
