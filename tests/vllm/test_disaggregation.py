@@ -265,6 +265,24 @@ def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair
     assert decode.await_count("pull accepted", accepted + 1) >= accepted + 1
 
 
+def test_a_prefill_server_that_hangs_costs_no_more_than_the_time_of_a_transfer(pair: list[Server]):
+    prefill, decode = pair
+    prompt = tokens(3 * BLOCK, seed=31)
+    expected = alone(pair, prompt)
+    params = prefill.tickets(prompt)
+    pid, _ = worker_of(prefill)
+    before = decode.counts()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == expected
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    late = before.get("pull timeout", 0) + 1
+    assert decode.await_count("pull timeout", late) == late
+    other = tokens(3 * BLOCK, seed=32)
+    assert handed_over(pair, other) == alone(pair, other)
+
+
 # ── the producer dies ─────────────────────────────────────────────────────────────────────
 
 

@@ -24,8 +24,8 @@ def pair(
     made: list[Remote] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        for name in ("prefill", "decode"):
-            folder = tmp_path_factory.mktemp(name)
+        folder = tmp_path_factory.mktemp("model")
+        for _ in ("prefill", "decode"):
             options = {"digest": "always", "lease_seconds": 60, "contact_seconds": 60}
             made.append(started(folder, LLAMA, NUM_BLOCKS, ranks=request.param, **options))
         yield made[0], made[1], request.param

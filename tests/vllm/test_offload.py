@@ -91,6 +91,8 @@ def test_a_damaged_store_costs_only_time(
         damage(path)
     with running(launch, logs=logs) as (again,):
         assert again.text(prompt(2), max_tokens=12) == texts[2]
+        assert again.await_count("restore failed") == 1
+        assert again.counts().get("restored tokens", 0) == 0
 
 
 def damage(path: Path) -> None:
