@@ -307,5 +307,5 @@ def test_the_status_tells_what_may_be_asked_for(pair: tuple[Engine, Engine]):
     asker = Asker()
     document = asker.ask(producer.agent.address, seconds=20)
     asker.close()
-    assert document["registered_blocks"] == len(producer.agent.prefixes) > 7
+    assert document["registered_blocks"] == len(producer.agent.prefixes.source) > 7
     assert document["answers"] == {"ticket": 1}

@@ -37,7 +37,13 @@ from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way
 from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
-from kvstow.transfer.prefixes import PrefixQuestion, RegisteredPrefixes, asked
+from kvstow.transfer.prefixes import (
+    BlockSource,
+    PrefixAnswers,
+    PrefixQuestion,
+    RegisteredBlocks,
+    asked,
+)
 from kvstow.transfer.pull import Order, Transfer
 from kvstow.transfer.pulls import Pulls
 from kvstow.transfer.quarantine import Quarantine
@@ -106,7 +112,9 @@ class Agent:
         self.server = Server(
             self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
         )
-        self.prefixes = RegisteredPrefixes(self.endpoint)
+        self._registered = RegisteredBlocks(self.endpoint)
+        self.prefixes = PrefixAnswers(self.endpoint, self._registered)
+        self._settles_itself = False
         self._key = keys.public if keys else ""
         self._owed: deque[Callable[[], None]] = deque()
         self.pulls = Pulls(
@@ -254,7 +262,17 @@ class Agent:
         Nothing is kept from being reused: whoever asks later gets a ticket or a miss.
         """
         check_blocks(self.endpoint.layout, blocks, whose=self.name)
-        self.prefixes.register(blocks, keys)
+        self._registered.register(blocks, keys)
+        self.server.on_question = self._question
+
+    def lend(self, source: BlockSource) -> None:
+        """Let peers ask for whatever a source holds, instead of registered blocks.
+
+        Blocks are shared and released in the agent's own thread from now on, at once: for an
+        owner that any thread may call.
+        """
+        self.prefixes.source = source
+        self._settles_itself = True
         self.server.on_question = self._question
 
     def _question(self, peer: Incoming, asked: AskPrefix) -> None:
@@ -276,7 +294,7 @@ class Agent:
         num_tokens: int,
         on_end: Callable[[EndReason], None],
     ) -> Ticket:
-        return self._offered(blocks, num_tokens, 1, None, on_end)
+        return self._offered(blocks, num_tokens, None, None, on_end)
 
     def ask(
         self,
@@ -292,6 +310,22 @@ class Agent:
         `keys` are the prompt's, one after every `step` tokens. None for a miss. TransferError
         if the agent refuses or does not answer in time; one of an older version does not.
         """
+        answer = self.begin_ask(address, keys, step=step, key=key, seconds=seconds)
+        while not answer.done():  # whoever we ask may be asking us
+            self.settle()
+            wait((answer,), ANSWER_SECONDS)
+        return answer.result()
+
+    def begin_ask(
+        self,
+        address: str,
+        keys: Sequence[bytes],
+        *,
+        step: int,
+        key: str = "",
+        seconds: float | None = None,
+    ) -> "Future[Ticket | None]":
+        """As `ask`, from any thread and without waiting: what `ask` returns or raises, later."""
         peer = self.peers.at(address, key)
         question = PrefixQuestion.of(self.endpoint, keys, step)
         limit = seconds or self.options.contact_seconds
@@ -312,10 +346,7 @@ class Agent:
             question.wake = task.wake
 
         self.loop.submit(begin)
-        while not answer.done():  # whoever we ask may be asking us
-            self.settle()
-            wait((answer,), ANSWER_SECONDS)
-        return answer.result()
+        return answer
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
@@ -455,6 +486,8 @@ class Agent:
 
     def _progress(self) -> None:
         self.endpoint.transport.progress()
+        if self._settles_itself:
+            self.settle()
 
     def _dropped(self, reason: DropReason, detail: str) -> None:
         self.endpoint.metrics.messages.labels(reason).inc()

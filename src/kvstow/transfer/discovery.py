@@ -47,6 +47,15 @@ def found_agents(source: str, *, seconds: float = SECONDS) -> tuple[str, ...]:
     return tuple(sorted(set(found)))
 
 
+def check_source(source: str) -> None:
+    """TransferError unless agents can be looked for there; nobody is asked."""
+    if source.startswith(("dns://", "etcd://")):
+        _parts(source)
+        return
+    for part in source.split(","):
+        check_dialled(part.strip())
+
+
 def _parts(source: str) -> tuple[str, int, str]:
     """Host, port and the rest."""
     try:

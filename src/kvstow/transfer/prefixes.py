@@ -5,15 +5,18 @@
                 ◀─────────  tell-prefix     a ticket for the longest beginning; empty: a miss
 
 A key names the computation and all tokens up to the end of its block, so nobody learns or gets
-anything of a prompt whose keys it cannot compute. Registered blocks are not kept from being
-reused; their generations tell whether they were. A ticket keeps them, as any ticket does.
+anything of a prompt whose keys it cannot compute. Blocks that may be asked for are not kept from
+being reused; of registered ones their generations tell whether they were. A ticket keeps them, as
+any ticket does.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import lcm
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 
@@ -41,20 +44,35 @@ Offer = Callable[[Mapping[int, Blocks], int, Callable[[EndReason], None]], Ticke
 # ── the producer ──────────────────────────────────────────────────────────────────────
 
 
-class RegisteredPrefixes:
-    """Blocks by key. Used in the thread of the blocks' owner, but for `has_room`."""
+class BlockSource(Protocol):
+    """Says which blocks hold the bytes of which keys."""
+
+    def __len__(self) -> int:
+        """Blocks that may be asked for."""
+        ...
+
+    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
+        """The block of each key, −1 where none holds it."""
+        ...
+
+    def still(self) -> AbstractContextManager[object]:
+        """Until it is left, blocks stay what `ids` says."""
+        ...
+
+
+class RegisteredBlocks:
+    """Blocks that their owner has registered. Used in the owner's thread."""
 
     def __init__(self, endpoint: Endpoint, most_blocks: int = MOST_BLOCKS) -> None:
         self._endpoint = endpoint
         self._most_blocks = most_blocks
         self._blocks: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
-        self._open = 0
-        self._lock = Lock()
-        self.answers: Counter[str] = Counter()
-        """Answers by kind: ticket, miss, identity, busy."""
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def still(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def register(self, blocks: Mapping[int, Blocks], keys: Mapping[int, Sequence[bytes]]) -> None:
         """Remember blocks, and the generations under which they hold these keys' bytes."""
@@ -71,6 +89,31 @@ class RegisteredPrefixes:
                 self._blocks.move_to_end((g, key))
         while len(self._blocks) > self._most_blocks:
             self._blocks.popitem(last=False)
+
+    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
+        found: Ints = np.full(len(keys), -1, np.int64)
+        counters = self._endpoint.owner.generations[group]
+        for i, key in enumerate(keys):
+            place = self._blocks.get((group, key))
+            if place is None:
+                continue
+            if counters[place[0]] == place[1]:
+                found[i] = place[0]
+            else:  # the block has changed hands since
+                del self._blocks[group, key]
+        return found
+
+
+class PrefixAnswers:
+    """Answers questions from a source, in the thread of the blocks' owner, but for `has_room`."""
+
+    def __init__(self, endpoint: Endpoint, source: BlockSource) -> None:
+        self.source = source
+        self._endpoint = endpoint
+        self._open = 0
+        self._lock = Lock()
+        self.answers: Counter[str] = Counter()
+        """Answers by kind: ticket, miss, identity, busy."""
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""
@@ -93,8 +136,9 @@ class RegisteredPrefixes:
             self.answers["identity"] += 1
         else:
             try:
-                num_tokens, blocks = self.longest(_split(asked.keys), asked.step)
-                ticket = offer(blocks, num_tokens, over) if num_tokens else None
+                with self.source.still():
+                    num_tokens, blocks = self.longest(_split(asked.keys), asked.step)
+                    ticket = offer(blocks, num_tokens, over) if num_tokens else None
             except KvstowError as error:
                 self._endpoint.note("prefix-not-offered", {"why": str(error)})
             self.answers["miss" if ticket is None else "ticket"] += 1
@@ -117,7 +161,7 @@ class RegisteredPrefixes:
         found: dict[int, Ints] = {}
         for g, group in groups.items():
             every = group.block_tokens // step
-            found[g] = self._ids(g, keys[every - 1 :: every])
+            found[g] = self.source.ids(g, keys[every - 1 :: every])
             present = found[g] >= 0
             lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
         num_tokens = int(lengths.max(initial=0))
@@ -127,20 +171,6 @@ class RegisteredPrefixes:
             index = np.array([*sinks, *rest], np.int64)
             blocks[g] = Blocks(found[g][index], index)
         return num_tokens, blocks
-
-    def _ids(self, group: int, keys: Sequence[bytes]) -> Ints:
-        """The block of each key, −1 where none holds it any more."""
-        ids: Ints = np.full(len(keys), -1, np.int64)
-        counters = self._endpoint.owner.generations[group]
-        for i, key in enumerate(keys):
-            place = self._blocks.get((group, key))
-            if place is None:
-                continue
-            if counters[place[0]] == place[1]:
-                ids[i] = place[0]
-            else:  # the block has changed hands since
-                del self._blocks[group, key]
-        return ids
 
 
 def _split(keys: bytes) -> list[bytes]:

@@ -6,10 +6,11 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-from kvstow.errors import SpecError
+from kvstow.errors import SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
 from kvstow.transfer.channel.curve import KEY_CHARACTERS, Keys
+from kvstow.transfer.discovery import check_source
 from kvstow.transfer.options import DigestPolicy, Options
 
 FOREIGN = {
@@ -43,6 +44,11 @@ class ConnectorOptions:
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
     stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
     directory `journal_path`, or in `disk_path` where that is empty.
+
+    `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
+    that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
+    would have to be computed. They have `peers_seconds` to answer, and `peers_pull_seconds` to
+    deliver.
     """
 
     model: str = ""
@@ -64,6 +70,11 @@ class ConnectorOptions:
     events: bool = False
     journal: JournalKind = "digests"
     journal_path: str = ""
+    lend: str = ""
+    peers: tuple[str, ...] = ()
+    peers_tokens: int = 256
+    peers_seconds: float = 0.25
+    peers_pull_seconds: float = 5.0
 
     @staticmethod
     def of(options: dict[str, Any]) -> "ConnectorOptions":
@@ -88,6 +99,7 @@ class ConnectorOptions:
                 "option 'events' is true, and there are no tiers to tell of\n\n"
                 "hint: set host_bytes, or leave it out: vLLM publishes what its device holds itself"
             )
+        self._check_peers()
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
         if self.journal not in get_args(JournalKind):
@@ -115,6 +127,22 @@ class ConnectorOptions:
             )
         if self.remote:
             parse(self.remote)
+
+    def _check_peers(self) -> None:
+        if self.lend and not self.offloads:
+            raise SpecError(
+                f"lend is {self.lend!r}, host_bytes is 0\n\nhint: rows in host memory are lent"
+            )
+        if self.peers_tokens < 0 or min(self.peers_seconds, self.peers_pull_seconds) <= 0:
+            raise SpecError(
+                f"peers_tokens is {self.peers_tokens}, peers_seconds {self.peers_seconds}, "
+                f"peers_pull_seconds {self.peers_pull_seconds}\n\nhint: times are above 0"
+            )
+        for source in self.peers:
+            try:
+                check_source(source)
+            except TransferError as error:
+                raise SpecError(f"peers: {error}") from None
 
     @property
     def offloads(self) -> bool:
@@ -163,6 +191,10 @@ class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those of vLLM's connectors; SpecError for one that cannot be obeyed."""
     ours = dict(options)
+    if isinstance(ours.get("peers"), str):
+        ours["peers"] = [part.strip() for part in ours["peers"].split(",") if part.strip()]
+    if isinstance(ours.get("peers"), list):
+        ours["peers"] = tuple(str(each) for each in ours["peers"])
     if not _flag(ours, COMPARED, default=True):
         raise SpecError(
             f"option {COMPARED!r} is false, yet instances that do not fit are never joined\n\n"

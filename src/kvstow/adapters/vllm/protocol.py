@@ -97,13 +97,32 @@ class OfferBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullBlocks:
-    """Bring tokens `[start_token, num_tokens)` into these blocks."""
+    """Bring tokens `[start_token, num_tokens)` into these blocks, within `seconds` where a peer
+    was asked for them."""
 
     request: str
     tickets: tuple[Ticket, ...]
     ids: BlockIds
     start_token: int
     num_tokens: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskPeers:
+    """Does some peer hold this beginning of a prompt? Its keys, one after every `step` tokens."""
+
+    request: str
+    keys: tuple[bytes, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PeersAnswer:
+    """The answer: tickets of all ranks of one instance, or none."""
+
+    request: str
+    tickets: tuple[Ticket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +184,7 @@ class StepOrders:
     stores: tuple[StoreBlocks, ...] = ()
     loads: tuple[LoadBlocks, ...] = ()
     lookups: tuple[LookUpKeys, ...] = ()
+    asks: tuple[AskPeers, ...] = ()
     idle: bool = False
 
 
@@ -174,7 +194,7 @@ class StepResults:
 
     `confirmed` says of loads that were computed with at once whether they succeeded; `invalid`
     are the blocks of those that did not. `stored` are the jobs of stores that are over, `kept`
-    tells where rows are kept now, as far as that has changed.
+    tells where rows are kept now, as far as that has changed. `found` is what peers have said.
     """
 
     sent: frozenset[str] = frozenset()
@@ -187,6 +207,7 @@ class StepResults:
     kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     changes: tuple[TierChange, ...] = ()
+    found: tuple[PeersAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +222,7 @@ class OffloadReport:
     kept: Mapping[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
     stored: Mapping[int, int] = field(default_factory=dict[int, int])
     changes: tuple[TierChange, ...] = ()
+    found: tuple[PeersAnswer, ...] = ()
 
     @staticmethod
     def of(rank: str, results: StepResults) -> "OffloadReport":
@@ -211,11 +233,12 @@ class OffloadReport:
             kept={rank: results.kept} if results.kept else {},
             stored=dict.fromkeys(results.stored, 1),
             changes=results.changes,
+            found=results.found,
         )
 
     def __bool__(self) -> bool:
         told = self.present or self.confirmed or self.kept or self.stored or self.changes
-        return bool(told)
+        return bool(told or self.found)
 
     def joined(self, other: "OffloadReport") -> "OffloadReport":
         """The report of both: what all ranks have, what has succeeded on all."""
@@ -232,6 +255,7 @@ class OffloadReport:
             kept={**self.kept, **other.kept},
             stored=Counter(self.stored) + Counter(other.stored),
             changes=self.changes + other.changes,
+            found=self.found + other.found,
         )
 
 
@@ -343,11 +367,13 @@ class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handover:
-    """Tickets for the first `num_tokens` tokens of a prompt, and the digest of those."""
+    """Tickets for the first `num_tokens` tokens of a prompt, and the digest of those. `asked`: a
+    peer has given them for our keys."""
 
     tickets: tuple[Ticket, ...]
     num_tokens: int
     prompt: str
+    asked: bool = False
 
     def params(self) -> dict[str, Any]:
         """For the consumer's request."""

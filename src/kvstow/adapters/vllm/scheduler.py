@@ -15,6 +15,7 @@ import numpy as np
 from kvstow.adapters.vllm.events import TierEvents
 from kvstow.adapters.vllm.layout import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.peers import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,
@@ -24,6 +25,7 @@ from kvstow.adapters.vllm.protocol import (
     LookUpKeys,
     OfferBlocks,
     OffloadReport,
+    PeersAnswer,
     PullBlocks,
     StepOrders,
     WorkerEndpoint,
@@ -94,6 +96,7 @@ class SchedulerSide:
             if options.offloads
             else None
         )
+        self._peers = PeerQuestions(groups, identity, options) if options.peers else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
@@ -131,6 +134,8 @@ class SchedulerSide:
         """A request is queued. Bad tickets are counted here and handed back: the engine computes
         such a request itself, or has rejected it."""
         self._carries(request)
+        if self._peers is not None and request.id not in self._incoming:
+            self._peers.arrived(request)
         if self.recall is not None:
             lookup = self.recall.arrived(request)
             self._lookups += [lookup] if lookup else []
@@ -181,7 +186,9 @@ class SchedulerSide:
         return replace(handover, num_tokens=most)
 
     def told(self, report: OffloadReport) -> None:
-        """What the workers' tiers have done and found in a step."""
+        """What the workers' tiers have done and found in a step, and what peers have said."""
+        for answer in report.found:
+            self._found(answer)
         if self.recall is None:
             return
         for answer in report.present.values():
@@ -193,12 +200,25 @@ class SchedulerSide:
         for job, ranks in report.stored.items():
             self.recall.stores.stored(job, ranks)
 
+    def _found(self, answer: PeersAnswer) -> None:
+        """Peers have been asked: their tickets are kept alive, or handed back."""
+        assert self._peers is not None
+        handover = self._peers.handover(answer)
+        if handover is None:
+            self._drops += answer.tickets
+            return
+        self._incoming[answer.request] = handover
+        self._keeps += handover.tickets
+
     def matched(self, request: str, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
         handover = self._incoming.get(request)
         if handover is not None:
             return max(0, handover.num_tokens - num_computed)
-        return self.recall.matched(request, num_computed) if self.recall else 0
+        own = self.recall.matched(request, num_computed) if self.recall else 0
+        if own is None or self._peers is None:
+            return own
+        return None if self._peers.waits(request, num_computed + own) else own
 
     def loads_at_once(self, request: str) -> bool:
         """Whether what `matched` told is there when the next step computes."""
@@ -232,6 +252,7 @@ class SchedulerSide:
                 ids=ids,
                 start_token=handover.num_tokens - num_external,
                 num_tokens=handover.num_tokens,
+                seconds=self._options.peers_pull_seconds if handover.asked else None,
             )
         )
 
@@ -248,6 +269,8 @@ class SchedulerSide:
         loading = request.id in self._loading
         self._loading.discard(request.id)
         self._give_back(request.id)
+        if self._peers is not None:
+            self._peers.forget(request.id)
         if self.recall is not None:
             self.recall.finished(request.id, 0 if loading else num_tokens, ids)
         if loading or not request.asks_for_tickets or num_tokens < 1:
@@ -322,6 +345,7 @@ class SchedulerSide:
             stores=(store,) if store else (),
             loads=tuple(self._loads),
             lookups=tuple(self._lookups),
+            asks=self._peers.take() if self._peers is not None else (),
             idle=idle,
         )
         for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):

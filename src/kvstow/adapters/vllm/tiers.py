@@ -241,6 +241,11 @@ class WorkerTiers:
         self._answers.append(answer)
 
     @property
+    def host(self) -> HostTier:
+        """The rows in host memory."""
+        return self._host
+
+    @property
     def has_answers(self) -> bool:
         return bool(self._answers)
 

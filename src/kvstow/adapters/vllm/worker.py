@@ -13,12 +13,14 @@ from secrets import token_bytes
 
 from kvstow.adapters.vllm.offers import OfferInbox
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.peers import PeerAsker, RowLender
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
     KeysPresent,
     LeaseNumbers,
     LoadBlocks,
     OfferBlocks,
+    PeersAnswer,
     PullBlocks,
     StepOrders,
     StepResults,
@@ -78,6 +80,11 @@ class OpenPull:
     transfer: Transfer | None = None
     again_at: float = 0.0
 
+    def may_retry(self, error: TransferError, now: float) -> bool:
+        """Whether the producer may just not have heard of the ticket; a peer that was asked has."""
+        is_young = now - self.started < GRACE_SECONDS
+        return _may_come(error) and is_young and self.pull.seconds is None
+
 
 @dataclass(slots=True, eq=False)
 class AdoptedLease:
@@ -128,6 +135,12 @@ class WorkerSide:
         self._was_news = False
         """The engine looks at what it was told one step later: that step does not wait."""
         self._offload = WorkerTiers(arena, options) if options.offloads else None
+        self._lender: RowLender | None = None
+        if self._offload is not None and options.lend:
+            self._lender = RowLender(
+                self._offload.host, options, transport=transport.fresh(), name=name
+            )
+        self._asker: PeerAsker | None = None
         self._adopted: dict[int, AdoptedLease] = {}
         self._staying: Counter[str] = Counter()
         """Per request, leases that still need its blocks."""
@@ -140,6 +153,8 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
         self.agent.start()
+        if options.peers and arena.layout.tp[0] == arena.layout.pp[0] == 0:
+            self._asker = PeerAsker(self.agent, options, self._news.set)
         self._introduce()
 
     def _introduce(self) -> None:
@@ -182,6 +197,9 @@ class WorkerSide:
                 self._offload.look_up(lookup)
             for load in sorted(step.loads, key=lambda load: not load.at_once):
                 self._offload.load(load)
+        if self._asker is not None:
+            for ask in step.asks:
+                self._asker.ask(ask)
 
     def save(self, step: StepOrders) -> None:
         """Start to store what the scheduler's side has decided, after the engine's computation."""
@@ -195,7 +213,7 @@ class WorkerSide:
 
     def results(self, *, idle: bool) -> StepResults:
         """What has ended since the last call."""
-        if idle and not (self._offload and self._offload.has_answers) and not self._was_news:
+        if idle and not self._has_answers and not self._was_news:
             self._rest()
         with self._lock:
             return self._results()
@@ -208,6 +226,7 @@ class WorkerSide:
         if self._offload is not None:
             self._settle(self._offload)
             self._present += self._offload.answers()
+        found = self._found()
         results = StepResults(
             sent=frozenset(self._sent),
             received=frozenset(self._received),
@@ -219,6 +238,7 @@ class WorkerSide:
             kept=self._offload.kept() if self._offload else {},
             counts=dict(self._counts),
             changes=self._offload.changes() if self._offload is not None else (),
+            found=found,
         )
         self._was_news = bool(results.received)
         for told in (self._sent, self._received, self._failed, self._present, self._counts):
@@ -226,6 +246,20 @@ class WorkerSide:
         for told in (self._confirmed, self._invalid, self._stored):
             told.clear()
         return results
+
+    @property
+    def _has_answers(self) -> bool:
+        """Whether a request that waits for an answer can be told something."""
+        tiers = self._offload is not None and self._offload.has_answers
+        return tiers or (self._asker is not None and self._asker.has_answers)
+
+    def _found(self) -> tuple[PeersAnswer, ...]:
+        """What peers have said since the last time."""
+        answers = () if self._asker is None else tuple(self._asker.answers())
+        for answer in answers:
+            self._counts["peers asked"] += 1
+            self._counts["peers had it"] += bool(answer.tickets)
+        return answers
 
     def _rest(self) -> None:
         if self._offload is not None and self._offload.is_loading:
@@ -331,6 +365,7 @@ class WorkerSide:
                 into=self._blocks(pull),
                 start_token=pull.start_token,
                 num_tokens=pull.num_tokens,
+                deadline=pull.seconds,
                 on_quiet=self._news.set,
             )
         except KvstowError as error:
@@ -356,7 +391,7 @@ class WorkerSide:
             self._counts["pulled tokens"] += loading.pull.num_tokens - loading.pull.start_token
             self._note(transfer)
             self._over(loading, None)
-        elif _may_come(transfer.error) and now - loading.started < GRACE_SECONDS:
+        elif loading.may_retry(transfer.error, now):
             loading.transfer, loading.again_at = None, now + RETRY_SECONDS
         else:
             self._over(loading, transfer.error)
@@ -387,6 +422,8 @@ class WorkerSide:
         log.warning("request %s: pull failed (%s): %s", request, kind, error)
         self._counts[f"pull {kind}"] += 1
         self._failed.add(request)
+        if self._asker is not None and loading.pull.seconds is not None:
+            self._asker.failed(loading.pull.tickets)
         for ticket in loading.pull.tickets:  # the engine computes it: nobody will come again
             self.agent.drop(ticket)
 
@@ -395,6 +432,10 @@ class WorkerSide:
     def close(self) -> None:
         """End leases and pulls, let go of sockets and of the engine's memory."""
         self._inbox.close()
+        if self._asker is not None:
+            self._asker.close()
+        if self._lender is not None:
+            self._lender.close()
         self.agent.close()
         if self._offload is not None:
             self._offload.close()

@@ -6,7 +6,7 @@ there for the process that comes next, and other processes of the machine read t
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from threading import RLock
@@ -223,6 +223,28 @@ class HostTier:
         finally:
             with self._lock:
                 np.subtract.at(self._slots.pins[group], ids, 1)
+
+    def still(self) -> AbstractContextManager[object]:
+        """The tier's lock: while it is held, no row comes, moves or goes."""
+        return self._lock
+
+    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
+        """The row of each key, −1 where there is none. It may be gone at once: see `still`."""
+        checked_keys(self.layout, group, keys)
+        with self._lock:
+            return np.fromiter(map(self._ids[group].get, keys, repeat(-1)), np.int64, len(keys))
+
+    def pin(self, group: int, ids: Ints) -> None:
+        """Keep rows, each named once, from being given up; `unpin` ends it."""
+        with self._lock:
+            self._slots.pins[group][ids] += 1
+            self._policies[group].touch(ids)
+            self._slots.touch(group, ids)
+
+    def unpin(self, group: int, ids: Ints) -> None:
+        """Undo one `pin`."""
+        with self._lock:
+            self._slots.pins[group][ids] -= 1
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         checked_rows(self.layout, group, keys, rows)

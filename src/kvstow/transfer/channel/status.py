@@ -89,7 +89,7 @@ def status_document(agent: "Agent") -> bytes:
         "leases": len(agent.server.leases),
         "transfers": len(agent.pulls),
         "quarantined_rows": agent.quarantine.rows,
-        "registered_blocks": len(agent.prefixes),
+        "registered_blocks": len(agent.prefixes.source),
         "answers": dict(agent.prefixes.answers),
         "peers": peers,
         "guests": guests,

@@ -1,0 +1,338 @@
+"""Prefixes asked of other engines: real agents, tiers and arenas around pretended engines."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.peers import LentRows, PeerAsker, instance_of
+from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
+from kvstow.errors import SpecError
+from kvstow.offload.host.tier import HostTier
+from kvstow.transfer.channel.messages import AskPrefix
+from kvstow.transfer.peers.incoming import Incoming
+from kvstow.transfer.transport.local import Fabric
+from pretended_engine import NUM_BLOCKS, PROMPT, Engine
+from recorded_vllm import Pool
+
+LENDS = ConnectorOptions(
+    digest="always", host_bytes=1 << 20, lend="tcp://127.0.0.1:*", contact_seconds=20
+)
+ASKS = ConnectorOptions(
+    digest="always", peers_tokens=4, peers_seconds=20, peers_pull_seconds=20, contact_seconds=20
+)
+THERE = ((0, 0, 4, 5, 6), (7, 8, 9, 10, 11))
+HERE = ((0, 0, 20, 19, 18), (1, 2, 3, 13, 12))
+
+
+class Fleet:
+    """Engines of one test, closed at its end."""
+
+    def __init__(self) -> None:
+        self.fabric = Fabric()
+        self.engines: list[Engine] = []
+
+    def start(
+        self,
+        name: str,
+        options: ConnectorOptions,
+        order: str = "BLHNC",
+        tp: tuple[int, int] = (0, 1),
+    ) -> Engine:
+        engine = Engine.start(self.fabric, name, options, order, tp=tp)
+        if engine.desk.recall is not None:
+            engine.desk.recall.stores.holds = Pool()
+        self.engines.append(engine)
+        return engine
+
+    def asker(self, *lenders: Engine, order: str = "BLHNC", **options: object) -> Engine:
+        """An engine that has met these."""
+        peers = tuple(address_of(each) for each in lenders)
+        engine = self.start("asker-0-0", replace(ASKS, peers=peers, **options), order)  # pyright: ignore
+        until(lambda: len(asker_of(engine)._well()) == len(lenders))
+        return engine
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.hands.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < limit, "it never came to be"
+        time.sleep(0.005)
+
+
+def address_of(engine: Engine) -> str:
+    assert engine.hands._lender is not None
+    return engine.hands._lender.agent.address
+
+
+def num_leases(engine: Engine) -> int:
+    assert engine.hands._lender is not None
+    return len(engine.hands._lender.agent.server.leases)
+
+
+def asker_of(engine: Engine) -> PeerAsker:
+    assert engine.hands._asker is not None
+    return engine.hands._asker
+
+
+def computes(engine: Engine, tokens: list[int] = PROMPT, ids: BlockIds = THERE) -> None:
+    """The engine computes a prompt, and its blocks come to host memory."""
+    id = "p"
+    recall = engine.desk.recall
+    assert recall is not None
+    engine.fill(7)
+    engine.desk.arrived(EngineRequest(id=id, tokens=tokens))
+    recall.computed(id, len(tokens), ids)
+    engine.until(lambda found: bool(found.stored))
+    engine.desk.finished(EngineRequest(id=id, tokens=tokens), ids, len(tokens))
+
+
+def asked(engine: Engine, id: str = "d", num_computed: int = 0) -> int:
+    """What the engine's scheduler is told of a request in the end; its steps wait for nothing."""
+    engine.desk.arrived(EngineRequest(id=id, tokens=PROMPT))
+    limit = time.monotonic() + 30
+    while (count := engine.desk.matched(id, num_computed)) is None:
+        assert time.monotonic() < limit
+        engine.step()
+    return count
+
+
+def pulled(engine: Engine, count: int, id: str = "d") -> StepResults:
+    engine.desk.allocated(id, HERE, count)
+    return engine.until(lambda found: bool(found.received))
+
+
+def same(asker: Engine, lender: Engine, blocks: slice = slice(0, 4)) -> bool:
+    """Whether whole blocks of the prompt are there, byte for byte, in every layer."""
+    return all(
+        torch.equal(asker.views[name][here], lender.views[name][there])
+        for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1")))
+        for name in names
+        for there, here in zip(THERE[group][blocks], HERE[group][blocks], strict=True)
+        if there
+    )
+
+
+@pytest.mark.parametrize("orders", [("BLHNC", "BLHNC"), ("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
+def test_a_prefix_in_a_peers_host_memory_is_pulled_though_the_peer_sleeps(
+    fleet: Fleet, orders: tuple[str, str]
+):
+    lender = fleet.start("lender-0-0", LENDS, orders[0])
+    computes(lender)
+    asker = fleet.asker(lender, order=orders[1])
+    count = asked(asker)
+    assert count == 16, "four whole blocks; nobody has stepped the lender"
+    found = pulled(asker, count)
+    assert (found.received, found.failed) == ({"d"}, frozenset())
+    assert same(asker, lender)
+    untouched = sorted(set(range(NUM_BLOCKS)) - {b for ids in HERE for b in ids[:4]})
+    assert all((view[untouched] == 0).all() for view in asker.views.values())
+    until(lambda: num_leases(lender) == 0)
+
+
+def test_only_what_the_engine_lacks_is_pulled(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender)
+    assert asked(asker, num_computed=12) == 4
+    assert not pulled(asker, 4).failed
+    assert same(asker, lender, slice(3, 4))
+    assert (asker.views["f.0"][[1, 2, 3]] == 0).all()
+
+
+def test_ranks_of_a_peer_are_asked_together_and_one_alone_is_not(fleet: Fleet):
+    ranks = [fleet.start(f"lender-0-{r}", LENDS, tp=(r, 2)) for r in range(2)]
+    for rank in ranks:
+        computes(rank)
+    alone = replace(ASKS, peers=(address_of(ranks[0]),))
+    lonely = fleet.start("lonely-0-0", alone)
+    until(lambda: asker_of(lonely)._known[alone.peers[0]].outgoing.state == "ready")
+    assert asked(lonely) == 0
+    asker = fleet.asker(*ranks)
+    assert asked(asker) == 16
+    assert not pulled(asker, 16).failed
+    for head, rank in enumerate(ranks):
+        for there, here in zip(THERE[1][:4], HERE[1][:4], strict=True):
+            ours, theirs = asker.views["f.1"][here][head], rank.views["f.1"][there][0]
+            assert torch.equal(ours, theirs)
+
+
+def test_a_miss_is_computed_and_peers_are_asked_once_for_a_request(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    asker = fleet.asker(lender)
+    assert asked(asker) == 0
+    assert asker.desk.matched("d", 0) == 0
+    assert questions(lender) == {"miss": 1}
+
+
+def questions(engine: Engine) -> dict[str, int]:
+    assert engine.hands._lender is not None
+    return dict(engine.hands._lender.agent.prefixes.answers)
+
+
+def test_peers_are_not_asked_for_what_is_short_or_held(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender, peers_tokens=8)
+    assert asked(asker, num_computed=12) == 0
+    asker.desk.arrived(EngineRequest(id="salted", tokens=PROMPT, shareable=False))
+    assert asker.desk.matched("salted", 0) == 0
+    assert questions(lender) == {}
+
+
+def test_another_salt_or_adapter_finds_nothing(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender)
+    for id, more in (("s", {"salt": "me"}), ("a", {"adapter": "poems"})):
+        asker.desk.arrived(EngineRequest(id=id, tokens=PROMPT, **more))
+        while (count := asker.desk.matched(id, 0)) is None:
+            asker.step()
+        assert count == 0
+
+
+def test_the_longest_of_several_is_taken_and_the_others_are_handed_back(fleet: Fleet):
+    short, long = (fleet.start(f"{name}-0-0", LENDS) for name in ("short", "long"))
+    computes(short, PROMPT[:9], ((2, 3, 4), (7, 8, 9)))
+    computes(long)
+    asker = fleet.asker(short, long)
+    assert asked(asker) == 16
+    assert not pulled(asker, 16).failed
+    for lender in (short, long):
+        assert questions(lender) == {"ticket": 1}
+        until(lambda lender=lender: num_leases(lender) == 0)
+
+
+def test_tickets_of_a_request_that_has_ended_are_handed_back(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender)
+    asker.desk.arrived(EngineRequest(id="d", tokens=PROMPT))
+    assert asker.desk.matched("d", 0) is None
+    asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
+    asker.until(lambda found: bool(found.found))
+    asker.step()
+    until(lambda: num_leases(lender) == 0)
+
+
+# ── peers that do not do what they should ─────────────────────────────────────────────────
+
+
+def test_a_hung_peer_costs_one_request_the_budget_and_the_next_ones_nothing(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender, peers_seconds=0.2)
+    heard: list[AskPrefix] = []
+
+    def silent(peer: Incoming, question: AskPrefix) -> None:
+        heard.append(question)
+
+    assert lender.hands._lender is not None
+    lender.hands._lender.agent.server.on_question = silent
+    assert asked(asker, "first") == 0
+    (known,) = asker_of(asker)._known.values()
+    known.rest_until = float("inf")  # however slow this machine is
+    for k in range(3):
+        assert asked(asker, f"later {k}") == 0
+    assert len(heard) == 1
+    lender.hands._lender.agent.server.on_question = lender.hands._lender.agent._question
+    known.rest_until = 0.0
+    assert asked(asker, "d") == 16, "it is asked again later"
+    assert known.pause == 1.0
+
+
+def test_a_peer_that_dies_is_left_out_and_met_again(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    address = address_of(lender)
+    asker = fleet.asker(lender, peers_seconds=0.2, contact_seconds=1)
+    fleet.engines.remove(lender)
+    lender.hands.close()
+    assert asked(asker, "first") == 0
+    again = fleet.start("again-0-0", replace(LENDS, lend=address))
+    computes(again)
+    until(lambda: [each.instance for each in asker_of(asker)._well()] == ["again"])
+    assert asked(asker, "d") == 16
+    assert not pulled(asker, 16).failed
+    assert same(asker, again)
+
+
+def test_a_peer_that_answers_and_dies_is_a_failed_load_and_is_left_alone(fleet: Fleet):
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender, peers_pull_seconds=0.5)
+    assert asked(asker) == 16
+    fleet.engines.remove(lender)
+    lender.hands.close()
+    found = pulled(asker, 16)
+    assert (found.received, found.failed) == ({"d"}, {"d"})
+    assert asker.desk.matched("d", 0) == 0, "the engine computes it"
+    (known,) = asker_of(asker)._known.values()
+    assert known.rest_until > 0
+
+
+# ── lent rows ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lent_row_stays_until_its_last_lease_and_then_has_a_new_generation(fleet: Fleet):
+    engine = fleet.start("lender-0-0", LENDS)
+    computes(engine)
+    assert engine.hands._offload is not None
+    tier: HostTier = engine.hands._offload.host
+    rows, keys = LentRows(tier), tier.keys(1)
+    assert len(rows) == tier.usage.rows > 0
+    ids = rows.ids(1, [*keys, bytes(32)])
+    assert ids[-1] == -1
+    ids = ids[:-1]
+    rows.share(1, ids[:1])
+    rows.share(1, ids[:1])
+    assert tier.evict(1, keys) == len(keys) - 1
+    rows.release(1, ids[:1])
+    assert (tier.evict(1, keys), rows.generations[1][ids[0]]) == (0, 0)
+    rows.release(1, ids[:1])
+    assert rows.generations[1][ids[0]] == 1
+    assert tier.evict(1, keys) == 1
+    tier.check()
+    assert np.array_equal(rows.ids(1, keys), [-1] * len(keys))
+
+
+def test_an_engine_is_named_by_what_its_agents_are_called():
+    assert instance_of("a-b-0-1") == instance_of("a-b-1-0-lent") == "a-b"
+
+
+# ── options ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("given", ["tcp://a:7000,dns://b:7000", ["tcp://a:7000", "dns://b:7000"]])
+def test_peers_are_a_list_or_a_text(given: object):
+    options = ConnectorOptions.of({"peers": given})
+    assert options.peers == ("tcp://a:7000", "dns://b:7000")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"peers": ["http://a:7000"]}, "'http' is not tcp"),
+        ({"peers": "dns://b"}, "no host or no port"),
+        ({"peers": 7}, "not of type tuple"),
+        ({"lend": "tcp://127.0.0.1:*"}, "host_bytes is 0"),
+        ({"peers_seconds": 0.0}, "times are above 0"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(given: dict[str, object], said: str):
+    with pytest.raises(SpecError, match=said):
+        ConnectorOptions.of(given)

@@ -1,0 +1,160 @@
+"""A small pretended engine: it fills memory and keeps ids; our two sides around it are real."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvstow.adapters.vllm.layout import (
+    CacheDeclaration,
+    DeclaredPage,
+    DeclaredRegion,
+    axes_of,
+    declared_groups,
+    declared_layout,
+)
+from kvstow.adapters.vllm.offers import OfferSender
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import EngineRequest, OffloadReport, StepResults
+from kvstow.adapters.vllm.scheduler import SchedulerSide
+from kvstow.adapters.vllm.worker import WorkerSide
+from kvstow.memory.arena import Arena
+from kvstow.plan.retention import Full, Retention, Window
+from kvstow.plan.spec import DType, Extent
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from recorded_vllm import IDENTITY
+
+TOKENS, HEADS, CONTENT, NUM_BLOCKS = 4, 2, 8, 24
+PROMPT = list(range(500, 518))
+"""18 tokens: four whole blocks, and half of one."""
+
+
+def declaration(order: str, tp: tuple[int, int] = (0, 1)) -> CacheDeclaration:
+    """Two layers with a window of 8 tokens over two with full attention, one set of ids."""
+    mine = HEADS // tp[1]
+    heads = Extent("head", HEADS, ((tp[0] * mine, tp[0] * mine + mine),))
+    page = mine * TOKENS * CONTENT * 4
+    rows = order.startswith("B")
+
+    def pages(names: tuple[str, ...], retention: Retention) -> tuple[DeclaredPage, ...]:
+        return tuple(
+            DeclaredPage(
+                layer=name,
+                retention=retention,
+                block_tokens=TOKENS,
+                heads=heads,
+                states=TOKENS,
+                content=CONTENT,
+                dtype=DType.FLOAT32,
+            )
+            for name in names
+        )
+
+    groups = ("w.0", "w.1"), ("f.0", "f.1")
+    return CacheDeclaration(
+        identity=IDENTITY,
+        order=order,
+        num_blocks=NUM_BLOCKS,
+        groups=(pages(groups[0], Window(8)), pages(groups[1], Full())),
+        regions=tuple(
+            DeclaredRegion(
+                layers=names,
+                nbytes=2 * page * NUM_BLOCKS,
+                layer_stride=page if rows else page * NUM_BLOCKS,
+                block_stride=2 * page if rows else page,
+                offset=0,
+            )
+            for names in groups
+        ),
+        tp=tp,
+    )
+
+
+def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One allocation, and views of the layers as an engine makes them from its own words."""
+    raw = torch.zeros(declared.regions[0].nbytes // 4)
+    views = {
+        name: raw.as_strided(
+            (NUM_BLOCKS, HEADS // declared.tp[1], TOKENS * CONTENT),
+            (region.block_stride // 4, TOKENS * CONTENT, 1),
+            (region.offset + i * region.layer_stride) // 4,
+        )
+        for region in declared.regions
+        for i, name in enumerate(region.layers)
+    }
+    return raw, views
+
+
+WayToTell = Literal["in steps", "here", "beside"]
+
+
+@dataclass
+class Engine:
+    """A scheduler's side, a worker's side, and memory."""
+
+    desk: SchedulerSide
+    hands: WorkerSide
+    views: dict[str, torch.Tensor]
+
+    @staticmethod
+    def start(
+        fabric: Fabric,
+        name: str,
+        settings: ConnectorOptions,
+        order: str,
+        *,
+        told: WayToTell = "in steps",
+        tp: tuple[int, int] = (0, 1),
+    ) -> "Engine":
+        declared = declaration(order, tp)
+        _, views = memory(declared)
+        layout = declared_layout(declared, base_align=64)
+        arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+        desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
+        hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
+        ways = {"here": hands.adopt, "beside": OfferSender([hands.endpoint]).tell}
+        desk.meet([hands.endpoint], adopt=ways.get(told))
+        return Engine(desk, hands, views)
+
+    def step(self) -> StepResults:
+        """What an engine does in a step in which it computes nothing."""
+        step = self.desk.take_step(idle=True)
+        self.hands.begin(step)
+        self.hands.save(step)
+        results = self.hands.results(idle=True)
+        self.desk.told(OffloadReport.of(self.hands.endpoint.agent, results))
+        for request in results.sent:
+            self.desk.sent(request)
+        return results
+
+    def until(self, over: Callable[[StepResults], bool], seconds: float = 30) -> StepResults:
+        """Steps, until one ends with what is waited for."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            if over(found := self.step()):
+                return found
+        raise AssertionError("nothing came of it")
+
+    def fill(self, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        for view in self.views.values():
+            view.copy_(torch.rand(view.shape, generator=rng))
+
+    def prefill(self, ids: tuple[tuple[int, ...], ...]) -> dict[str, object]:
+        """Finish a request whose cache is in these blocks; what its answer carries."""
+        request = EngineRequest(id="p", tokens=[*PROMPT, 1], params={"do_remote_decode": True})
+        stays, params = self.desk.finished(request, ids, len(PROMPT))
+        assert stays
+        assert params is not None
+        return params
+
+    def decode(self, params: object, ids: tuple[tuple[int, ...], ...], computed: int = 0) -> int:
+        """Queue a request with tickets, and give it blocks; how many tokens it waits for."""
+        request = EngineRequest(id="d", tokens=PROMPT, params=params)  # pyright: ignore
+        self.desk.arrived(request)
+        count = self.desk.matched("d", computed)
+        assert count is not None
+        self.desk.allocated("d", ids, count)
+        return count
