@@ -13,6 +13,7 @@ OPTIONAL = {
     "src/kvstow/vllm.py": "vllm.config",
     "src/kvstow/adapters/router/server.py": "aiohttp",
     "src/kvstow/adapters/lmcache.py": "lmcache",
+    "src/kvstow/adapters/sglang/backend.py": "sglang",
     "src/kvstow/offload/remote/clients/mooncake.py": "mooncake",
 }
 ROOT = Path(__file__).parent

@@ -22,7 +22,7 @@ if importlib.util.find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "lmcache", "remote")
+OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "lmcache", "sglang", "remote")
 
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("dev", deadline=None, max_examples=50)

@@ -1,13 +1,15 @@
 """Byte chunks of other engines, kept by name under an identity."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstow.adapters.chunks import MOST_SIZES, ChunkStore
-from kvstow.errors import StoreError
+from kvstow.adapters.chunks import MOST_SIZES, ChunkStore, chunk_name
+from kvstow.errors import KvstowError, StoreError
 from kvstow.plan.identity import Identity
+from kvstow.testing.servers import Valkey
 
 MODEL = Identity(model="m", weights="ab" * 16)
 OTHER = Identity(model="m", weights="cd" * 16)
@@ -15,7 +17,7 @@ CANARY = 0xA5
 
 
 def opened(path: Path, identity: Identity = MODEL) -> ChunkStore:
-    return ChunkStore(path, capacity=4 << 20, identity=identity)
+    return ChunkStore(disk=path, disk_bytes=4 << 20, identity=identity)
 
 
 def chunk(size: int, seed: int) -> np.ndarray:
@@ -75,3 +77,63 @@ def test_nothing_and_too_many_sizes_are_refused(tmp_path: Path):
     with pytest.raises(StoreError, match="hint: "):
         store.store([b"a"], [chunk(8, 0)])
     store.close()
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory):
+    with Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("place", ["host", "remote"])
+def test_chunks_of_two_sizes_come_back_from_host_memory_and_from_a_remote_store(place, valkey):
+    places = {"host": "1MiB"} if place == "host" else {"remote": f"{valkey.url}?budget=10"}
+    with closing(ChunkStore(identity=MODEL, **places)) as store:
+        names = [b"a", b"b", b"c"]
+        sizes = [32, 40, 32]
+        store.store(names, [chunk(size, i) for i, size in enumerate(sizes)])
+        assert store.flush(10)
+        assert store.contains(names, sizes).all()
+        assert store.contains(names, [40, 40, 40]).tolist() == [False, True, False]
+        room = [np.zeros(size, np.uint8) for size in sizes]
+        assert store.load(names, room).all()
+        assert all((row == chunk(len(row), i)).all() for i, row in enumerate(room))
+    with closing(ChunkStore(identity=OTHER, **places)) as other:
+        assert not other.contains(names, sizes).any()
+        assert not other.load(names, room).any()
+        assert other.misses == {"absent": 3}
+
+
+def test_a_chunk_that_was_changed_on_disk_is_a_miss_with_its_reason(tmp_path: Path):
+    with closing(opened(tmp_path)) as store:
+        store.store([b"a", b"b"], [chunk(64, 0), chunk(64, 1)])
+    (file,) = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and chunk(64, 1).tobytes() in path.read_bytes()
+    ]
+    data = bytearray(file.read_bytes())
+    data[data.index(chunk(64, 1).tobytes())] ^= 1
+    file.write_bytes(data)
+    with closing(opened(tmp_path)) as store:
+        room = [np.zeros(64, np.uint8) for _ in range(3)]
+        assert store.load([b"a", b"b", b"c"], room).tolist() == [True, False, False]
+        assert store.misses == {"absent": 1, "damaged": 1}
+        assert store.clear() == 1
+        assert not store.contains([b"a", b"b"]).any()
+
+
+def test_places_that_cannot_be_are_refused_before_anything_is_opened(tmp_path: Path):
+    for places in (
+        {},
+        {"remote": "ftp://host/x"},
+        {"disk": tmp_path / "new", "disk_bytes": "many"},
+    ):
+        with pytest.raises(KvstowError):
+            ChunkStore(identity=MODEL, **places)
+    assert not any(tmp_path.iterdir())
+
+
+def test_parts_of_names_do_not_run_together():
+    assert chunk_name("ab", "c") != chunk_name("a", "bc")
+    assert chunk_name("a", b"b") == chunk_name(b"a", "b")

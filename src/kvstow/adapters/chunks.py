@@ -1,4 +1,4 @@
-"""Byte chunks of other engines' caches, kept in stores on disk.
+"""Byte chunks of other engines' caches, kept in stores.
 
 An engine that cuts its cache into chunks of its own calls each by a name, and gives it as bytes.
 A chunk becomes a row of a store of rows of that size; its key is
@@ -9,18 +9,20 @@ so that chunks of another computation are never found, whatever the engine's nam
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
-from kvstow.errors import StoreError
-from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.tier import Bools, Bytes
+from kvstow.errors import SpecError, StoreError
+from kvstow.offload.remote.calls import Tallies
+from kvstow.offload.store import Store
+from kvstow.offload.tier import Bools, Bytes, TierChain
 from kvstow.plan.group import grouped
-from kvstow.plan.identity import Identity
+from kvstow.plan.identity import TOKEN_ORDERED, Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
@@ -31,85 +33,159 @@ ALIGN = 16
 
 
 class ChunkStore:
-    """Chunks by name in a directory, at most `capacity` bytes for each size of chunk.
+    """Chunks by name in `host` memory, in a directory on `disk`, on a `remote` store.
 
-    Used from several threads. A chunk that is damaged on disk is a miss.
+    The places are those of `Store`. `host` and `disk_bytes` hold for each size of chunk. Used from
+    several threads. A chunk that is damaged, or foreign, is a miss.
     """
 
-    def __init__(self, directory: str | Path, *, capacity: int, identity: Identity) -> None:
-        self._directory = Path(directory)
-        self._capacity = capacity
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        host: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_bytes: int | str | None = None,
+        remote: str | None = None,
+    ) -> None:
         self._identity = identity
+        self._host, self._disk_bytes, self._remote = host, disk_bytes, remote
+        self._disk = None if disk is None else Path(disk)
+        self._new_store(self._disk)  # names what is wrong with the places; opens nothing
         self._lock = Lock()
-        self._tiers: dict[int, DiskTier] = {}
-        for folder in sorted(self._directory.glob("bytes-*")):
-            size = folder.name.removeprefix("bytes-")
-            if size.isdigit():
-                self._tier(int(size))
+        self._stores: dict[int, Store] = {}
+        self._misses = Tallies()
+        try:
+            for size in _sizes_in(self._disk):
+                self.open(size)
+        except BaseException:
+            self.close()
+            raise
 
-    def contains(self, names: Sequence[bytes]) -> Bools:
-        """Which chunks are there, of whatever size."""
+    def contains(self, names: Sequence[bytes], sizes: Sequence[int] | None = None) -> Bools:
+        """Which chunks are there, of these sizes, or of whatever size is open."""
         keys = [self._key(name) for name in names]
         found = np.zeros(len(keys), bool)
-        with self._lock:
-            tiers = tuple(self._tiers.values())
-        for tier in tiers:
-            found |= tier.contains(0, keys)
+        if sizes is None:
+            for store in self._opened():
+                found |= store.contains(0, keys)
+            return found
+        for size, places in _by_size(sizes).items():
+            found[places] = self.open(size).contains(0, [keys[i] for i in places])
         return found
 
     def store(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
         """Keep chunks; which of them are kept now. StoreError where the medium fails."""
         kept = np.zeros(len(names), bool)
-        for size, places in _by_size(chunks).items():
-            tier = self._tier(size)
-            rows = [_padded(chunks[i], tier.layout.row_bytes(0)) for i in places]
-            kept[places] = tier.store(0, [self._key(names[i]) for i in places], rows)
+        for size, places in _by_size([chunk.nbytes for chunk in chunks]).items():
+            store = self.open(size)
+            rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
+            keys = [self._key(names[i]) for i in places]
+            kept[places] = TierChain(store.tiers).store(0, keys, rows)
         return kept
 
     def load(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
         """Copy chunks out; which of them were there, with these sizes, and whole."""
         found = np.zeros(len(names), bool)
-        for size, places in _by_size(chunks).items():
-            tier = self._tier(size)
-            rows = [_padded(chunks[i], tier.layout.row_bytes(0)) for i in places]
-            found[places] = tier.load(0, [self._key(names[i]) for i in places], rows)
+        for size, places in _by_size([chunk.nbytes for chunk in chunks]).items():
+            store = self.open(size)
+            rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
+            before = _reasons(store)
+            here = TierChain(store.tiers).load(0, [self._key(names[i]) for i in places], rows)
+            self._count_misses(int((~here).sum()), before, _reasons(store))
+            found[places] = here
             for i, row in zip(places, rows, strict=True):
                 if found[i] and row is not chunks[i]:
                     chunks[i][:] = row[:size]
         return found
 
+    @property
+    def misses(self) -> dict[str, int]:
+        """Chunks that were to be loaded and were not, by reason."""
+        return self._misses.now
+
+    def _count_misses(self, count: int, before: dict[str, int], after: dict[str, int]) -> None:
+        for reason, number in after.items():
+            known = min(count, number - before.get(reason, 0))
+            self._misses.add(reason, known)
+            count -= known
+        self._misses.add("absent", count)
+
     def evict(self, names: Sequence[bytes]) -> int:
         """Forget chunks; how many were there."""
         keys = [self._key(name) for name in names]
-        with self._lock:
-            tiers = tuple(self._tiers.values())
-        return sum(tier.evict(0, keys) for tier in tiers)
+        return sum(TierChain(store.tiers).evict(0, keys) for store in self._opened())
+
+    def clear(self) -> int:
+        """Forget all chunks of this machine; how many. A remote store is not touched."""
+        count = 0
+        for store in self._opened():
+            for tier in (store.host, store.disk):
+                count += 0 if tier is None else tier.evict(0, tier.keys(0))
+        return count
+
+    def flush(self, seconds: float) -> bool:
+        """Whether what was stored has been written or dropped, within so many seconds each."""
+        flushed = [store.flush(seconds) for store in self._opened()]
+        return all(flushed)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Let go of memory, files and connections."""
         with self._lock:
-            for tier in self._tiers.values():
-                tier.close()
-            self._tiers.clear()
+            for store in self._stores.values():
+                store.close()
+            self._stores.clear()
+
+    def open(self, size: int) -> Store:
+        """The store of chunks of a size, made when it is first asked for."""
+        with self._lock:
+            if size not in self._stores:
+                if len(self._stores) >= MOST_SIZES:
+                    raise StoreError(
+                        f"chunks of {size} bytes, and of {MOST_SIZES} other sizes already\n\n"
+                        "hint: give each model a directory of its own"
+                    )
+                folder = None if self._disk is None else self._disk / f"bytes-{size}"
+                self._stores[size] = self._new_store(folder).bind(_chunk_layout(size))
+            return self._stores[size]
+
+    def _opened(self) -> tuple[Store, ...]:
+        with self._lock:
+            return tuple(self._stores.values())
+
+    def _new_store(self, folder: Path | None) -> Store:
+        return Store(
+            host=self._host,
+            disk=folder,
+            disk_bytes=self._disk_bytes,
+            remote=self._remote,
+            identity=self._identity,
+            journal="off",
+        )
 
     def _key(self, name: bytes) -> bytes:
         return blake2b(
             self._identity.digest + name, digest_size=32, person=b"kvstow chunk"
         ).digest()
 
-    def _tier(self, size: int) -> DiskTier:
-        """The store of chunks of a size, made when it is first asked for."""
-        with self._lock:
-            if size not in self._tiers:
-                if len(self._tiers) >= MOST_SIZES:
-                    raise StoreError(
-                        f"{self._directory}: chunks of {size} bytes, and of {MOST_SIZES} other "
-                        "sizes already\n\nhint: give each model a directory of its own"
-                    )
-                layout = _chunk_layout(size).identified(self._identity)
-                folder = self._directory / f"bytes-{size}"
-                self._tiers[size] = DiskTier(folder, layout, capacity=self._capacity)
-            return self._tiers[size]
+
+def chunk_name(*parts: str | bytes) -> bytes:
+    """What a chunk is called: each part with its length, so that no two names run together."""
+    data = [part.encode() if isinstance(part, str) else part for part in parts]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in data)
+
+
+def stated_identity(
+    params: Mapping[str, Any], *, name: str = "", kv_dtype: str = "", interior: str = TOKEN_ORDERED
+) -> Identity:
+    """The identity that an operator states: `model_dir`, or `unverified`, which says why nobody
+    need look at the weights. Then the model is known by its `name` alone."""
+    if bool(params.get("model_dir")) == bool(params.get("unverified")):
+        raise SpecError("give model_dir, or say in unverified why nobody need look at the weights")
+    if params.get("model_dir"):
+        return Identity.of(params["model_dir"], kv_dtype=kv_dtype, interior=interior)
+    because = str(params["unverified"])
+    return Identity(model=name, kv_dtype=kv_dtype, interior=interior, unverified_because=because)
 
 
 def _chunk_layout(size: int) -> Layout:
@@ -128,10 +204,18 @@ def _chunk_layout(size: int) -> Layout:
     return packed(grouped([spec]), num_slabs=2)
 
 
-def _by_size(chunks: Sequence[Bytes]) -> dict[int, list[int]]:
+def _sizes_in(disk: Path | None) -> list[int]:
+    """The sizes of chunks for which there are stores in a directory."""
+    names = (
+        [] if disk is None else [path.name.removeprefix("bytes-") for path in disk.glob("bytes-*")]
+    )
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _by_size(sizes: Sequence[int]) -> dict[int, list[int]]:
     places: defaultdict[int, list[int]] = defaultdict(list)
-    for i, chunk in enumerate(chunks):
-        places[chunk.nbytes].append(i)
+    for i, size in enumerate(sizes):
+        places[size].append(i)
     return places
 
 
@@ -142,3 +226,10 @@ def _padded(chunk: Bytes, nbytes: int) -> Bytes:
     row: Bytes = np.zeros(nbytes, np.uint8)
     row[: chunk.nbytes] = chunk
     return row
+
+
+def _reasons(store: Store) -> dict[str, int]:
+    """Why rows were not given so far, as far as the tiers know more than that they have none."""
+    found = {} if store.disk is None else {"damaged": store.disk.counts.failures}
+    remote = {} if store.remote is None else store.remote.misses.now
+    return found | {f"remote {reason}": count for reason, count in remote.items()}

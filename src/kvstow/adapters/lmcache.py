@@ -24,11 +24,9 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from kvstow.adapters.chunks import ChunkStore
+from kvstow.adapters.chunks import ChunkStore, chunk_name, stated_identity
 from kvstow.errors import KvstowError, SpecError
 from kvstow.offload.tier import Bools, Bytes, log
-from kvstow.plan.identity import Identity
-from kvstow.plan.words import parse_size
 
 THREADS = 4
 
@@ -49,7 +47,7 @@ class KvstowL2Adapter(L2AdapterInterface):
             )
         super().__init__()
         self._chunks = ChunkStore(
-            params["path"], capacity=parse_size(params["capacity"]), identity=_identity(params)
+            disk=params["path"], disk_bytes=params["capacity"], identity=stated_identity(params)
         )
         self._threads = ThreadPoolExecutor(THREADS, "kvstow-lmcache")
         self._lock = Lock()
@@ -153,22 +151,18 @@ class KvstowL2Adapter(L2AdapterInterface):
             os.close(fd)
 
 
-def _identity(params: dict[str, Any]) -> Identity:
-    if bool(params.get("model_dir")) == bool(params.get("unverified")):
-        raise SpecError("give model_dir, or say in unverified why nobody need look at the weights")
-    if params.get("model_dir"):
-        return Identity.of(params["model_dir"])
-    return Identity.unverified(str(params["unverified"]))
-
-
 def _names(keys: Sequence[Any]) -> list[bytes]:
-    """What LMCache calls a chunk, each part with its length."""
-    names: list[bytes] = []
-    for key in keys:
-        parts = (key.model_name, str(key.kv_rank), str(key.object_group_id), key.cache_salt)
-        data = [part.encode() for part in parts] + [bytes(key.chunk_hash)]
-        names.append(b"".join(len(part).to_bytes(4, "little") + part for part in data))
-    return names
+    """What LMCache calls chunks."""
+    return [
+        chunk_name(
+            key.model_name,
+            str(key.kv_rank),
+            str(key.object_group_id),
+            key.cache_salt,
+            bytes(key.chunk_hash),
+        )
+        for key in keys
+    ]
 
 
 def _bytes(memory: Any) -> Bytes:
