@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvstow.plan.manifest import encode
+from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
 
@@ -56,6 +57,24 @@ def test_an_agent_that_does_not_answer_is_exit_code_1(pair):
     assert done.returncode == 1
     assert "did not answer" in done.stdout
     assert "prefill" in done.stdout
+
+
+def test_agents_with_keys_are_shown_to_those_who_have_some(tmp_path):
+    fresh = Keys.fresh()
+    keys = Keys(public=fresh.public, secret=fresh.secret, peers=frozenset([fresh.public]))
+    node = Node(encode(hybrid_layout()), Fabric(), name="guarded", keys=keys)
+    file = tmp_path / "keys.json"
+    others = [Keys.fresh().public, keys.public]
+    file.write_text(json.dumps({"public": keys.public, "secret": keys.secret, "peers": others}))
+    shown = kvstow("peers", node.address, "--keys-file", str(file))
+    refused = kvstow("peers", node.address)
+    node.close()
+    assert shown.returncode == 0, shown.stdout
+    assert "guarded" in shown.stdout
+    assert refused.returncode == 1
+    assert "hint: an agent with keys answers only those that have some" in refused.stdout
+    file.write_text("{}")
+    assert kvstow("peers", node.address, "--keys-file", str(file)).returncode == 2
 
 
 def test_bench_transfer_prints_its_stable_keys():

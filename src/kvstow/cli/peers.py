@@ -1,14 +1,18 @@
 """`kvstow peers`: live agents, who they talk to, how fast, how well."""
 
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, refuse, table
-from kvstow.errors import TransferError
+from kvstow.errors import SpecError, TransferError
 from kvstow.plan.words import counted
+
+if TYPE_CHECKING:
+    from kvstow.transfer.channel.status import Asker
 
 Agents = Annotated[
     list[str],
@@ -26,16 +30,30 @@ Watch = Annotated[
 ]
 
 
-def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> None:
+KeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys-file",
+        metavar="FILE",
+        help="Our keys, and those of the agents, where these use keys.",
+        show_default=False,
+    ),
+]
+
+
+def peers(
+    agents: Agents,
+    watch: Watch = None,
+    keys_file: KeysFile = None,
+    json: options.Json = False,
+) -> None:
     """Show the status of running agents.
 
-    Exit code 1 if one of them does not answer.
+    Agents on this machine that use no keys need none. Exit code 1 if one of them does not answer.
     """
-    from kvstow.transfer.channel.status import Asker
-
     addresses = [each for agent in agents for each in _found(agent)]
     documents: list[dict[str, Any]] = []
-    asker = Asker()
+    asker = _asker(keys_file)
     try:
         while True:
             documents = [_asked(asker, address) for address in addresses]
@@ -54,6 +72,17 @@ def peers(agents: Agents, watch: Watch = None, json: options.Json = False) -> No
         raise typer.Exit(FAILED)
 
 
+def _asker(keys_file: Path | None) -> "Asker":
+    """Who asks; ends with 2 where the file has no keys."""
+    from kvstow.transfer.channel.curve import Keys
+    from kvstow.transfer.channel.status import Asker
+
+    try:
+        return Asker(Keys.read(keys_file) if keys_file is not None else None)
+    except SpecError as error:
+        refuse(str(error), code=MISUSED)
+
+
 def _found(agent: str) -> tuple[str, ...]:
     """The agents that an argument stands for; ends with 2 on what stands for none."""
     if not agent.startswith(("dns://", "etcd://")):
@@ -67,7 +96,7 @@ def _found(agent: str) -> tuple[str, ...]:
         refuse(str(error), code=MISUSED)
 
 
-def _asked(asker: Any, address: str) -> dict[str, Any]:
+def _asked(asker: "Asker", address: str) -> dict[str, Any]:
     try:
         return asker.ask(address)
     except TransferError as error:

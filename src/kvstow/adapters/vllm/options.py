@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args
-
-import msgspec
+from typing import Any, get_args
 
 from kvstow.errors import SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
-from kvstow.transfer.channel.curve import KEY_CHARACTERS, Keys
+from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
 from kvstow.transfer.options import DigestPolicy, Options
 
@@ -167,25 +165,7 @@ class ConnectorOptions:
 
     def keys(self) -> Keys | None:
         """The key pair in `keys_file`, and whom it lets in; None where there is no file."""
-        if not self.keys_file:
-            return None
-        try:
-            found = msgspec.json.decode(Path(self.keys_file).read_bytes(), type=_KeysFile)
-        except (OSError, msgspec.DecodeError) as error:
-            raise SpecError(
-                f"keys_file {self.keys_file}: {getattr(error, 'strerror', None) or error}\n\n"
-                'hint: a JSON object with "public", "secret" and a list "peers", all Z85 text'
-            ) from error
-        return Keys(public=found.public, secret=found.secret, peers=frozenset(found.peers))
-
-
-_Key = Annotated[str, msgspec.Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
-
-
-class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
-    public: _Key
-    secret: _Key
-    peers: list[_Key]
+        return Keys.read(Path(self.keys_file)) if self.keys_file else None
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,24 @@
 """CURVE keys: who we are, and whom we talk to."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
-from kvstow.errors import TransferError
+from kvstow.errors import SpecError, TransferError
 
 KEY_CHARACTERS = 40
+
+_Key = Annotated[str, msgspec.Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
+
+
+class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+    public: _Key
+    secret: _Key
+    peers: list[_Key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +37,18 @@ class Keys:
         """A new pair that knows nobody yet."""
         public, secret = zmq.curve_keypair()
         return Keys(public=public.decode(), secret=secret.decode(), peers=frozenset())
+
+    @staticmethod
+    def read(file: Path) -> "Keys":
+        """The pair in a file, and those whom it lets in; SpecError where there is none."""
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=_KeysFile)
+        except (OSError, msgspec.DecodeError) as error:
+            raise SpecError(
+                f"keys_file {file}: {getattr(error, 'strerror', None) or error}\n\n"
+                'hint: a JSON object with "public", "secret" and a list "peers", all Z85 text'
+            ) from error
+        return Keys(public=found.public, secret=found.secret, peers=frozenset(found.peers))
 
 
 def check_key(key: str, keys: Keys | None, address: str) -> None:

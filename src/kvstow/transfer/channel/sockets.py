@@ -84,7 +84,8 @@ class SocketChannel:
         if not key and not is_loopback(address):
             raise TransferError(
                 f"{address} is on another machine, and its public key is not known\n\n"
-                f"hint: pass the key to connect(), or pull with a ticket that carries it",
+                f"hint: pass the key to connect(), pull with a ticket that carries it, or give "
+                f"kvstow peers a --keys-file",
                 kind="refused",
                 peer=address,
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.blocks.pool import Pool
 from kvstow.errors import TransferError
+from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
 from kvstow.transfer.channel.messages import AskStatus, TellStatus
@@ -26,6 +27,9 @@ RECENT = 30
 
 FRESH_SECONDS = 0.2
 """So long a document is told again: making one takes milliseconds."""
+
+
+NEEDS_KEYS = "an agent with keys answers only those that have some: --keys-file"
 
 
 class CachedStatus:
@@ -105,26 +109,36 @@ def status_document(agent: "Agent") -> bytes:
 class Asker:
     """Asks agents for their status documents. Used from one thread; close it when done.
 
-    `keys` are our own pair, for agents that use keys.
+    `keys` are our own pair, for agents that use keys; agents that use none need none.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
         self._channel = SocketChannel("inproc://asker", keys, _ignored)
+        self._keys = sorted(keys.peers) if keys else [""]
+        self._hint = "" if keys else f"\n\nhint: {NEEDS_KEYS}"
 
     def ask(self, address: str, *, key: str = "", seconds: float = 2.0) -> dict[str, Any]:
-        """The status document of the agent at an address; TransferError if there is none."""
-        line = self._channel.dial(address, key)
+        """The status document of the agent at an address; TransferError if there is none.
+
+        Without `key`, the agent may have any of the public keys that we talk to.
+        """
+        lines: list[Line] = []
         try:
-            self._channel.send(line, AskStatus())
+            for each in [key] if key else self._keys:
+                lines.append(self._channel.dial(address, each))
+                self._channel.send(lines[-1], AskStatus())
             limit = time.monotonic() + seconds
             while (left := limit - time.monotonic()) > 0:
                 for heard, message in self._channel.heard(max(1, int(left * 1000))):
-                    if heard is line and isinstance(message, TellStatus):
+                    if isinstance(message, TellStatus) and any(heard is line for line in lines):
                         return json.loads(message.document)
         finally:
-            self._channel.hang_up(line)
+            for line in lines:
+                self._channel.hang_up(line)
         raise TransferError(
-            f"agent at {address} did not answer in {seconds} s", kind="timeout", peer=address
+            f"agent at {address} did not answer in {seconds} s{self._hint}",
+            kind="timeout",
+            peer=address,
         )
 
     def close(self) -> None:
