@@ -384,7 +384,7 @@ def _ways_text(ways: dict[str, Any]) -> str:
     words = wrapped(
         f"rows: whole rows are moved, and cut in TO's memory ({memory['name']}: "
         f"{memory['bytes_per_second'] / 1e9:,g} GB/s, {memory['seconds_per_copy'] * 1e6:g} µs per "
-        "copy). ← is what an agent takes at these prices; it measures its own"
+        "copy). ← is the better one at these prices; agents measure their own"
     )
     return f"{shown}\n\n{words}"
 

@@ -63,7 +63,9 @@ class Order:
 class Stats:
     """What an accepted transfer took.
 
-    `digest` is `passed` when some of the bytes were compared, `off` otherwise.
+    `nbytes` and `descriptors` count what went between the producers and us, bytes of whole rows
+    that nobody wanted included. `digest` is `passed` when some of the bytes were compared, `off`
+    otherwise.
     """
 
     nbytes: int

@@ -242,7 +242,7 @@ mount(
       ? [
           tile(
             `about ${seconds(cost.ways.rows.seconds)}`,
-            `if rows are moved whole, in ${count(cost.ways.rows.moves)} copies, and cut in TO's memory: what an agent does at these prices`,
+            `if rows are moved whole, in ${count(cost.ways.rows.moves)} copies, and cut in TO's memory`,
           ),
         ]
       : []),

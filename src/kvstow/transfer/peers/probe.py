@@ -120,15 +120,14 @@ def written_probe(endpoint: Endpoint, peer: "Incoming", nbytes: int) -> Story[No
 
 
 def measured_reads(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Story[LinkSpeed]:
-    """What reads from a peer cost; measured when first asked for, from many short ones against
-    the one long one of its path. Raises TransferError."""
+    """What reads from a peer cost; measured when first asked for, by a long one and many short
+    ones. Raises TransferError."""
     if peer.link is None:
-        assert peer.path is not None
-        one = peer.path.read_rate
-        size = min(PROBE_BYTES, card.probe.nbytes)
-        copies = _scattered(card.probe.address, endpoint.probe.data_ptr(), size)
-        many = yield from _rate(endpoint, "read", card, endpoint.kinds(card), copies)
-        peer.link = _speed(peer.name, one, many, copies)
+        size, kinds = min(PROBE_BYTES, card.probe.nbytes), endpoint.kinds(card)
+        ends = card.probe.address, endpoint.probe.data_ptr(), size
+        one = yield from _rate(endpoint, "read", card, kinds, Copies.one(*ends))
+        many = yield from _rate(endpoint, "read", card, kinds, _scattered(*ends))
+        peer.link = _speed(peer.name, one, many, _scattered(*ends))
     return peer.link
 
 
@@ -138,15 +137,14 @@ def measured_copies(endpoint: Endpoint) -> Story[LinkSpeed]:
         scratch = endpoint.scratch()
         half = min(PROBE_BYTES, scratch.slot_bytes // 2)
         slot = yield from scratch.taken()
+        ends = slot, slot + half, half
+        copy = partial(copied, scratch.arena, scratch.arena)
         try:
-            several = _scattered(slot, slot + half, half)
-            rates: list[float] = []
-            for copies in (Copies.one(slot, slot + half, half), several):
-                copy = partial(copied, scratch.arena, scratch.arena, copies)
-                rates.append((yield from _best(endpoint, half, copy)))
+            one = yield from _best(endpoint, half, partial(copy, Copies.one(*ends)))
+            many = yield from _best(endpoint, half, partial(copy, _scattered(*ends)))
         finally:
             scratch.give(slot)
-        endpoint.copy_speed = _speed(endpoint.name, rates[0], rates[1], several)
+        endpoint.copy_speed = _speed(endpoint.name, one, many, _scattered(*ends))
     return endpoint.copy_speed
 
 
