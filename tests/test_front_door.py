@@ -21,7 +21,7 @@ PURE = {
 }  # fmt: skip
 PROMISED = PURE | {
     "Agent", "Arena", "DiskTier", "HostTier", "LocalTransport", "Mover", "NixlTransport", "Options",
-    "Store", "copy", "digest", "testing", "transformers", "vllm",
+    "Store", "copy", "digest",
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_every_promised_name_is_exported():
     assert kvstow.__all__ == sorted(kvstow.__all__)
 
 
-@pytest.mark.parametrize("name", [n for n in kvstow.__all__ if n != "vllm"])
+@pytest.mark.parametrize("name", [*kvstow.__all__, "testing", "transformers"])
 def test_a_name_resolves_to_what_its_room_defines(name: str):
     value = getattr(kvstow, name)
     assert value.__doc__, f"{name} has no docstring"
@@ -51,6 +51,20 @@ def test_the_connector_resolves_where_vllm_is_installed():
             _ = kvstow.vllm.KvstowConnector
     else:
         assert kvstow.vllm.KvstowConnector.__name__ == "KvstowConnector"
+
+
+def test_everything_can_be_imported_at_once_and_brings_no_engine():
+    program = "from kvstow import *\nimport sys\nprint(Agent.__name__, {'vllm'} & {*sys.modules})"
+    assert run(program) == "Agent set()\n"
+
+
+@pytest.mark.parametrize("name", ["Arena", "transformers", "Agent"])
+def test_a_name_that_needs_torch_says_how_to_install_it(name):
+    program = (
+        "import sys\nsys.modules['torch'] = None\nimport kvstow\n"
+        f"try: kvstow.{name}\nexcept kvstow.BackendMissing as error: print(error)"
+    )
+    assert run(program) == "torch is not installed\n\nhint: pip install 'kvstow[torch]'\n"
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -78,14 +92,14 @@ def test_what_type_checkers_see_is_what_is_there():
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
     parts = {name for name, module in seen.items() if module == "kvstow"}
-    assert seen.keys() == set(kvstow.__all__)
+    assert seen.keys() == {*kvstow.__all__, *kvstow._PARTS}
     assert parts == set(kvstow._PARTS)
     assert {n: m for n, m in seen.items() if n not in parts} == kvstow._MODULE_OF
 
 
 def test_the_api_page_lists_every_name():
     page = (ROOT / "docs/reference/api.md").read_text()
-    missing = [name for name in kvstow.__all__ if f"kvstow.{name}" not in page]
+    missing = [name for name in (*kvstow.__all__, *kvstow._PARTS) if f"kvstow.{name}" not in page]
     assert missing == []
 
 

@@ -118,6 +118,11 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _PARTS = ("testing", "transformers", "vllm")
+"""Modules that are imported when they are first used. They are not in `__all__`, since `from kvstow
+import *` would import them, and each needs what not everybody has installed."""
+
+_EXTRAS = {"torch": "torch", "transformers": "transformers", "vllm": "vllm"}
+"""What some names need, and the extra that installs it."""
 
 __all__ = [
     "Agent",
@@ -174,23 +179,27 @@ __all__ = [
     "plan_model",
     "route",
     "separate",
-    "testing",
-    "transformers",
     "union",
-    "vllm",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import the module behind a name when the name is first used (PEP 562)."""
-    if name in _PARTS:
-        return import_module(f"kvstow.{name}")
-    if name not in _MODULE_OF:
+    if name not in _MODULE_OF and name not in _PARTS:
         raise AttributeError(f"module 'kvstow' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    try:
+        if name in _PARTS:
+            return import_module(f"kvstow.{name}")
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        from kvstow.errors import BackendMissing
+
+        raise BackendMissing(error.name, _EXTRAS[error.name]) from error
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PARTS})
