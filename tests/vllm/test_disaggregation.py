@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from serving import Launch, Server, running
+from serving import Launch, Server, free_port, running
 
 import recorded_vllm
 from kvstow.adapters.vllm.layout import declared_layout
@@ -34,21 +35,35 @@ SHORT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def pair(smollm2: Path, logs: Path) -> Iterator[list[Server]]:
+def launches(smollm2: Path, logs: Path) -> list[Launch]:
     """A prefill and a decode server over TCP, every byte's digest compared."""
-    launch = Launch(
-        model=smollm2,
-        name="smollm2",
-        settings={
-            "digest": "always",
-            "lease_seconds": LEASE_SECONDS,
-            "transfer_seconds": 40,
-            "manifest_file": str(logs / "manifest"),
-        },
-        environment={"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
-    )
-    with running(launch, launch, logs=logs) as servers:
+    settings = {
+        "digest": "always",
+        "lease_seconds": LEASE_SECONDS,
+        "transfer_seconds": 40,
+        "manifest_file": str(logs / "manifest"),
+    }
+    return [
+        Launch(
+            model=smollm2,
+            name="smollm2",
+            settings={**settings, "listen": f"tcp://127.0.0.1:{free_port()}"},
+            environment={"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+        )
+        for _ in ("prefill", "decode")
+    ]
+
+
+@pytest.fixture(scope="module")
+def pair(launches: list[Launch], logs: Path) -> Iterator[list[Server]]:
+    with running(*launches, logs=logs) as servers:
         yield servers
+
+
+@pytest.fixture(scope="module")
+def left() -> dict[str, Any]:
+    """Tickets that a server left behind when it died."""
+    return {}
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -286,11 +301,17 @@ def test_a_prefill_server_that_hangs_costs_no_more_than_the_time_of_a_transfer(p
 # ── the producer dies ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_prefill_server_killed_in_a_transfer_costs_only_time(pair: list[Server]):
+STALE = tokens(3 * BLOCK + 7, seed=33)
+
+
+def test_a_prefill_server_killed_in_a_transfer_costs_only_time(
+    pair: list[Server], left: dict[str, Any]
+):
     """Stopped while decode pulls from it over TCP, then killed."""
     prefill, decode = pair
     prompt = tokens(6 * BLOCK, seed=30)
     expected = alone(pair, prompt)
+    left |= {"text": alone(pair, STALE), "params": prefill.tickets(STALE)}
     params = prefill.tickets(prompt)
     pid, _ = worker_of(prefill)
     before = decode.counts()
@@ -301,3 +322,17 @@ def test_a_prefill_server_killed_in_a_transfer_costs_only_time(pair: list[Server
         prefill.kill()
         assert answer.result() == expected
     assert decode.await_count("pull peer", before.get("pull peer", 0) + 1) >= 1
+
+
+def test_a_ticket_of_an_earlier_start_is_not_honoured(
+    pair: list[Server], launches: list[Launch], logs: Path, left: dict[str, Any]
+):
+    """At the same address there is a server again, with other blocks."""
+    decode = pair[1]
+    before = decode.counts().get("pull expired", 0)
+    with running(launches[0], logs=logs) as (again,):
+        again.text(tokens(3 * BLOCK, seed=34), max_tokens=1)
+        assert decode.text(STALE, max_tokens=12, kv_transfer_params=left["params"]) == left["text"]
+        assert decode.await_count("pull expired", before + 1) == before + 1
+        other = tokens(3 * BLOCK, seed=35)
+        assert handed_over([again, decode], other) == alone([again, decode], other)
