@@ -28,7 +28,7 @@ from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
 from kvstow.offload.mover.mover import Mover
-from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.staging import RowStage
@@ -355,7 +355,7 @@ class Store:
         return True
 
     def _present(self, layout: Layout, group: int, keys: Sequence[bytes]) -> Bools:
-        return self.contains(matching_group(layout, group, self.layout), keys)
+        return self.loadable(matching_group(layout, group, self.layout), keys)
 
     # ── rows ──────────────────────────────────────────────────────────────────────
 
@@ -366,6 +366,10 @@ class Store:
             if not found.all():
                 found[~found] = tier.contains(group, chosen(keys, ~found))
         return found
+
+    def loadable(self, group: int, keys: Sequence[bytes]) -> Bools:
+        """Which of these rows are there and take less time to load than to compute."""
+        return loadable(self.tiers, group, keys)
 
     def save_rows(
         self,

@@ -176,14 +176,22 @@ def test_a_request_that_is_alone_is_loaded_before_its_step():
 
 def test_nobody_waits_for_the_load_of_another_request():
     recall = alone()
-    recall.scheduled(["running"])
+    recall.scheduled({"running": 1})
     assert not at_once(recall, "d")
-    recall.scheduled([])
+    recall.scheduled({})
     recall.admitted()
     assert not at_once(recall, "e")
-    recall.scheduled(["f"])
+    recall.scheduled({"f": 40})
     recall.finished("f", 0, ((),))
     assert at_once(recall, "g")
+
+
+def test_a_step_has_as_many_prompt_tokens_as_its_prompts_and_not_those_that_decode():
+    recall = alone()
+    recall.scheduled({"prompt": 40, "another": 16, "decoding": 1, "drafting": 5})
+    assert recall.prompt_tokens == 56
+    recall.scheduled({"decoding": 1})
+    assert recall.prompt_tokens == 0
 
 
 def test_of_two_requests_in_one_step_one_is_loaded_before_it():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
 )
 from kvstow.adapters.vllm.scheduler import SchedulerSide
+from kvstow.testing.servers import Valkey
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import (
@@ -313,3 +315,19 @@ def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_ag
         prefill.prefill(THERE)
         decode.decode(stale, HERE)
         assert decode.until(lambda found: bool(found.received)).failed == {"d"}
+
+
+def test_a_remote_store_is_told_how_fast_prompts_are_computed(tmp_path: Path):
+    with Valkey(tmp_path) as server:
+        settings = ConnectorOptions(host_bytes=1 << 20, remote=server.url)
+        engine = Engine.start(Fabric(), "engine", settings, "BLHNC")
+        assert engine.desk.recall is not None
+        rates: list[float] = []
+        for planned in ({"prompt": 4096}, {"decoding": 1}, {"decoding": 1}):
+            engine.desk.recall.scheduled(planned)
+            engine.step()
+            remote = engine.hands._offload._remote  # pyright: ignore
+            rates.append(remote.prefill_rate.tokens_per_second)
+        assert rates[0] == 0.0  # its step is not over
+        assert rates[1] == rates[2] > 0
+        engine.hands.close()

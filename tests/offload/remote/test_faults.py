@@ -9,7 +9,7 @@ import pytest
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
-from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.store import Store
 from kvstow.testing.servers import Mooncake, Seaweed, Valkey
@@ -270,14 +270,19 @@ def test_a_prompt_that_nobody_stored_costs_one_question_about_its_first_blocks(v
 def test_rows_that_are_computed_faster_than_loaded_are_not_loaded(valkey_url):
     tier = tier_of(valkey_url)
     stored(tier)
-    assert tier.contains(0, KEYS).all()
+    assert loadable([tier], 0, KEYS).all()
     tier._fetcher.rate.note(1 << 20, 1.0)  # a megabyte in a second
     tier.prefill_rate.note(1_000_000, 1.0)
-    assert not tier.contains(0, KEYS).any()
+    assert tier.contains(0, KEYS).all()  # routers and writers hear what is there
+    assert tier.misses.now == {}
+    assert not loadable([tier], 0, KEYS).any()
     assert tier.misses.now == {"price": 6}
-    tier.prefill_rate = type(tier.prefill_rate)(10.0)
-    assert tier.contains(0, KEYS).all()
     tier.close()
+    slow = tier_of(f"{valkey_url}&prefill=10")
+    slow._fetcher.rate.note(1 << 20, 1.0)
+    slow.prefill_rate.note(1_000_000, 1.0)
+    assert loadable([slow], 0, KEYS).all()  # what is given counts, not what is measured
+    slow.close()
 
 
 # ── wrong objects ─────────────────────────────────────────────────────────────────────

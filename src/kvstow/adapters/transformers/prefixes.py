@@ -10,6 +10,7 @@ from math import lcm
 
 import numpy as np
 
+from kvstow.adapters.prefill import PrefillMeter
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
@@ -30,6 +31,9 @@ class PrefixStore:
         self._memory = memory
         self._store = store.bind(layout)
         self._identity = store.identity
+        self.prefill: PrefillMeter | None = None
+        if store.remote is not None:
+            self.prefill = PrefillMeter(store.remote.prefill_rate.note, memory.arena.device)
         self._groups = [matching_group(layout, g, store.layout) for g in range(len(layout.groups))]
 
     def num_tokens(self, prompt: Prompt) -> int:
@@ -44,7 +48,7 @@ class PrefixStore:
         for g, group in enumerate(groups):
             keys = block_keys(self._identity, prompt, group.block_tokens)
             keys = keys[: int(lengths[-1]) // group.block_tokens]
-            present = self._store.contains(self._groups[g], keys)
+            present = self._store.loadable(self._groups[g], keys)
             lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
         return int(lengths.max(initial=0))
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
@@ -139,6 +140,7 @@ class Sequences:
     def release(self) -> None:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         if self.requests:
+            self._measure(self._first_touched, 0)
             self._save()
             self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
         self.requests, self._prompts = [], []
@@ -273,9 +275,20 @@ class Sequences:
         """Make room for so many more tokens of a layer, and of all others that follow."""
         self._first_touched = self._first_touched or layer
         self._save_in_time(layer)
+        self._measure(layer, tokens)
         wanted = self.seen(layer) + tokens
         if wanted > self.num_tokens:
             self._grow(wanted)
+
+    def _measure(self, layer: str, tokens: int) -> None:
+        """Let a remote store know what computing costs: from a pass's first layer to its last."""
+        if self._store is None or self._store.prefill is None:
+            return
+        if layer != self._first_touched:
+            self._store.prefill.mark()
+        else:
+            prompt = tokens >= PROMPT_TOKENS
+            self._store.prefill.begin(tokens * len(self.requests) if prompt else 0)
 
     def begin_pass(self, layer: str) -> None:
         """Note that a pass has begun, where no layer but this one would say so."""

@@ -175,7 +175,10 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrders:
-    """What the workers are to do in one step. `idle`: the engine computes nothing in it."""
+    """What the workers are to do in one step. `idle`: the engine computes nothing in it.
+
+    `prompt_tokens`: tokens of prompts that it computes.
+    """
 
     offers: tuple[OfferBlocks, ...] = ()
     keeps: tuple[Ticket, ...] = ()
@@ -186,6 +189,7 @@ class StepOrders:
     lookups: tuple[LookUpKeys, ...] = ()
     asks: tuple[AskPeers, ...] = ()
     idle: bool = False
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ needs: one is only possible at a multiple of all groups' tokens per block.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
 
+from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.vllm.events import TierEvents
 from kvstow.adapters.vllm.journal import EngineJournal
 from kvstow.adapters.vllm.options import ConnectorOptions
@@ -86,6 +87,8 @@ class Recall:
             bytes_per_second=options.store_bytes_per_second,
         )
         self.counts: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        """Tokens of prompts in the step that was planned last."""
 
     def meet(self, ranks: Sequence[str]) -> None:
         """These ranks have tiers."""
@@ -220,9 +223,10 @@ class Recall:
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
-    def scheduled(self, ids: Iterable[str]) -> None:
-        """The engine has planned a step with these requests."""
-        self._running = set(ids)
+    def scheduled(self, num_tokens: Mapping[str, int]) -> None:
+        """The engine has planned a step with so many tokens of these requests."""
+        self._running = set(num_tokens)
+        self.prompt_tokens = sum(count for count in num_tokens.values() if count >= PROMPT_TOKENS)
         self._admitted = False
 
     def is_due(self, id: str, num_tokens: int) -> bool:

@@ -347,6 +347,7 @@ class SchedulerSide:
             lookups=tuple(self._lookups),
             asks=self._peers.take() if self._peers is not None else (),
             idle=idle,
+            prompt_tokens=self.recall.prompt_tokens if self.recall else 0,
         )
         for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):
             told.clear()

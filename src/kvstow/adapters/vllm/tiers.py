@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvstow.adapters.prefill import PrefillMeter
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     KeyedBlocks,
@@ -34,7 +35,7 @@ from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.mover import Mover
-from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.rows import matching_group
 from kvstow.offload.tier import Tier, TierChain, chosen, log
 from kvstow.offload.watch import TierChange, TierWatch
@@ -206,8 +207,13 @@ class WorkerTiers:
         self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
-        self._below = _below(self._near or self._disk, self._remote)
-        self._mover = Mover(arena, self._host, self._below, checked=True)
+        lower: tuple[Tier | None, ...] = (self._near or self._disk, self._remote)
+        self._lower = [tier for tier in lower if tier is not None]
+        below = TierChain(self._lower) if self._lower else None
+        self.prefill: PrefillMeter | None = None
+        if self._remote is not None:
+            self.prefill = PrefillMeter(self._remote.prefill_rate.note, arena.device)
+        self._mover = Mover(arena, self._host, below, checked=True)
         self._watch = DiskWatch(self._disk, self._kept) if self._disk else None
         self._events: TierWatch | None = None
         if options.events and layout.tp[0] == layout.pp[0] == 0:
@@ -258,8 +264,8 @@ class WorkerTiers:
         for keys, g in zip(lookup.keys, self._groups, strict=True):
             self._note(g, keys)
             here = self._host.contains(g, keys)
-            if self._below is not None and not here.all():
-                here = here | self._below.contains(g, keys)
+            if self._lower and not here.all():
+                here[~here] = loadable(self._lower, g, chosen(keys, ~here))
                 self._gone(g, chosen(keys, ~here))
             present.append(tuple(bool(found) for found in here))
         return KeysPresent(request=lookup.request, present=tuple(present))
@@ -378,13 +384,6 @@ class WorkerTiers:
         for tier in (self._disk, self._remote):
             if tier is not None:
                 tier.close()
-
-
-def _below(near: Tier | None, remote: RemoteTier | None) -> Tier | None:
-    """All tiers below host memory, as one."""
-    if near is None or remote is None:
-        return near or remote
-    return TierChain([near, remote])
 
 
 def _parted(jobs: Sequence[AnyJob]) -> tuple[list[AnyJob], list[AnyJob]]:

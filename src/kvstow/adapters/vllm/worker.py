@@ -200,10 +200,14 @@ class WorkerSide:
         if self._asker is not None:
             for ask in step.asks:
                 self._asker.ask(ask)
+        if self._offload is not None and self._offload.prefill is not None:
+            self._offload.prefill.begin(step.prompt_tokens)
 
     def save(self, step: StepOrders) -> None:
         """Start to store what the scheduler's side has decided, after the engine's computation."""
         if self._offload is not None:
+            if self._offload.prefill is not None:
+                self._offload.prefill.mark()
             for store in step.stores:
                 self._offload.store(store)
 

@@ -7,7 +7,7 @@ once is fetched once.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
 
@@ -17,6 +17,7 @@ from kvstow.offload.remote.calls import Calls, Tallies
 from kvstow.offload.remote.clients.base import BlobClient, StoreUnreachable
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.objects import BadObject, RowObjects
+from kvstow.offload.remote.prices import ReadRate
 from kvstow.offload.tier import Bytes
 from kvstow.plan.view import Ints
 
@@ -24,39 +25,6 @@ LOT_BYTES = 16 << 20
 """Objects are fetched in lots of about so many bytes, `LOTS` at a time: one is verified while the
 next one comes."""
 LOTS = 2
-
-FORGET_SECONDS = 60.0
-
-WEIGHT = 0.25
-"""How much the newest measurement counts."""
-
-
-@dataclass(slots=True)
-class ReadRate:
-    """What loading has cost lately: seconds before the first byte, and bytes per second."""
-
-    latency: float = 0.0
-    bytes_per_second: float = 0.0
-    _at: float = 0.0
-    _lock: Lock = field(default_factory=Lock)
-
-    def note(self, nbytes: int, seconds: float) -> None:
-        """One call brought so many bytes. Small ones say what a call costs, large ones the rate."""
-        with self._lock:
-            self._at = monotonic()
-            if nbytes < 1 << 16:
-                self.latency += (seconds - self.latency) * (WEIGHT if self.latency else 1.0)
-            else:
-                rate = nbytes / max(seconds - self.latency, 1e-6)
-                weight = WEIGHT if self.bytes_per_second else 1.0
-                self.bytes_per_second += (rate - self.bytes_per_second) * weight
-
-    def seconds(self, nbytes: int) -> float:
-        """How long so many bytes would take; 0 where nothing was measured lately, so that a
-        store which was slow once is tried again."""
-        if not self.bytes_per_second or monotonic() - self._at > FORGET_SECONDS:
-            return 0.0
-        return self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(slots=True, eq=False)

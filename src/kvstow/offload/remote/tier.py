@@ -9,7 +9,6 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -23,6 +22,7 @@ from kvstow.offload.remote.collect import Quota, last_usage
 from kvstow.offload.remote.directory import Directory, WriterLayout
 from kvstow.offload.remote.fetch import LOTS, Fetcher
 from kvstow.offload.remote.lookup import LookUps, Parts
+from kvstow.offload.remote.prices import PrefillRate
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.remote.writes import WriteQueue
 from kvstow.offload.tier import (
@@ -30,9 +30,11 @@ from kvstow.offload.tier import (
     Bytes,
     Counter,
     Counts,
+    Tier,
     Usage,
     checked_keys,
     checked_rows,
+    chosen,
     known_identity,
     note_unverified,
 )
@@ -158,13 +160,9 @@ class RemoteTier:
         self._look_ups.expect(identity, prompt)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        """Which rows can be loaded, as far as there is time to look and it pays to load them."""
+        """Which rows are there, as far as there is time to look."""
         checked_keys(self.layout, group, keys)
-        found = np.array([parts is not None for parts in self._where(group, keys)], bool)
-        if not self._pays(group, int(found.sum())):
-            self.misses.add("price", int(found.sum()))
-            found[:] = False
-        return found
+        return np.array([parts is not None for parts in self._where(group, keys)], bool)
 
     def _where(self, group: int, keys: Sequence[bytes]) -> list[Parts | None]:
         if self.breaker.is_open:
@@ -175,12 +173,16 @@ class RemoteTier:
         self.writes.forget(lost)  # a row that was collected is sent again
         return found
 
-    def _pays(self, group: int, num_rows: int) -> bool:
-        """Whether loading so many rows of a group, with what belongs to the same tokens in other
-        groups, takes less time than computing the tokens. Unknown prices speak for loading."""
+    def worth_loading(self, group: int, found: Bools) -> Bools:
+        """The rows that were found, or none of them where computing their tokens takes less time
+        than loading them, with what belongs to the same tokens in other groups."""
+        num_rows = int(found.sum())
         tokens = num_rows * self.layout.groups[group].group.block_tokens
         seconds = self._fetcher.rate.seconds(int(tokens * self._bytes_per_token))
-        return not num_rows or seconds <= self.prefill_rate.seconds(tokens)
+        if not num_rows or seconds <= self.prefill_rate.seconds(tokens):
+            return found
+        self.misses.add("price", num_rows)
+        return np.zeros_like(found)
 
     @cached_property
     def _bytes_per_token(self) -> float:
@@ -304,18 +306,13 @@ class _Room:
         return first
 
 
-@dataclass(slots=True)
-class PrefillRate:
-    """Tokens that are computed in a second: given, or measured. 0 as long as it is not known."""
-
-    tokens_per_second: float = 0.0
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so many seconds to compute."""
-        if tokens > 0 and seconds > 0:
-            weight = 0.25 if self.tokens_per_second else 1.0
-            self.tokens_per_second += (tokens / seconds - self.tokens_per_second) * weight
-
-    def seconds(self, tokens: int) -> float:
-        """How long so many tokens would take; for ever where that is not known."""
-        return tokens / self.tokens_per_second if self.tokens_per_second else float("inf")
+def loadable(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
+    """Which rows are in some tier, and worth loading from there."""
+    found = np.zeros(len(keys), bool)
+    for tier in tiers:
+        if not found.all():
+            there = tier.contains(group, chosen(keys, ~found))
+            if isinstance(tier, RemoteTier):
+                there = tier.worth_loading(group, there)
+            found[~found] = there
+    return found
