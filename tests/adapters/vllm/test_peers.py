@@ -1,23 +1,29 @@
 """Prefixes asked of other engines: real agents, tiers and arenas around pretended engines."""
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 import torch
 
+from etcd_server import etcd, free_port
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers import LentRows, PeerAsker, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
 from kvstow.errors import SpecError
 from kvstow.offload.host.tier import HostTier
 from kvstow.transfer.channel.messages import AskPrefix
+from kvstow.transfer.discovery import found_agents
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import NUM_BLOCKS, PROMPT, Engine
 from recorded_vllm import Pool
+from waiting import wait_for
 
 LENDS = ConnectorOptions(
     digest="always", host_bytes=1 << 20, lend="tcp://127.0.0.1:*", contact_seconds=20
@@ -53,7 +59,7 @@ class Fleet:
         """An engine that has met these."""
         peers = tuple(address_of(each) for each in lenders)
         engine = self.start("asker-0-0", replace(ASKS, peers=peers, **options), order)  # pyright: ignore
-        until(lambda: len(asker_of(engine)._well()) == len(lenders))
+        wait_for(lambda: len(asker_of(engine)._well()) == len(lenders))
         return engine
 
     def close(self) -> None:
@@ -66,13 +72,6 @@ def fleet() -> Iterator[Fleet]:
     made = Fleet()
     yield made
     made.close()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < limit, "it never came to be"
-        time.sleep(0.005)
 
 
 def address_of(engine: Engine) -> str:
@@ -92,14 +91,18 @@ def asker_of(engine: Engine) -> PeerAsker:
 
 def computes(engine: Engine, tokens: list[int] = PROMPT, ids: BlockIds = THERE) -> None:
     """The engine computes a prompt, and its blocks come to host memory."""
-    id = "p"
+    engine.fill(7)
+    stores(engine, tokens, "p", ids)
+
+
+def stores(engine: Engine, tokens: list[int], id: str, ids: BlockIds = THERE) -> None:
     recall = engine.desk.recall
     assert recall is not None
-    engine.fill(7)
     engine.desk.arrived(EngineRequest(id=id, tokens=tokens))
     recall.computed(id, len(tokens), ids)
-    engine.until(lambda found: bool(found.stored))
+    engine.until(lambda _: len(recall.stores) == 0)
     engine.desk.finished(EngineRequest(id=id, tokens=tokens), ids, len(tokens))
+    engine.until(lambda _: len(recall.stores) == 0)  # it may store again what is gone already
 
 
 def asked(engine: Engine, id: str = "d", num_computed: int = 0) -> int:
@@ -142,7 +145,7 @@ def test_a_prefix_in_a_peers_host_memory_is_pulled_though_the_peer_sleeps(
     assert same(asker, lender)
     untouched = sorted(set(range(NUM_BLOCKS)) - {b for ids in HERE for b in ids[:4]})
     assert all((view[untouched] == 0).all() for view in asker.views.values())
-    until(lambda: num_leases(lender) == 0)
+    wait_for(lambda: num_leases(lender) == 0)
 
 
 def test_only_what_the_engine_lacks_is_pulled(fleet: Fleet):
@@ -161,7 +164,7 @@ def test_ranks_of_a_peer_are_asked_together_and_one_alone_is_not(fleet: Fleet):
         computes(rank)
     alone = replace(ASKS, peers=(address_of(ranks[0]),))
     lonely = fleet.start("lonely-0-0", alone)
-    until(lambda: asker_of(lonely)._known[alone.peers[0]].outgoing.state == "ready")
+    wait_for(lambda: asker_of(lonely)._known[alone.peers[0]].outgoing.state == "ready")
     assert asked(lonely) == 0
     asker = fleet.asker(*ranks)
     assert asked(asker) == 16
@@ -215,7 +218,7 @@ def test_the_longest_of_several_is_taken_and_the_others_are_handed_back(fleet: F
     assert not pulled(asker, 16).failed
     for lender in (short, long):
         assert questions(lender) == {"ticket": 1}
-        until(lambda lender=lender: num_leases(lender) == 0)
+        wait_for(lambda lender=lender: num_leases(lender) == 0)
 
 
 def test_tickets_of_a_request_that_has_ended_are_handed_back(fleet: Fleet):
@@ -227,7 +230,7 @@ def test_tickets_of_a_request_that_has_ended_are_handed_back(fleet: Fleet):
     asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
     asker.until(lambda found: bool(found.found))
     asker.step()
-    until(lambda: num_leases(lender) == 0)
+    wait_for(lambda: num_leases(lender) == 0)
 
 
 # ── peers that do not do what they should ─────────────────────────────────────────────────
@@ -265,7 +268,7 @@ def test_a_peer_that_dies_is_left_out_and_met_again(fleet: Fleet):
     assert asked(asker, "first") == 0
     again = fleet.start("again-0-0", replace(LENDS, lend=address))
     computes(again)
-    until(lambda: [each.instance for each in asker_of(asker)._well()] == ["again"])
+    wait_for(lambda: [each.instance for each in asker_of(asker)._well()] == ["again"])
     assert asked(asker, "d") == 16
     assert not pulled(asker, 16).failed
     assert same(asker, again)
@@ -283,6 +286,24 @@ def test_a_peer_that_answers_and_dies_is_a_failed_load_and_is_left_alone(fleet: 
     assert asker.desk.matched("d", 0) == 0, "the engine computes it"
     (known,) = asker_of(asker)._known.values()
     assert known.rest_until > 0
+
+
+def test_engines_that_lend_are_found_in_etcd_while_they_live(fleet: Fleet, tmp_path: Path):
+    port = free_port()
+    source = f"etcd://127.0.0.1:{port}/kvstow/"
+    with etcd(tmp_path, port):
+        lender = fleet.start("lender-0-0", replace(LENDS, peers=(source,)))
+        computes(lender)
+        wait_for(lambda: found_agents(source) == (address_of(lender),))
+        asker = fleet.start("asker-0-0", replace(ASKS, peers=(source,)))
+        wait_for(lambda: len(asker_of(asker)._well()) == 1)
+        assert asked(asker) == 16
+        assert not pulled(asker, 16).failed
+        assert same(asker, lender)
+        assert asker_of(lender)._well() == [], "nobody asks itself"
+        fleet.engines.remove(lender)
+        lender.hands.close()
+        assert found_agents(source) == ()
 
 
 # ── lent rows ─────────────────────────────────────────────────────────────────────────────
@@ -308,6 +329,52 @@ def test_a_lent_row_stays_until_its_last_lease_and_then_has_a_new_generation(fle
     assert tier.evict(1, keys) == 1
     tier.check()
     assert np.array_equal(rows.ids(1, keys), [-1] * len(keys))
+
+
+def test_rows_that_are_driven_out_while_they_are_asked_for_are_never_taken_for_others(fleet: Fleet):
+    """A lender whose host memory has room for few prompts computes others all the time; what a
+    prompt's blocks hold says which prompt it is."""
+    lender = fleet.start("lender-0-0", replace(LENDS, host_bytes=10 << 10))
+    asker = fleet.asker(lender)
+    ends, pulls = Event(), 0
+
+    def compute(seed: int) -> None:
+        for view in lender.views.values():
+            view.fill_(1 + seed)
+        stores(lender, numbered(seed), f"p{seed}")
+
+    def keep_computing() -> None:
+        seeds = random.Random(3)
+        while not ends.is_set():
+            compute(seeds.randrange(8))
+
+    thread = Thread(target=keep_computing)
+    thread.start()
+    try:
+        for number in range(60):
+            seed, id = number % 8, f"d{number}"
+            asker.desk.arrived(EngineRequest(id=id, tokens=numbered(seed)))
+            while (count := asker.desk.matched(id, 0)) is None:
+                asker.step()
+            if not count:
+                continue
+            failed = pulled(asker, count, id).failed
+            pulls += not failed
+            blocks = HERE[1][: count // 4]
+            assert failed or all((asker.views["f.1"][b] == 1 + seed).all() for b in blocks)
+            asker.desk.finished(EngineRequest(id=id, tokens=numbered(seed)), HERE, 0)
+    finally:
+        ends.set()
+        thread.join()
+    assert pulls > 5
+    assert lender.hands._offload is not None
+    assert lender.hands._offload.host.counts.evicted_rows > 20
+    wait_for(lambda: num_leases(lender) == 0)
+    lender.hands._offload.host.check()
+
+
+def numbered(seed: int) -> list[int]:
+    return list(range(1000 * seed, 1000 * seed + len(PROMPT)))
 
 
 def test_an_engine_is_named_by_what_its_agents_are_called():
