@@ -6,6 +6,7 @@ model (layer, field, head, state, place in the field) lies where.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -394,13 +395,18 @@ class Users:
                 slab = users // self.layout.groups[g].rows_per_slab
                 never = np.isin(slab, slabs) & (g in self.partners[group])
                 theirs |= (users >= 0) & ~never
-        at = np.flatnonzero(mine | theirs)
-        before = np.searchsorted(at, np.arange(len(mine)), "right") - 1
-        after = np.minimum(np.searchsorted(at, np.arange(len(mine))), len(at) - 1)
-        between = (before >= 0) & (at[after] >= np.arange(len(mine)))
-        return between & mine[at[np.maximum(before, 0)]] & mine[at[after]] & ~theirs
+        used, every = mine | theirs, np.arange(len(mine))
+        before = np.maximum.accumulate(np.where(used, every, -1))
+        after = np.minimum.accumulate(np.where(used, every, len(mine))[::-1])[::-1]
+        ends = np.append(mine, False)  # nothing lies before the first byte or after the last one
+        return ends[before] & ends[after] & ~theirs
 
 
 def own_bytes(layout: Layout, group: int, blocks: Blocks) -> Flags:
     """Per byte of the arena, whether a copy of the listed blocks may touch it."""
-    return Users(layout).own(group, blocks)
+    return _users(layout).own(group, blocks)
+
+
+@lru_cache(maxsize=2)
+def _users(layout: Layout) -> Users:
+    return Users(layout)

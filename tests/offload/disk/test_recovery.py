@@ -444,7 +444,7 @@ def test_a_lost_header_is_written_again_and_lost_once(tmp_path, has_index):
     assert tier.dropped
     assert tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(ROWS)]).all()
     tier.close()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
     tier = DiskTier(tmp_path, capacity=4 * MIB)
     assert (right_rows(tier), tier.dropped) == (ROWS, ())
     tier.close()
