@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.demo.weights import GEMMA3, SMOLLM2, WeightsMissing
+from waiting import wait_for
 
 PROMPTS = ["One short question?", "A longer one, " * 12 + "with an end?"]
 SECONDS = 280
@@ -166,7 +167,7 @@ def test_an_interrupted_demo_leaves_no_process_behind():
     assert run.returncode == 130
     assert "all processes of the demo have ended" in said
     assert children
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
 @pytest.mark.parametrize(
