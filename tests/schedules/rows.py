@@ -44,6 +44,10 @@ class LedgerRows:
         }
         return Claim(request, blocks, new, admitted.hit_tokens, admitted.request)
 
+    def blocks(self, claim: Claim) -> dict[int, Blocks]:
+        """What the request holds now, and which blocks of it are partial."""
+        return self.ledger.blocks(claim.handle)
+
     def computed(self, claim: Claim) -> None:
         """All tokens of the request are there, and can be found; windows move on."""
         self.ledger.grow(claim.handle, len(claim.request.tokens))
@@ -99,6 +103,9 @@ class EngineRows:
         every = np.arange(self._least[group], self._counts[group])
         idle = self.owner.holds(group, every) == 0
         return np.array([i for i in every[idle].tolist() if i not in self._used[group]], np.int64)
+
+    def blocks(self, claim: Claim) -> dict[int, Blocks]:
+        return claim.blocks
 
     def computed(self, claim: Claim) -> None:
         """Nothing changes."""

@@ -43,7 +43,7 @@ CHURNING_WAYS: tuple[Way | None, ...] = ("read", "read", "rows", "write")
 STAGED_WAYS: tuple[Way | None, ...] = ("staged", "staged", "rows", "rows", "read", "write")
 ALIKE = (Shape(), Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("BLHNC", 4))
 MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC", 4))
-HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True))
+HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True), Shape("BLHNC", 4, hybrid=True))
 RANKS = (Shape(tp=(0, 2)), Shape(tp=(1, 2)))
 LENGTHS = (2, 4, 4, 6, 8, 3, 5, 9)
 

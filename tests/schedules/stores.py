@@ -75,8 +75,9 @@ class Stores:
         self._saved.append(held.request)
         for block, key in enumerate(keys):
             known.setdefault(key, (held.request, (block + 1) * step))
-        for g, blocks in held.claim.blocks.items():
-            whole = (blocks.index < len(keys)) & (blocks.index * step >= held.first[g])
+        for g, blocks in node.rows.blocks(held.claim).items():
+            blocks = blocks.whole
+            whole = blocks.index < len(keys)
             named = [keys[i] for i in blocks.index[whole].tolist()]
             try:
                 storage.saves.append(storage.mover.store(g, blocks.ids[whole], named))

@@ -47,6 +47,9 @@ class Transfers:
         nodes = [self.world.nodes[name] for name in dice.choice(schedule.deployments)]
         if any(node.stopped or node.model != nodes[0].model for node in nodes):
             return
+        if len(nodes) == 1 and nodes[0].held and dice.random() < 0.25:
+            self._offer_again(nodes[0])
+            return
         request = schedule.new_request(nodes[0].model)
         held = [schedule.fill(node, request) for node in nodes]
         readers = dice.choice((1, 1, 2)) * (2 if len(nodes) == 1 and self._has_ranks() else 1)
@@ -59,12 +62,18 @@ class Transfers:
             if ends and one is not None:  # the request ends here; the lease keeps its rows
                 schedule.release(node, one)
 
+    def _offer_again(self, node: Node) -> None:
+        """A node offers what it has computed, or has from others."""
+        held = self.schedule.random.choice(node.held)
+        tickets = (self._ticket(node, held, 1),)
+        self.offers.append(Offer(tickets, (node,), held.request, 1))
+
     def _has_ranks(self) -> bool:
         return any(len(names) > 1 for names in self.schedule.deployments)
 
     def _ticket(self, node: Node, held: Held, readers: int) -> Ticket:
         tokens = len(held.request.tokens)
-        ticket = node.agent.offer_blocks(held.claim.blocks, tokens, readers=readers)
+        ticket = node.agent.offer_blocks(node.rows.blocks(held.claim), tokens, readers=readers)
         return Ticket.parse(str(ticket))
 
     def pull(self) -> None:
@@ -220,7 +229,6 @@ class Transfers:
             first[g] = schedule.first_seen(node, g, end)
             start = max(first[g], claim.hit_tokens)
             schedule.check_rows(node, g, new.ids, new.index, pull.source, start, end, "accepted")
-        node.rows.received(claim)
         node.held.append(Held(claim, pull.source, first))
 
     def check_deadlines(self, *, slack: float) -> None:

@@ -90,9 +90,18 @@ class Ledger:
         return int(self._requests.num_tokens[self._requests.slots(request)[0]])
 
     def blocks(self, request: int) -> dict[int, Blocks]:
-        """By group, the blocks that the request holds; of a recurrent one the running row."""
+        """By group, the blocks that the request holds; of a recurrent one the running row.
+
+        Those that a pull did not fill are its `partial` ones.
+        """
         slot = int(self._requests.slots(request)[0])
-        return {g: self._part(g).blocks(slot) for g in range(len(self.groups))}
+        return {g: self._marked(g, self._part(g).blocks(slot)) for g in range(len(self.groups))}
+
+    def _marked(self, g: int, blocks: Blocks) -> Blocks:
+        if not self.pool.num_suspect(g):
+            return blocks
+        suspect = self.pool.suspect(g, blocks.ids)
+        return Blocks(blocks.ids, blocks.index, partial=blocks.index[suspect])
 
     def checkpoints(self, request: int) -> dict[int, Blocks]:
         """By recurrent group, the states that are kept behind the running one."""

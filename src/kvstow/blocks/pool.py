@@ -266,6 +266,26 @@ class Pool:
             self._evicted(group, held)
             rows.kept[held] = False
 
+    def distrust(self, group: int, ids: npt.ArrayLike) -> None:
+        """Forget the content of held rows; it is not cached before `trust`, or before they were
+        free. For rows that somebody writes to who may not fill them."""
+        self.check_thread()
+        rows = self._of[group][1]
+        ids = np.unique(rows.existing(ids))
+        rows.check_none(ids, rows.refs[ids] == 0, "is not held")
+        self.forget(group, ids)
+        rows.num_suspect += int(np.count_nonzero(~rows.suspect[ids]))
+        rows.suspect[ids] = True
+
+    def trust(self, group: int, ids: npt.ArrayLike) -> None:
+        """The rows are filled: their content may be cached. Not those in quarantine."""
+        self.check_thread()
+        rows = self._of[group][1]
+        ids = np.unique(rows.existing(ids))
+        ids = ids[rows.suspect[ids] & ~rows.quarantined[ids]]
+        rows.num_suspect -= len(ids)
+        rows.suspect[ids] = False
+
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """Keep held rows out of use, whoever releases them, until `unquarantine`.
 
@@ -277,11 +297,10 @@ class Pool:
         ids = rows.existing(ids)
         rows.check_none(ids, rows.refs[ids] == 0, "is not held")
         rows.check_none(ids, rows.quarantined[ids], "is in quarantine already")
+        self.distrust(group, ids)
         ids = np.unique(ids)
-        self.forget(group, ids)
-        rows.num_suspect += int(np.count_nonzero(~rows.suspect[ids]))
         rows.num_quarantined += len(ids)
-        rows.suspect[ids] = rows.quarantined[ids] = True
+        rows.quarantined[ids] = True
         rows.generations[ids] += 1
         rows.refs[ids] += 1
 

@@ -223,6 +223,7 @@ class Store:
             whole = block_keys(known, prompt, group.block_tokens)
             listed = checkpoints.get(g) if isinstance(group.retention, State) else blocks.get(g)
             if listed is not None:
+                listed = listed.whole
                 at = listed.index < len(whole)
                 numbers: list[int] = listed.index[at].tolist()
                 chain = links(whole)

@@ -18,10 +18,21 @@ class Blocks:
 
     Logical block `k` holds tokens `[k · block_tokens, (k + 1) · block_tokens)`. A window
     group lists only what it still holds. In a recurrent group index 0 is the running state.
+    `partial` are the logical blocks that lack tokens which no later token of this request sees:
+    it can go on with them, and nobody else may be given them.
     """
 
     ids: Ints
     index: Ints
+    partial: Ints | None = None
+
+    @property
+    def whole(self) -> "Blocks":
+        """Those that lack nothing."""
+        if self.partial is None or not len(self.partial):
+            return self
+        at = ~np.isin(self.index, self.partial)
+        return Blocks(self.ids[at], self.index[at])
 
     @staticmethod
     def first(ids: npt.ArrayLike) -> "Blocks":

@@ -18,6 +18,7 @@ import numpy as np
 from kvstow.errors import RouteError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout, Placement, placed_sections
+from kvstow.plan.retention import Bools
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span, check_held, check_ids
@@ -102,6 +103,15 @@ class GroupPair:
         pairs = block_pairs(source, destination, mine, self.spans, self.last_ids, exact=exact)
         return expanded(pairs, [self.lanes(overlap) for overlap in pairs.overlaps])
 
+    def filled(self, source: Blocks, destination: Blocks, tokens: Tokens) -> Bools:
+        """Which blocks of the destination get all that they have of the tokens."""
+        mine, (s_span, d_span) = tokens.of(self.destination), self.spans
+        first = np.maximum(d_span * destination.index, mine.first)
+        end = np.minimum(d_span * (destination.index + 1), mine.end)
+        first, end = first // s_span, -(-end // s_span)  # in blocks of the source
+        listed = np.searchsorted(source.index, end) - np.searchsorted(source.index, first)
+        return listed >= end - first
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
@@ -145,6 +155,26 @@ class Route:
             for pair in self.pairs
         ]
         return joined(found)
+
+    def filled(
+        self,
+        source: Mapping[int, Blocks],
+        destination: Mapping[int, Blocks],
+        num_tokens: int,
+        *,
+        start_token: int = 0,
+    ) -> dict[int, Bools]:
+        """By destination group, which of its blocks `copies` fills.
+
+        A source need not list what the next token does not see, so that a block behind a window
+        may get some of its tokens, or none. Blocks of other tokens count as filled.
+        """
+        tokens, found = Tokens(start_token, num_tokens), dict[int, Bools]()
+        for pair in self.pairs:
+            s, d = pair.groups
+            filled = pair.filled(source[s], destination[d], tokens)
+            found[d] = found[d] & filled if d in found else filled
+        return found
 
     def _check_listed(
         self, source: Mapping[int, Blocks], destination: Mapping[int, Blocks]

@@ -142,9 +142,12 @@ class Agent:
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
         """Let consumers pull a request's blocks; the request itself may end meanwhile."""
-        tokens = ledger.num_tokens(request) if num_tokens is None else num_tokens
+        held, blocks = ledger.num_tokens(request), ledger.blocks(request)
+        tokens = held if num_tokens is None else num_tokens
+        if tokens < held:  # what is partial has what the next token sees, not what this one sees
+            blocks = {g: listed.whole for g, listed in blocks.items()}
         return self.offer_blocks(
-            ledger.blocks(request),
+            blocks,
             tokens,
             readers=readers,
             lease_seconds=lease_seconds,
@@ -407,6 +410,8 @@ class Agent:
         now = self.endpoint.clock()
         transfer = Transfer(order, now, self._settle_if_ours, self.pulls.abort, on_quiet)
         self._submit(into, lambda: self.pulls.begin(transfer, listed, now + seconds))
+        for g, blocks in into.items():
+            self.endpoint.owner.distrust(g, blocks.ids)
         return transfer
 
     def keep(self, ticket: Ticket) -> None:

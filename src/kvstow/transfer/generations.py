@@ -34,6 +34,14 @@ class Owner(Protocol):
         """Undo one `share`."""
         ...
 
+    def distrust(self, group: int, ids: Ints) -> None:
+        """Somebody writes to these blocks: nobody may find anything in them before `trust`."""
+        ...
+
+    def trust(self, group: int, ids: Ints) -> None:
+        """These blocks are filled, as far as their request has tokens."""
+        ...
+
     def quarantine(self, group: int, ids: Ints) -> None:
         """Keep these blocks from being reused: somebody may still write to them."""
         ...
@@ -76,6 +84,12 @@ class Generations:
             raise BlockError(f"group {group}: some of blocks {ids[:8].tolist()} are not shared")
         np.subtract.at(self._holds[group], ids, 1)
         self.retire(group, ids[self._holds[group][ids] == 0])
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        """What can be found in its blocks is the engine's own matter."""
+
+    def trust(self, group: int, ids: Ints) -> None:
+        """The same."""
 
     def quarantine(self, group: int, ids: Ints) -> None:
         self.share(group, ids)

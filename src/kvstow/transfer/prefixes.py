@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
 from math import lcm
 from threading import Lock
 from typing import Protocol
@@ -82,9 +83,10 @@ class RegisteredBlocks:
                 raise TransferError(
                     f"group {g}: {len(named)} keys for {len(listed)} blocks", kind="refused"
                 )
+            whole = np.isin(listed.index, listed.whole.index).tolist()
             counters = self._endpoint.owner.generations[g].take(listed.ids)
             pairs = zip(listed.ids.tolist(), counters.tolist(), strict=True)
-            for key, place in zip(named, pairs, strict=True):
+            for key, place in compress(zip(named, pairs, strict=True), whole):
                 self._blocks[g, key] = place
                 self._blocks.move_to_end((g, key))
         while len(self._blocks) > self._most_blocks:

@@ -217,8 +217,9 @@ def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
     assert source.route is not None
     assert source.peer.path is not None
     card, kinds = source.card, endpoint.kinds(source.card)
+    offered = source.ticket.blocks_of(order.num_tokens)
     copies = source.route.copies(
-        source.ticket.blocks, order.into, order.num_tokens, start_token=order.start_token
+        offered, order.into, order.num_tokens, start_token=order.start_token
     )
     forced = order.direction or endpoint.options.direction
     rows = yield from chosen_rows(endpoint, source, copies, forced)
@@ -255,7 +256,8 @@ def fetched(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
     assert source.route is not None
     tokens = (order.start_token, order.num_tokens)
     slot_bytes = _slot_bytes(endpoint, source)
-    cut = pieces(source.route, source.ticket.blocks, order.into, tokens, slot_bytes)
+    offered = source.ticket.blocks_of(order.num_tokens)
+    cut = pieces(source.route, offered, order.into, tokens, slot_bytes)
     fetch = Fetch(
         endpoint, source.card, cut, source.mailbox, source.send, source.id, source.flights
     )

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from kvstow.errors import TransferError
+from kvstow.plan.retention import Bools
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.loop import Loop, Task
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Peers
-from kvstow.transfer.pull import Stats, Transfer, pull
+from kvstow.transfer.pull import Order, Stats, Transfer, pull
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.source import Source, SourcePlans
 from kvstow.transfer.ticket import Ticket
@@ -93,7 +96,8 @@ class Pulls:
         into = transfer.order.into
         self._count(transfer, task, sources)
         if task.error is None:
-            self._owe(lambda: self._release(into))
+            filled = _filled(transfer.order, sources)
+            self._owe(lambda: self._accept(into, filled))
             transfer.end(task.result, None)
             transfer.rest()
             return
@@ -145,6 +149,11 @@ class Pulls:
         for g, listed in blocks.items():
             self._endpoint.owner.release(g, listed.ids)
 
+    def _accept(self, blocks: Mapping[int, Blocks], filled: Mapping[int, Bools]) -> None:
+        for g, listed in blocks.items():
+            self._endpoint.owner.trust(g, listed.ids[filled[g]])
+        self._release(blocks)
+
     def _put_aside(self, blocks: Mapping[int, Blocks]) -> None:
         for g, listed in blocks.items():
             self._endpoint.owner.quarantine(g, listed.ids)
@@ -153,3 +162,17 @@ class Pulls:
     def _take_back(self, blocks: Mapping[int, Blocks]) -> None:
         for g, listed in blocks.items():
             self._endpoint.owner.unquarantine(g, listed.ids)
+
+
+def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:
+    """By group, which rows of an order all sources together have filled."""
+    filled = {g: np.ones(len(listed), bool) for g, listed in order.into.items()}
+    for source in sources:
+        if source.route is not None:
+            whole = {g: listed.whole for g, listed in source.ticket.blocks.items()}
+            brought = source.route.filled(
+                whole, order.into, order.num_tokens, start_token=order.start_token
+            )
+            for g, part in brought.items():
+                filled[g] &= part
+    return filled

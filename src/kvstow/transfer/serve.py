@@ -169,9 +169,8 @@ def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) 
     """Write into the consumer's rows."""
     peer, card = serving.peer, serving.peer.card
     route = peer.share(serving.begin.claims).route
-    copies = route.copies(
-        ticket.blocks, _into(serving, order), order.num_tokens, start_token=order.start_token
-    )
+    offered, into = ticket.blocks_of(order.num_tokens), _into(serving, order)
+    copies = route.copies(offered, into, order.num_tokens, start_token=order.start_token)
     copies = copies.moved(endpoint.card.base, card.base)
     peer.attach()
     kinds = endpoint.kinds(card)
@@ -193,7 +192,8 @@ def staged(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) -
         raise TransferError(f"slots of {slot_bytes} bytes are not to be had", kind="refused")
     route = serving.peer.share(serving.begin.claims).route
     tokens = order.start_token, order.num_tokens
-    cut = pieces(route, ticket.blocks, _into(serving, order), tokens, slot_bytes)
+    offered = ticket.blocks_of(order.num_tokens)
+    cut = pieces(route, offered, _into(serving, order), tokens, slot_bytes)
 
     def stage() -> Story[None]:
         yield from gathered(endpoint, cut, serving.mailbox, serving.send, serving.transfer)

@@ -3,9 +3,9 @@
     kvt2.  base64url( checksum, 8 bytes │ deflated MessagePack of the body )
 
 The body names agent, address, lease, layout fingerprint, token count, identity, and per group
-the ids, logical indices and generations of the blocks. Tickets of version 1 are read too: they
-have no identity. A ticket proves nothing by itself: its digest must be the one that the
-producer remembers for the lease.
+the ids, logical indices and generations of the blocks, and which of them are partial. Tickets of
+version 1 are read too: they have no identity. A ticket proves nothing by itself: its digest must
+be the one that the producer remembers for the lease.
 
 Limits come first: a reader spends at most a few times `MAX_BODY_BYTES` on anything.
 """
@@ -44,6 +44,7 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes
     index: bytes
     generations: bytes
+    partial: bytes = b""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -101,7 +102,9 @@ class Ticket:
 
     def _packed(self, group: int) -> _Group:
         listed = self.blocks[group]
-        columns = (listed.ids, listed.index, self.generations[group])
+        columns = [listed.ids, listed.index, self.generations[group]]
+        if listed.partial is not None:
+            columns.append(listed.partial)
         return _Group(group, *(packed_ints(column) for column in columns))
 
     @cached_property
@@ -154,6 +157,13 @@ class Ticket:
             raise _bad(str(error)) from None
         return Ticket.from_bytes(data, max_body_bytes=max_body_bytes)
 
+    def blocks_of(self, num_tokens: int) -> Mapping[int, Blocks]:
+        """The blocks from which the first `num_tokens` tokens can be pulled: a block that is
+        partial has what the token behind the last one sees, not what earlier ones see."""
+        if num_tokens == self.num_tokens:
+            return self.blocks
+        return {g: listed.whole for g, listed in self.blocks.items()}
+
     @property
     def num_blocks(self) -> int:
         return sum(len(blocks) for blocks in self.blocks.values())
@@ -181,7 +191,8 @@ def _ticket(body: _Body) -> Ticket:
     blocks: dict[int, Blocks] = {}
     generations: dict[int, Ints] = {}
     for g, part in groups.items():
-        blocks[g] = Blocks(unpacked_ints(part.ids), unpacked_ints(part.index))
+        partial = unpacked_ints(part.partial) if part.partial else None
+        blocks[g] = Blocks(unpacked_ints(part.ids), unpacked_ints(part.index), partial)
         generations[g] = unpacked_ints(part.generations)
         if len(generations[g]) != len(blocks[g]):
             raise SpecError(

@@ -107,7 +107,7 @@ class PrefixStore:
         ledger = self._memory.ledger
         group = ledger.groups[g]
         if not isinstance(group.retention, State):
-            return ledger.blocks(request)[g]
+            return ledger.blocks(request)[g].whole
         kept = ledger.checkpoints(request)[g]
         if not is_running or num_tokens % group.block_tokens:
             return kept
