@@ -104,6 +104,34 @@ def test_a_row_that_was_quarantined_is_never_cached() -> None:
     pool.check()
 
 
+def test_rows_that_are_not_trusted_are_not_cached_until_they_are() -> None:
+    pool = Pool(packed_layout((layer("a"),), 4))
+    ids = pool.hold(0, 3)
+    pool.keep(0, ids[:1])
+    pool.distrust(0, ids)
+    assert not pool.kept(0, ids).any()
+    assert pool.suspect(0, ids).all()
+    with pytest.raises(BlockError, match="content is not known"):
+        pool.keep(0, ids[:1])
+    pool.trust(0, ids[:2])
+    pool.keep(0, ids[:2])
+    pool.check()
+    pool.release(0, ids)
+    assert pool.num_suspect(0) == 0
+    pool.check()
+    assert pool.num_cached(0) == 2
+    assert not pool.suspect(0, pool.hold(0, 3)).any()
+
+
+def test_trust_does_not_end_a_quarantine() -> None:
+    pool = Pool(packed_layout((layer("a"),), 3))
+    ids = pool.hold(0, 2)
+    pool.quarantine(0, ids)
+    pool.trust(0, ids)
+    assert pool.suspect(0, ids).all()
+    pool.check()
+
+
 def test_a_quarantine_makes_every_ticket_for_its_rows_worthless() -> None:
     pool = Pool(packed_layout((layer("a"),), 4))
     ids = pool.hold(0, 3)

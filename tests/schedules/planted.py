@@ -19,7 +19,6 @@ from kvstow.offload.disk.segments import Segments, _Slot
 from kvstow.offload.mover.mover import Mover
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.route.route import GroupPair
 from kvstow.transfer import agent, pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
@@ -238,16 +237,6 @@ def the_ticket_s_fingerprint_is_not_compared() -> Generator[None]:
 def rows_that_are_not_filled_can_be_found() -> Generator[None]:
     """What a pull did not bring, since a window had left it behind, counts as brought."""
     with changed(Pool, "distrust", nothing):
-        yield
-
-
-@bug
-def a_block_counts_as_filled_if_some_of_it_was_brought() -> Generator[None]:
-    def some(self: Any, source: Any, destination: Any, tokens: Any) -> Any:
-        end = self.spans[1] * (destination.index + 1)
-        return end > self.spans[0] * source.index.min(initial=1 << 30)
-
-    with changed(GroupPair, "filled", some):
         yield
 
 

@@ -46,6 +46,8 @@ MIXED = (Shape(), Shape("BLNHC"), Shape("LBHNC"), Shape("LHBNC"), Shape("BLHNC",
 HYBRID = (Shape(hybrid=True), Shape("BLNHC", hybrid=True), Shape("BLHNC", 4, hybrid=True))
 RANKS = (Shape(tp=(0, 2)), Shape(tp=(1, 2)))
 LENGTHS = (2, 4, 4, 6, 8, 3, 5, 9)
+LONG = (8, 9, 10, 12)
+"""Windows leave some of these behind."""
 
 
 class Broken(AssertionError):
@@ -112,6 +114,7 @@ class Schedule:
         self.stores = dice.random() < 0.12
         self.shares = self.stores or dice.random() < 0.3
         """Requests begin like earlier ones."""
+        self.lengths = LENGTHS
         self.faults = self._drawn_faults()
         self._apply(self.faults)
         self.world.slowness = 0.7 if self.churns else dice.choice((0.0, 0.0, 0.5))
@@ -191,7 +194,8 @@ class Schedule:
         else:
             count = dice.choice((2, 2, 2, 3))
             kind = ALIKE if drawn < 0.6 else MIXED if drawn < 0.8 else HYBRID
-            self.shares |= kind is HYBRID  # what windows leave behind must not be found
+            if kind is HYBRID:  # what windows leave behind must not be found
+                self.shares, self.lengths = True, LONG
             shapes = [dice.choice(kind)] * count if kind is ALIKE else dice.choices(kind, k=count)
             found = [(name,) for name in "abc"[:count]]
         for name, shape in zip([n for names in found for n in names], shapes, strict=True):
@@ -378,7 +382,7 @@ class Schedule:
         """Tokens that nobody has computed, or that begin like some that somebody has."""
         dice = self.random
         alike = [r for r in self.history[-8:] if r.model == model]
-        length = dice.choice(LENGTHS)
+        length = dice.choice(self.lengths)
         start: tuple[int, ...] = ()
         adapter = "tuned" if self.stores and dice.random() < 0.2 else ""
         if self.shares and alike and dice.random() < 0.5:
