@@ -6,7 +6,6 @@ without code. Nothing of SGLang itself is replaced.
 """
 
 import argparse
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ with warnings.catch_warnings():
     from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheFile,
@@ -33,8 +33,10 @@ with warnings.catch_warnings():
         PoolName,
         PoolTransfer,
     )
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -42,7 +44,14 @@ with warnings.catch_warnings():
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["HiCacheFile", "LoRARef", "PoolHitPolicy", "PoolName", "PoolTransfer"]
+__all__ = [
+    "CacheRequestHandle",
+    "HiCacheFile",
+    "LoRARef",
+    "PoolHitPolicy",
+    "PoolName",
+    "PoolTransfer",
+]
 
 RANK = {
     "tp_rank": 0,
@@ -57,15 +66,26 @@ RANK = {
 }
 
 
+RANK_PROGRAM = str(Path(__file__).with_name("sglang_rank.py"))
+
+
 @contextmanager
-def engine(**settings: Any) -> Iterator[None]:
-    """What SGLang's modules read of a server's arguments, as in a server with these."""
+def engine(*, tp: tuple[int, int] = (0, 1), **settings: Any) -> Iterator[None]:
+    """What SGLang's modules read of a server's arguments, as in a rank of a server with these."""
+    sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), tp[1])
+    rank = RANK | {"tp_rank": tp[0], "attn_tp_rank": tp[0]} | sizes
     with (
         get_context().override_server_args(device="cpu", **settings),
         host_memory_budget_scope(1 << 30),
-        get_parallel().override(**RANK),
+        get_parallel().override(**rank),
     ):
         yield
+
+
+def meet(scratch: Path, rank: int, size: int) -> None:
+    """Make this process one of a group."""
+    where = (scratch / "group").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
 
 
 def mha(
@@ -177,15 +197,28 @@ def backend(host: Any, options: dict[str, Any], **rank: Any) -> Any:
     return made
 
 
-def controller(device: Any, host: Any, options: dict[str, Any], scratch: Path) -> HiCacheController:
+def controller(device: Any, host: Any, options: dict[str, Any], scratch: Path) -> Any:
     """SGLang's controller of host memory, with our backend attached."""
+    return _attached(HiCacheController, device, host, options, scratch)
+
+
+def hybrid_controller(
+    device: Any, host: Any, states: Any, options: dict[str, Any], scratch: Path
+) -> Any:
+    """SGLang's controller of several host pools: attention, and recurrent states beside it."""
+    attention = PoolEntry(PoolName.KV, host, device, lambda layer: layer, True)
+    recurrent = PoolEntry(PoolName.MAMBA, states, None, lambda layer: layer)
+    group = HostPoolGroup([attention, recurrent])
+    return _attached(HybridCacheController, device, group, options, scratch)
+
+
+def _attached(kind: Any, device: Any, host: Any, options: dict[str, Any], scratch: Path) -> Any:
     if not torch.distributed.is_initialized():
-        rendezvous = (scratch / f"group-{os.getpid()}").as_uri()
-        torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+        meet(scratch, 0, 1)
     allocator = PagedTokenToKVPoolAllocator(
         device.size, device.page_size, torch.bfloat16, "cpu", device, need_sort=False
     )
-    return HiCacheController(
+    return kind(
         allocator,
         host,
         device.page_size,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -552,6 +553,69 @@ def test_sglangs_controller_backs_pages_up_and_fetches_them_after_a_restart(
     got = pages_of(host, operation.host_indices.tolist()[::4])
     assert all(map(np.array_equal, before, got))
     second.detach_storage_backend()
+
+
+def test_sglangs_hybrid_controller_restores_a_prefix_up_to_a_recurrent_state(tmp_path: Path):
+    tokens, options = list(range(100, 124)), on_disk(tmp_path / "store")
+    device, host = sgl.mha("page_first")
+    states = sgl.mamba()
+    first = sgl.hybrid_controller(device, host, states, options, tmp_path)
+    fill(host, seed=8)
+    fill(states, seed=9)
+    before, state = pages_of(host, [8, 12, 16, 20]), pages_of(states, [5])
+    hashes = first.get_hash_str(tokens, None, 4)
+    checkpoint = sgl.PoolTransfer(
+        name=sgl.PoolName.MAMBA,
+        host_indices=torch.tensor([5]),
+        keys=[hashes[3]],
+        hit_policy=sgl.PoolHitPolicy.TRAILING_PAGES,
+    )
+    first.write_storage(torch.arange(8, 32), tokens, hash_value=hashes, extra_pools=[checkpoint])
+    assert first.ack_backup_queue.get(timeout=30).completed_tokens == 24
+    first.detach_storage_backend()
+
+    device, host = sgl.mha("page_first")
+    states = sgl.mamba()
+    second = sgl.hybrid_controller(device, host, states, options, tmp_path)
+    wanted = sgl.PoolTransfer(
+        name=sgl.PoolName.MAMBA,
+        host_indices=states.alloc(1),
+        keys=["the last page"],
+        hit_policy=sgl.PoolHitPolicy.TRAILING_PAGES,
+    )
+    handle = sgl.CacheRequestHandle("request", 0)
+    operation = second.prefetch(handle, tokens, extra_pools=[wanted])
+    assert second.prefetch_hit_queue.get(timeout=30).storage_hit_count == 16
+    operation.host_indices = second.alloc_prefetch_host_buffers(operation, 16)
+    second.prefetch_buffer.put(operation)
+    acks = [second.ack_prefetch_queue.get(timeout=30) for _ in range(3)]
+    assert acks[0].completed_tokens == 16
+    assert acks[1].pool_hits[sgl.PoolName.MAMBA] == 1
+    assert acks[2].completed_req
+    assert all(map(np.array_equal, before, pages_of(host, operation.host_indices.tolist()[::4])))
+    assert np.array_equal(state[0], pages_of(states, wanted.host_indices.tolist())[0])
+    second.detach_storage_backend()
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_two_ranks_at_once_keep_and_find_their_pages_in_one_directory(tmp_path: Path, kind: str):
+    options = json.dumps(on_disk(tmp_path / "store"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", sgl.RANK_PROGRAM, str(rank), kind, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda each: each.communicate(options, timeout=280), ranks))
+    for rank, (out, err) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, err[-3000:]
+        assert "stored 24 tokens, fetched 24, equal" in out
 
 
 def test_statistics_are_those_of_calls_since_the_last_time(tmp_path: Path):
