@@ -423,7 +423,7 @@ def test_indices_that_are_no_pages_are_neither_stored_nor_loaded(tmp_path: Path,
         ({"host": "1MiB", "model_dir": "/", "unverified": "x"}, SpecError, "model_dir"),
         ({"host": "1MiB", "model_dir": "/nowhere"}, ModelError, "/nowhere"),
         ({"host": "a lot", "unverified": "x"}, PlanError, "a lot"),
-        ({"disk": "/tmp/x", "unverified": "x", "size": 3}, SpecError, "size"),
+        ({"host": "1MiB", "unverified": "x", "size": 3}, SpecError, "has size"),
         ({"remote": "ftp://host/x", "unverified": "x"}, StoreError, "ftp"),
     ],
 )

@@ -46,6 +46,12 @@ def test_an_option_that_nobody_reads_is_named_with_those_that_there_are(name):
         HiCacheOptions.of(config({name: 1}))
 
 
+@pytest.mark.parametrize("given", [{"disk": "/x"}, {"disk_bytes": "1GiB", "host": "1MiB"}])
+def test_a_directory_without_a_size_or_a_size_without_one_is_refused(given):
+    with pytest.raises(SpecError, match='"disk" and "disk_bytes"'):
+        HiCacheOptions.of(config(given))
+
+
 def test_pages_for_several_sizes_of_tensor_parallelism_are_refused():
     with pytest.raises(SpecError, match="tp_lcm_size is 4"):
         HiCacheOptions.of(config({}, tp_lcm_size=4))

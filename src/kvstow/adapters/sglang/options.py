@@ -70,6 +70,8 @@ class HiCacheOptions:
                 f"tp_lcm_size is {config.tp_lcm_size}: pages belong to one tensor parallel size\n\n"
                 "hint: leave it out; engines of another size compute their own pages"
             )
+        if ("disk" in given) != ("disk_bytes" in given):
+            raise SpecError('a directory and its size go together: "disk" and "disk_bytes"')
         return cls(
             places={name: given[name] for name in PLACES & set(given)},
             identity={name: given[name] for name in IDENTITY & set(given)},
