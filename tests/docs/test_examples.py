@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SAYS = {
     "adopt_tensors.py": ["adopted 6 tensors", "identical", "each is 1 piece"],
+    "check_kernel.py": ["attention: can read", "flattened: CANNOT", "block stride         NOT"],
     "offload.py": ["10 rows of", "160 tokens came back, identical"],
     "plan_a_model.py": ["window128", "in 1 piece, not 24", "fit"],
     "serve_rows.py": ["fence passed, digest passed", "says 62, the producer wrote 62"],
