@@ -42,9 +42,12 @@ def flattened(
     lengths: torch.Tensor,
 ) -> torch.Tensor:
     """The usual mistake: it takes the pages of a layer to follow each other."""
-    page = [max(x.stride(1) * x.shape[1], x.stride(2) * x.shape[2]) for x in (keys, values)]
-    views = [x.as_strided(x.shape, (p, *x.stride()[1:])) for x, p in zip((keys, values), page)]
-    return attention(query, *views, block_table, lengths)
+
+    def compact(x: torch.Tensor) -> torch.Tensor:
+        page = max(x.stride(1) * x.shape[1], x.stride(2) * x.shape[2])
+        return x.as_strided(x.shape, (page, *x.stride()[1:]))
+
+    return attention(query, compact(keys), compact(values), block_table, lengths)
 
 
 def main() -> None:
