@@ -39,17 +39,18 @@ fences of a peer that fails again and again would be kept without end."""
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """Something that waits to be quiet since a time; `rows` of ours with it."""
+    """Something that waits to be quiet since a time; `rows` of ours with it. Of writers that are
+    dead, `dead_writers` have been so since our engine was made."""
 
     rows: int
     since: float
     flights: Sequence[Flight] = ()
-    writer_is_dead: bool = False
+    dead_writers: int = 0
 
     @property
     def needs_engine(self) -> bool:
         """Whether closing our engine would help."""
-        return self.writer_is_dead or not all(flight.is_quiet for flight in self.flights)
+        return self.dead_writers > 0 or not all(flight.is_quiet for flight in self.flights)
 
 
 class Quarantine:
@@ -152,10 +153,11 @@ class Quarantine:
             endpoint.detach(card.engine, source)
 
     def _engine_replaced(self, case: Case) -> Story[None]:
-        case.writer_is_dead = True
         number = self._endpoint.num_engines
+        case.dead_writers += 1
         while self._endpoint.num_engines == number:
             yield NOW_AND_THEN
+        case.dead_writers -= 1
 
     # ── the engine ────────────────────────────────────────────────────────────────
 
