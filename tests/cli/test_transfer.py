@@ -18,7 +18,7 @@ def kvstow(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,
     )
 
 

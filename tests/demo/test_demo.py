@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.demo.parallel import check_heads
 from kvstow.demo.weights import GEMMA3, SMOLLM2, WeightsMissing
+from kvstow.errors import ModelError
+from kvstow.testing.tiny_models import tiny_model
 from waiting import wait_for
 
 PROMPTS = ["One short question?", "A longer one, " * 12 + "with an end?"]
@@ -174,7 +177,12 @@ def test_an_interrupted_demo_leaves_no_process_behind():
     ("options", "code", "said"),
     [
         (["--model", "no-such-model"], 2, "no model 'no-such-model'"),
-        (["--model", "random:llama", "--tp-prefill", "3"], 1, "cannot be shared out to 3 ranks"),
+        pytest.param(
+            ["--model", "random:llama", "--tp-prefill", "3"],
+            1,
+            "cannot be shared out to 3 ranks",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--model", "random:llama", "--memory", "1000"],
             1,
@@ -188,6 +196,18 @@ def test_what_cannot_be_shown_is_refused_with_a_reason(options, code, said):
     assert run.returncode == code
     assert said in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False), (4, False)])
+def test_ranks_that_do_not_divide_all_heads_are_refused(ranks, fits):
+    model = tiny_model("llama")
+    heads = (model.config.num_attention_heads, model.config.num_key_value_heads)
+    assert heads == (4, 2)
+    if fits:
+        check_heads(model, ranks)
+    else:
+        with pytest.raises(ModelError, match=f"cannot be shared out to {ranks} ranks"):
+            check_heads(model, ranks)
 
 
 def test_children_of_a_killed_parent_end_by_themselves():
