@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from kvstow.plan.manifest import decode
 from transfer_node import Node
+from waiting import stop
 
 TESTS = Path(__file__).parent
 
@@ -140,7 +141,8 @@ class Process:
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        """Nothing of it moves from here on."""
+        stop(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -1,7 +1,10 @@
 """Waiting for something that another thread or process does."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE = 60.0
 """Seconds after which a machine is not slow any more: what was waited for does not come."""
@@ -16,3 +19,21 @@ def wait_for(question: Callable[[], object], seconds: float = PATIENCE) -> None:
     while not question():
         assert time.monotonic() < limit, f"did not come true within {seconds} s"
         time.sleep(0.005)
+
+
+def stop(pid: int) -> None:
+    """Stop a process; returns when none of its threads runs any more.
+
+    The signal alone is not enough: its threads go on until one of them has taken it, which
+    takes a while on a busy machine.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: _has_stopped(pid))
+
+
+def _has_stopped(pid: int) -> bool:
+    try:
+        stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:  # a thread has ended meanwhile
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

@@ -27,7 +27,7 @@ TOKENS = 18
 HURRY = {
     "transfer_seconds": 15.0,
     "contact_seconds": 8.0,
-    "heartbeat_seconds": 0.1,
+    "heartbeat_seconds": 0.3,
     "drain_seconds": 0.3,
     "quarantine_seconds": 1.0,
 }

@@ -84,9 +84,10 @@ class ServerProcess:
             process.wait()
 
     def stop(self) -> None:
-        """Let them hang: connections stay open and nobody answers."""
+        """Let them hang: connections stay open and nobody answers from here on."""
         for process in self._chosen(None):
             process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         """The end of `stop`."""

@@ -49,6 +49,7 @@ def read(then: str) -> None:
         "read", name, Kinds(), Copies.one(int(address), memory.ctypes.data, BYTES)
     )
     source.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, source.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     post.start()
     for _ in range(100):
         post.poll()
