@@ -173,6 +173,9 @@ CONNECTOR = {
 }
 SPEC_FIELDS = (
     "block_size",
+    "head_size",
+    "head_size_v",
+    "num_kv_heads",
     "num_heads",
     "num_head_slots",
     "num_states",
@@ -185,6 +188,9 @@ SPEC_FIELDS = (
     "mamba_cache_mode",
     "num_speculative_blocks",
     "tp_replicated",
+    "cache_dtype_str",
+    "model_version",
+    "kv_quant_mode",
 )
 
 

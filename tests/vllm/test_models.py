@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from serving import Launch, Server, running
 
-from kvstow.adapters.vllm.layout import AFTER_LAST_TOKEN
+from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
 from kvstow.plan import manifest
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredRegion, adopted
+from kvstow.adapters.vllm.pages import declared_page
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
-from kvstow.plan.layout import Layout
+from kvstow.plan.identity import Identity
+from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import model_layers
 from kvstow.plan.pack import Site, packed
 
@@ -342,3 +345,54 @@ def test_nvfp4_views_of_a_page_are_the_field_views(order: str, heads: int) -> No
             assert found.shape == wanted.shape, field
             assert found.data_ptr() == wanted.data_ptr(), field
             assert found.stride() == wanted.stride(), field
+
+
+# ── as the adapter takes them over ────────────────────────────────────────────────────────
+
+
+def nvfp4_arena(order: Order, heads: int) -> tuple[Arena, torch.Tensor]:
+    """Memory of two layers as vLLM declares and views it, and the arena that is made of it."""
+    specs = importlib.import_module("vllm.v1.kv_cache_interface")
+    spec = specs.FullAttentionSpec(
+        block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.uint8,
+        kv_quant_mode=specs.KVQuantMode.NVFP4, num_head_slots=2 * heads, state_content_bytes=36,
+    )  # fmt: skip
+    pages = [
+        declared_page(name, spec, order=order, tp=(0, 1), total_heads=heads) for name in ("a", "b")
+    ]
+    assert spec.page_size_bytes == pages[0].nbytes
+    size, rows = spec.page_size_bytes, order.startswith("B")
+    block, layer = (2 * size, size) if rows else (size, 4 * size)
+    declared = CacheDeclaration(
+        identity=Identity.unverified("a test", model="m", kv_dtype="nvfp4"),
+        order=order,
+        num_blocks=4,
+        groups=(tuple(pages),),
+        regions=(
+            DeclaredRegion(
+                layers=("a", "b"), nbytes=8 * size, layer_stride=layer, block_stride=block,
+                offset=0,
+            ),
+        ),
+    )  # fmt: skip
+    memory = torch.full((8 * size,), CANARY, dtype=torch.uint8)
+    inner = (16 * 36, 36, 1) if order.endswith("HNC") else (36, 2 * heads * 36, 1)
+    views = {
+        name: memory.as_strided((4, 2 * heads, 16, 36), (block, *inner), start)
+        for name, start in (("a", 0), ("b", layer))
+    }
+    return adopted(declared, views), views["b"]
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "LBHNC", "LBNHC"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nvfp4_pages_that_vllm_declares_have_its_views_as_fields(order: Order, heads: int) -> None:
+    arena, cache = nvfp4_arena(order, heads)
+    data, scales, shown = nvfp4_views()(cache, heads)
+    theirs = dict(zip(("k", "v", "k_scale", "v_scale"), (*data, *scales), strict=True))
+    for field, seen in theirs.items():
+        wanted = arena.strided(arena.layout.field("b", field), torch.uint8)
+        found = seen.view(torch.uint8)
+        found = found if shown == "HND" else found.transpose(1, 2)
+        assert found.shape == wanted.shape, field
+        assert (found.data_ptr(), found.stride()) == (wanted.data_ptr(), wanted.stride()), field

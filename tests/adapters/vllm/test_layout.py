@@ -12,16 +12,15 @@ import torch
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
     DeclaredRegion,
-    _page,
     _spec,
     axes_of,
     declared_groups,
     declared_layout,
     identity_of,
-    retention_of,
     wanted_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.pages import DeclaredPage, declared_page, retention_of
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
@@ -272,6 +271,10 @@ def test_rows_are_not_asked_for_where_kernels_cannot_view_them(device, mla, aske
     assert wanted_layout(config, ConnectorOptions(layout=asked)) == wanted
 
 
+def mixer(spec: Any, tp: tuple[int, int]) -> DeclaredPage:
+    return declared_page("mixer", spec, order="BLHNC", tp=tp, total_heads=8)
+
+
 def mamba(**changes: Any) -> Any:
     facts = {
         "mamba_cache_mode": "align",
@@ -285,11 +288,11 @@ def mamba(**changes: Any) -> Any:
 
 
 def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
-    page = _page("mixer", mamba(), (1, 2), 8)
+    page = mixer(mamba(), (1, 2))
     assert (page.nbytes, page.states, page.block_tokens) == (35_840, 1, 128)
     assert page.heads.pieces == ((1, 2),)
     assert page.is_state
-    assert _page("mixer", mamba(tp_replicated=True), (1, 2), 8).heads.total == 1
+    assert mixer(mamba(tp_replicated=True), (1, 2)).heads.total == 1
     held = Blocks.first([5, 6, 7])
     group = Group(name="state", layers=(_spec(page, "LBHNC"),))
     for num_tokens, needed in ((1, 0), (128, 0), (129, 1), (256, 1), (257, 2)):
@@ -307,4 +310,4 @@ def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
 )
 def test_states_that_cannot_be_handed_over_are_refused_with_the_reason(changes, reason):
     with pytest.raises(MemoryLayoutError, match=reason):
-        _page("mixer", mamba(**changes), (0, 1), 8)
+        mixer(mamba(**changes), (0, 1))

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import adopted, declaration, retention_of
+from kvstow.adapters.vllm.layout import adopted, declaration
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.pages import retention_of
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy

@@ -45,6 +45,19 @@ def test_a_source_ends_in_what_is_unchecked_and_names_it(name: str) -> None:
     assert REMAINDER.search(entries()[name]["source"])
 
 
+@pytest.mark.parametrize("name", sorted(entries()))
+def test_a_note_says_what_is_unchecked_of_a_model_and_of_no_other(name: str) -> None:
+    found = [note for note in model_layers(name).notes if "unchecked" in note]
+    wanted = f"{name}: its dtype is unchecked: no source that was read says it"
+    assert found == ([] if name in CONFIRMED else [wanted])
+
+
+def test_the_list_of_models_names_those_that_are_unchecked() -> None:
+    text = (ROOT / "docs/reference/models.md").read_text("utf-8")
+    (names,) = re.findall(r"^Unchecked: the dtype of (.*)\. No source", text, re.M)
+    assert sorted(re.split(r", | and ", names)) == sorted(set(entries()) - set(CONFIRMED))
+
+
 @pytest.mark.parametrize("name", CONFIRMED)
 def test_a_confirmed_model_names_a_repository_an_issue_a_page_or_a_report(name: str) -> None:
     assert re.search(r"\w/\w|\w\.\w+/|arXiv \d|README|config\.json of", entries()[name]["source"])

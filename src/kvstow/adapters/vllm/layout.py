@@ -6,7 +6,8 @@
 All regions lie in one allocation and may overlay each other: a block id belongs to one group
 at a time. What lies inside a page is the kernels' business (one backend keeps keys transposed
 over the whole block), so all tokens of a block are one state: blocks move whole, and two
-engines with different tokens per block are not joined.
+engines with different tokens per block are not joined. Pages of several sections are an
+exception: their kernels define every byte (`pages.section_fields`).
 """
 
 import os
@@ -19,35 +20,19 @@ from typing import Any
 import torch
 
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.pages import DeclaredPage, declared_page
 from kvstow.errors import MemoryLayoutError, ModelError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
 from kvstow.plan.identity import TOKEN_ORDERED, Identity, config_fields
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.retention import Chunk, Full, Retention, Window, short_name
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.pack import page_in_one_piece
+from kvstow.plan.retention import short_name
+from kvstow.plan.spec import Extent, Field, LayerSpec
 
 MAX_BASE_ALIGN = 64
 """No more is asked of the allocation than any allocator gives, so that a layout stays the same
 from start to start."""
-
-KINDS = (
-    "FullAttentionSpec",
-    "MLAAttentionSpec",
-    "SlidingWindowSpec",
-    "SlidingWindowMLASpec",
-    "ChunkedLocalAttentionSpec",
-    "MambaSpec",
-)
-"""vLLM's cache specs that are taken over, by exact name: another kind, a subclass too, may keep
-its tokens in another way. By name, so that this module needs no vLLM."""
-
-STATE_KIND = "MambaSpec"
-"""Recurrent states. Where vLLM keeps one at the end of each block (`mamba_cache_mode` "align"),
-a block holds the state after its last token, and the next token needs that of the last block."""
-
-AFTER_LAST_TOKEN = Window(2)
-"""The next token sees the one before it: the block that holds it is all that is needed."""
 
 CPU_INTERIOR = "cpu-transposed"
 """vLLM's CPU kernels keep keys transposed over the whole block; all others token by token."""
@@ -72,32 +57,8 @@ CANNOT_VIEW_ROWS = {("cpu", "mla"): "0.32.0"}
 version where it was seen: vLLM's CPU MLA calls `view` on its cache. There vLLM's own layout is
 taken."""
 
-LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-"""Every rank holds the whole of these."""
-
 MIXED_KIND = "UniformTypeKVCacheSpecs"
 """A group of several specs, by layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredPage:
-    """One layer as the engine declares it: `states` cells of `content` elements per head.
-
-    With `is_state` a block holds what a recurrent layer knows after the block's last token.
-    """
-
-    layer: str
-    retention: Retention
-    block_tokens: int
-    heads: Extent
-    states: int
-    content: int
-    dtype: DType
-    is_state: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.heads.size * self.states * self.content * self.dtype.bits // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +106,8 @@ def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
 
 
 def axes_of(order: Order) -> tuple[str, ...]:
-    """Names of a layer tensor's axes once the inside of a page is one run."""
+    """Names of a layer tensor's axes once the inside of a page is one run; of a page that has
+    sections, `block` and `content` in every order."""
     return ("block", "head", "content") if _heads_outside(order) else ("block", "content")
 
 
@@ -193,8 +155,18 @@ def _heads_outside(order: Order) -> bool:
 
 
 def _spec(page: DeclaredPage, order: Order) -> LayerSpec:
-    """A layer whose block is one state: per head where heads lie apart, else all together."""
+    """A layer whose block is one state: per head where heads lie apart, else all together.
+    Where its sections are known, a state is what it is to the kernels."""
     whole = Extent.whole
+    if page.fields:
+        return LayerSpec(
+            name=page.layer,
+            retention=page.retention,
+            block_tokens=page.block_tokens,
+            states=page.states,
+            heads=page.heads,
+            fields=page.fields,
+        )
     if _heads_outside(order):
         heads = page.heads
         axes = (whole("content", page.states * page.content),)
@@ -219,10 +191,17 @@ def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Placeme
             if layer in places:
                 raise MemoryLayoutError(f"layer {layer!r} has two places")
             if layer in pages:
-                head_stride, nbytes = _inside(pages[layer], region, order, declaration.num_blocks)
                 start = region.offset + i * region.layer_stride
-                places[layer] = Placement(start, region.block_stride, head_stride, nbytes)
+                places[layer] = _place(pages[layer], region, start, order, declaration.num_blocks)
     return places
+
+
+def _place(
+    page: DeclaredPage, region: DeclaredRegion, start: int, order: Order, num_blocks: int
+) -> Placement:
+    if page.fields:
+        return page_in_one_piece(_spec(page, order), order, start, region.block_stride)
+    return Placement(start, region.block_stride, *_inside(page, region, order, num_blocks))
 
 
 def _inside(
@@ -310,12 +289,16 @@ def declaration(
     if any(group.host_resident for group in groups):
         raise MemoryLayoutError("some cache groups live in host memory")
     heads = vllm_config.model_config.get_total_num_kv_heads()
+    order = declared_order(kv_cache_config.kv_cache_layout)
     return CacheDeclaration(
         identity=identity_of(vllm_config, options),
-        order=kv_cache_config.kv_cache_layout,
+        order=order,
         num_blocks=kv_cache_config.num_blocks,
         groups=tuple(
-            tuple(_page(name, _spec_of(group, name), tp, heads) for name in group.layer_names)
+            tuple(
+                declared_page(name, _spec_of(group, name), order=order, tp=tp, total_heads=heads)
+                for name in group.layer_names
+            )
             for group in groups
         ),
         regions=tuple(
@@ -338,90 +321,11 @@ def _spec_of(group: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if type(spec).__name__ == MIXED_KIND else spec
 
 
-def _page(layer: str, spec: Any, tp: tuple[int, int], total_heads: int) -> DeclaredPage:
-    if type(spec).__name__ == STATE_KIND:
-        return _state_page(layer, spec, tp)
-    if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
-        raise MemoryLayoutError(
-            f"layer {layer!r}: caches of kind {type(spec).__name__} are not taken over, only "
-            f"{', '.join(KINDS)}"
-        )
-    dtype = DType(str(spec.dtype).removeprefix("torch."))
-    content, rest = divmod(spec.state_content_size_bytes, dtype.unit)
-    if rest:
-        dtype, content = DType.UINT8, spec.state_content_size_bytes
-    return DeclaredPage(
-        layer=layer,
-        retention=retention_of(spec),
-        block_tokens=spec.block_size,
-        heads=_heads(layer, spec, tp, total_heads),
-        states=spec.num_states,
-        content=content,
-        dtype=dtype,
-    )
-
-
-def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
-    """A recurrent state: bytes that only its kernels can tell apart, padding left out."""
-    if spec.mamba_cache_mode != "align":
-        raise MemoryLayoutError(
-            f"layer {layer!r}: recurrent states are kept in mode {spec.mamba_cache_mode!r}, which "
-            "has no state for each block\n\nhint: --enable-prefix-caching --mamba-cache-mode align"
-        )
-    if spec.num_speculative_blocks:
-        raise MemoryLayoutError(
-            f"layer {layer!r}: {spec.num_speculative_blocks} states of speculative decoding beside "
-            "each block's: which one is accepted is not certain"
-        )
-    rank, size = tp
-    part = (
-        Extent.whole("head", 1) if spec.tp_replicated else Extent("head", size, ((rank, rank + 1),))
-    )
-    return DeclaredPage(
-        layer=layer,
-        retention=AFTER_LAST_TOKEN,
-        block_tokens=spec.block_size,
-        heads=part,
-        states=1,
-        content=spec.state_content_size_bytes,
-        dtype=DType.INT8,
-        is_state=True,
-    )
-
-
-def retention_of(spec: Any) -> Retention:
-    """What the next token sees of a cache that one of `KINDS` declares."""
-    match type(spec).__name__:
-        case "SlidingWindowSpec" | "SlidingWindowMLASpec":
-            # speculative decoding of several tokens computes some before the window again
-            return Window(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
-        case "ChunkedLocalAttentionSpec":
-            return Chunk(spec.attention_chunk_size)
-        case _:
-            return Full()
-
-
-def _heads(layer: str, spec: Any, tp: tuple[int, int], total: int) -> Extent:
-    """Which of the model's `total` heads this rank holds: a part of its own, or one that
-    neighbouring ranks hold alike."""
-    rank, size = tp
-    mine = spec.num_heads
-    if size == 1 or type(spec).__name__ in LATENT_KINDS:
-        return Extent.whole("head", mine)
-    parts = total // mine
-    if spec.num_head_slots is not None or parts * mine != total or size % parts:
-        raise MemoryLayoutError(
-            f"layer {layer!r}: {mine} heads on each of {size} ranks, {total} in the model: which "
-            "are where is not certain"
-        )
-    first = rank // (size // parts) * mine
-    return Extent("head", total, ((first, first + mine),))
-
-
 def adopted(declared: CacheDeclaration, tensors: Mapping[str, torch.Tensor]) -> Arena:
     """An arena over vLLM's memory, once addresses and strides are what was declared."""
     order = declared_order(declared.order)
-    names = [page.layer for pages in declared.groups for page in pages]
+    pages = {page.layer: page for group in declared.groups for page in group}
+    names = list(pages)
     missing = [name for name in names if name not in tensors]
     if missing:
         raise MemoryLayoutError(f"vLLM registered no memory for layers {missing[:8]}")
@@ -433,18 +337,25 @@ def adopted(declared: CacheDeclaration, tensors: Mapping[str, torch.Tensor]) -> 
             )
     base = tensors[names[0]].untyped_storage().data_ptr()
     layout = declared_layout(declared, base_align=base & -base)
-    views: dict[Any, torch.Tensor] = {name: _opaque(name, tensors[name], order) for name in names}
-    return Arena.adopt(layout, views, axes=axes_of(order))
+    axes: dict[Any, tuple[str, ...]] = {
+        name: ("block", "content") if page.fields else axes_of(order)
+        for name, page in pages.items()
+    }
+    views: dict[Any, torch.Tensor] = {
+        name: _opaque(page, tensors[name], order) for name, page in pages.items()
+    }
+    return Arena.adopt(layout, views, axes=axes)
 
 
-def _opaque(layer: str, tensor: torch.Tensor, order: Order) -> torch.Tensor:
+def _opaque(page: DeclaredPage, tensor: torch.Tensor, order: Order) -> torch.Tensor:
     """`[block, head, token, content]` with the inside of a page as one axis; never a copy."""
     try:
-        if len(axes_of(order)) == 3:
+        if not page.fields and _heads_outside(order):
             return tensor.view(*tensor.shape[:2], -1)
-        return tensor.transpose(1, 2).view(tensor.shape[0], -1)
+        inside = tensor if _heads_outside(order) else tensor.transpose(1, 2)
+        return inside.view(tensor.shape[0], -1)
     except RuntimeError as error:
         raise MemoryLayoutError(
-            f"layer {layer!r}: in {order} the inside of a page is one run, yet strides are "
+            f"layer {page.layer!r}: in {order} the inside of a page is one run, yet strides are "
             f"{tensor.stride()} for {tuple(tensor.shape)}"
         ) from error

@@ -14,7 +14,7 @@ weights     how many bytes the weights take, for sizing
 
 from dataclasses import dataclass
 
-from kvstow.plan.models.catalogue import catalogue
+from kvstow.plan.models.catalogue import catalogue, unchecked
 from kvstow.plan.models.config import Config, Source, load_model
 from kvstow.plan.models.families import stack
 from kvstow.plan.models.ranks import TensorRank, stage
@@ -68,7 +68,7 @@ def model_layers(
     return Model(
         name=config.name,
         layers=layers,
-        notes=(*whole.notes, *serving.notes(config)),
+        notes=(*whole.notes, *serving.notes(config), *unchecked(config.name, config.facts)),
         stage_layers=len(mine),
         total_layers=len(whole.layers),
     )

@@ -8,7 +8,7 @@ that a request may have. What is published serves sizing alone, and no layout de
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
@@ -64,6 +64,17 @@ def entry(name: str) -> tuple[str, dict[str, object]]:
             + "\n      kvstow models lists the models that are known by name"
         )
     return key, entries()[key]["config"]
+
+
+def unchecked(name: str, facts: Mapping[str, object]) -> tuple[str, ...]:
+    """What nothing that was read confirms of an entry, as a note; none for any other facts."""
+    known = entries().get(name)
+    if known is None or known["config"] is not facts:
+        return ()
+    _, marked, what = known["source"].partition("unchecked: ")
+    if not marked:
+        return ()
+    return (f"{name}: its {what.split()[0]} is unchecked: no source that was read says it",)
 
 
 def published(name: str) -> Published:

@@ -1,0 +1,202 @@
+"""What one layer's page is, in vLLM's words → in ours.
+
+A page whose kernels keep a token in several sections, one behind the other, is described by its
+fields; of any other page nothing is said but its size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvstow.errors import MemoryLayoutError
+from kvstow.plan.layout import Order
+from kvstow.plan.retention import Chunk, Full, Retention, Window
+from kvstow.plan.spec import DType, Extent, Field
+
+KINDS = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+    "MambaSpec",
+)
+"""vLLM's cache specs that are taken over, by exact name: another kind, a subclass too, may keep
+its tokens in another way. By name, so that this module needs no vLLM."""
+
+STATE_KIND = "MambaSpec"
+"""Recurrent states. Where vLLM keeps one at the end of each block (`mamba_cache_mode` "align"),
+a block holds the state after its last token, and the next token needs that of the last block."""
+
+AFTER_LAST_TOKEN = Window(2)
+"""The next token sees the one before it: the block that holds it is all that is needed."""
+
+LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Every rank holds the whole of these."""
+
+INDEX_BYTES = 132
+"""An index key of 128 fp8 numbers and its scale, in DeepSeek-V3.2 and V4."""
+
+NVFP4_MODE, NVFP4_GROUP = 5, 16
+"""vLLM's `KVQuantMode.NVFP4`, and how many of its numbers share a scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredPage:
+    """One layer as the engine declares it: `states` cells of `content` elements per head.
+
+    With `is_state` a block holds what a recurrent layer knows after the block's last token.
+    `fields` say what a cell is made of, where it is in several sections of a page in one piece.
+    """
+
+    layer: str
+    retention: Retention
+    block_tokens: int
+    heads: Extent
+    states: int
+    content: int
+    dtype: DType
+    is_state: bool = False
+    fields: tuple[Field, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads.size * self.states * self.content * self.dtype.bits // 8
+
+
+def declared_page(
+    layer: str, spec: Any, *, order: Order, tp: tuple[int, int], total_heads: int
+) -> DeclaredPage:
+    """The page of a layer with that spec; MemoryLayoutError for what cannot be taken over."""
+    if type(spec).__name__ == STATE_KIND:
+        return _state_page(layer, spec, tp)
+    if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
+        raise MemoryLayoutError(
+            f"layer {layer!r}: caches of kind {type(spec).__name__} are not taken over, only "
+            f"{', '.join(KINDS)}"
+        )
+    fields = section_fields(layer, spec) if _pages_in_one_piece(order) else ()
+    if fields:
+        heads, cell = spec.num_kv_heads, sum(field.nbytes for field in fields)
+    else:
+        heads, cell = spec.num_heads, spec.state_content_size_bytes
+    dtype = DType.UINT8 if fields else DType(str(spec.dtype).removeprefix("torch."))
+    content, rest = divmod(cell, dtype.unit)
+    if rest:
+        dtype, content = DType.UINT8, cell
+    return DeclaredPage(
+        layer=layer,
+        retention=retention_of(spec),
+        block_tokens=spec.block_size,
+        heads=_heads(layer, spec, heads, tp, total_heads),
+        states=spec.num_states,
+        content=content,
+        dtype=dtype,
+        fields=fields,
+    )
+
+
+def _pages_in_one_piece(order: Order) -> bool:
+    return order.index("H") > max(order.index("L"), order.index("B"))
+
+
+def section_fields(layer: str, spec: Any) -> tuple[Field, ...]:
+    """What the kernels keep of a token and head in several sections of a page, one behind the
+    other. Empty where they keep it in one, or where it is not known how."""
+    fields = _known_sections(spec)
+    cell = sum(field.nbytes for field in fields) * getattr(spec, "num_kv_heads", 0)
+    declared = spec.num_heads * spec.state_content_size_bytes
+    if fields and cell != declared:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {declared} bytes for a token in all heads; its kernels keep {cell}: "
+            f"{', '.join(f'{x.nbytes} of {x.name}' for x in fields)} for each head"
+        )
+    return fields
+
+
+def _known_sections(spec: Any) -> tuple[Field, ...]:
+    if torch.version.hip is not None:  # other kernels, which shuffle some of it
+        return ()
+    kind = getattr(spec, "cache_dtype_str", None), getattr(spec, "model_version", None)
+    if kind == ("fp8_ds_mla", "deepseek_v4"):
+        return (
+            _field("latent", DType.FLOAT8_E4M3, 448, 0),
+            _field("rope", DType.BFLOAT16, 64, 0),
+            _field("scale", DType.UINT8, 8, 1),
+        )
+    if str(spec.dtype) == "torch.uint8" and getattr(spec, "head_size", 0) == INDEX_BYTES:
+        return (
+            _field("key", DType.FLOAT8_E4M3, INDEX_BYTES - 4, 0),
+            _field("scale", DType.FLOAT32, 1, 1),
+        )
+    if getattr(spec, "kv_quant_mode", None) == NVFP4_MODE:
+        k, v = spec.head_size, spec.head_size_v
+        return (
+            _field("k", DType.FLOAT4_E2M1, k, 0),
+            _field("k_scale", DType.FLOAT8_E4M3, k // NVFP4_GROUP, 1),
+            _field("v", DType.FLOAT4_E2M1, v, 2),
+            _field("v_scale", DType.FLOAT8_E4M3, v // NVFP4_GROUP, 3),
+        )
+    return ()
+
+
+def _field(name: str, dtype: DType, size: int, section: int) -> Field:
+    return Field(name, dtype, (Extent.whole("content", size),), section)
+
+
+def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
+    """A recurrent state: bytes that only its kernels can tell apart, padding left out."""
+    if spec.mamba_cache_mode != "align":
+        raise MemoryLayoutError(
+            f"layer {layer!r}: recurrent states are kept in mode {spec.mamba_cache_mode!r}, which "
+            "has no state for each block\n\nhint: --enable-prefix-caching --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {spec.num_speculative_blocks} states of speculative decoding beside "
+            "each block's: which one is accepted is not certain"
+        )
+    rank, size = tp
+    part = (
+        Extent.whole("head", 1) if spec.tp_replicated else Extent("head", size, ((rank, rank + 1),))
+    )
+    return DeclaredPage(
+        layer=layer,
+        retention=AFTER_LAST_TOKEN,
+        block_tokens=spec.block_size,
+        heads=part,
+        states=1,
+        content=spec.state_content_size_bytes,
+        dtype=DType.INT8,
+        is_state=True,
+    )
+
+
+def retention_of(spec: Any) -> Retention:
+    """What the next token sees of a cache that one of `KINDS` declares."""
+    match type(spec).__name__:
+        case "SlidingWindowSpec" | "SlidingWindowMLASpec":
+            # speculative decoding of several tokens computes some before the window again
+            return Window(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+        case "ChunkedLocalAttentionSpec":
+            return Chunk(spec.attention_chunk_size)
+        case _:
+            return Full()
+
+
+def _heads(layer: str, spec: Any, mine: int, tp: tuple[int, int], total: int) -> Extent:
+    """Which of the model's `total` heads this rank holds: a part of its own, or one that
+    neighbouring ranks hold alike."""
+    rank, size = tp
+    if size == 1 or type(spec).__name__ in LATENT_KINDS:
+        return Extent.whole("head", mine)
+    parts = total // mine
+    slots = spec.num_head_slots if mine == spec.num_heads else None
+    if slots is not None or parts * mine != total or size % parts:
+        raise MemoryLayoutError(
+            f"layer {layer!r}: {mine} heads on each of {size} ranks, {total} in the model: which "
+            "are where is not certain"
+        )
+    first = rank // (size // parts) * mine
+    return Extent("head", total, ((first, first + mine),))
