@@ -9,7 +9,6 @@ import torch
 
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
-    DeclaredPage,
     DeclaredRegion,
     axes_of,
     declared_groups,
@@ -17,6 +16,7 @@ from kvstow.adapters.vllm.layout import (
 )
 from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.pages import DeclaredPage
 from kvstow.adapters.vllm.protocol import EngineRequest, OffloadReport, StepResults
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide

@@ -7,7 +7,7 @@ filled, and the last token, which is computed, must see nothing that was not giv
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import retention_of
+from kvstow.adapters.vllm.pages import retention_of
 from kvstow.adapters.vllm.scheduler import held
 from kvstow.plan.retention import first_seen_block, first_seen_token
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstow.adapters.vllm.layout import (
-    AFTER_LAST_TOKEN,
-    CacheDeclaration,
-    declared_groups,
-)
+from kvstow.adapters.vllm.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.protocol import (
     StepOrders,
     WorkerEndpoint,
