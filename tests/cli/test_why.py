@@ -1,10 +1,13 @@
 """`kvstow why`, run on a store that another process has made."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from kvstow.blocks.ledger import Ledger
@@ -14,6 +17,7 @@ from kvstow.cli import app
 from kvstow.memory.arena import Arena
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
+from kvstow.plan.identity import Identity, config_fields
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
 from offloading import IDENTITY, layer
@@ -97,3 +101,39 @@ def test_a_directory_without_a_store_is_refused(tmp_path: Path):
     result = why(tmp_path, "--tokens", "[1]")
     assert result.exit_code == 2
     assert "no store there" in result.stderr
+
+
+def checkpoint(folder: Path, theta: float, weight: float) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama", "rope_theta": theta, "architectures": ["X"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.full(4, weight, np.float32)}, str(folder / "model.safetensors"))
+    return folder
+
+
+def test_the_identity_of_another_checkpoint_is_compared_field_by_field(tmp_path: Path):
+    """As vLLM runs it: what only an engine knows of its model counts as equal."""
+    own, other, other_rope = (
+        checkpoint(tmp_path / name, theta, weight)
+        for name, theta, weight in (("own", 1e4, 1.0), ("other", 1e4, 2.0), ("rope", 5e5, 1.0))
+    )
+    identity = Identity.of(own, model="m", kv_dtype="float32", interior="keys transposed")
+    config = tuple(sorted([*identity.config, *config_fields({"run": {"dtype": "float32"}})]))
+    layout = packed(grouped([layer("l.0", Full())]), num_slabs=20)
+    layout = layout.identified(replace(identity, config=config))
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    with Store(disk=tmp_path / "kv", disk_bytes="2MiB") as made:
+        made.save(arena, ledger.blocks(ledger.admit(16).request), Prompt.of(np.array(TOKENS)))
+
+    def asked(model: Path) -> dict[str, Any]:
+        told = why(tmp_path / "kv", "--tokens", TOKENS, "--model", model, "--json")
+        return json.loads(told.stdout)
+
+    assert asked(own)["reason"] == "found"
+    found = asked(other)
+    assert (found["reason"], [each["field"] for each in found["differences"]]) == (
+        "identity",
+        ["weights"],
+    )
+    (difference,) = asked(other_rope)["differences"]
+    assert (difference["stored"], difference["asked"]) == ("10000.0", "500000.0")

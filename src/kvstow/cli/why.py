@@ -2,6 +2,7 @@
 
 import json as json_format
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,10 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
 
 
 def _asking(own: "Identity", model: Path | None, *, salt: str, adapter: str) -> "Identity":
-    """The identity of a request: the store's, or that of a model, with its adapter and salt."""
+    """The identity of a request: the store's, or that of a model, with its adapter and salt.
+
+    How an engine runs a model (`run.…`) is not in a checkpoint, and taken to be the same.
+    """
     if model is None:
         return own.for_request(adapter=adapter, salt=salt)
     from kvstow.plan.identity import Identity
@@ -139,7 +143,8 @@ def _asking(own: "Identity", model: Path | None, *, salt: str, adapter: str) -> 
     asking = Identity.of(
         model, model=own.model, kv_dtype=own.kv_dtype, interior=own.interior, adapter=adapter
     )
-    return asking.for_request(salt=salt)
+    running = [(name, value) for name, value in own.config if name.startswith("run.")]
+    return replace(asking, config=tuple(sorted([*asking.config, *running])), salt=salt)
 
 
 def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> list[int]:

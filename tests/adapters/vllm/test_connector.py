@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvstow.adapters.vllm.events import check_published
 from kvstow.cli import app
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockStored, CacheEvent
@@ -438,6 +439,17 @@ def test_events_without_a_publisher_or_without_tiers_are_refused(
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     with pytest.raises(SpecError, match="as bytes"):
         made(host_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "warns"),
+    [("tcp://*:5557", False), ("tcp://[::]:5557", False), ("tcp://127.0.0.1:5557", True)],
+)
+def test_an_endpoint_that_vllm_connects_to_is_warned_of(
+    endpoint: str, warns: bool, caplog: pytest.LogCaptureFixture
+):
+    check_published(SimpleNamespace(enable_kv_cache_events=True, endpoint=endpoint))
+    assert ("hear nothing" in caplog.text) == warns
 
 
 # ── why ───────────────────────────────────────────────────────────────────────────────

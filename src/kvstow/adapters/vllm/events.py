@@ -5,6 +5,7 @@ router joins the two. The first rank's tiers speak for all ranks: they keep and 
 at about the same time, and a router only needs a hint.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from kvstow.events.format import CacheEvent
 from kvstow.offload.events import announce_change
 from kvstow.offload.watch import TierChange
 from kvstow.plan.group import Group
+
+log = logging.getLogger(__name__)
 
 _WORD = (1 << 64) - 1
 
@@ -36,6 +39,13 @@ def check_published(kv_events_config: Any) -> None:
         raise SpecError(
             "option 'events' is true, and vLLM publishes block hashes as bytes\n\n"
             "hint: leave VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES unset"
+        )
+    endpoint = str(getattr(kv_events_config, "endpoint", ""))
+    if endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:
+        log.warning(
+            "vLLM connects to %s to publish events, and routers that connect there hear nothing; "
+            "hint: it listens on tcp://*:PORT",
+            endpoint,
         )
 
 
