@@ -306,6 +306,36 @@ def test_a_worker_is_known_to_the_scheduler_of_its_own_process_only(connector: M
     engine.worker.shutdown()
 
 
+class SlidingWindowSpec(FullAttentionSpec):
+    """By this very name vLLM declares a layer with a window."""
+
+    sliding_window = 8
+
+
+@pytest.mark.parametrize(("spec", "left"), [(FullAttentionSpec, 0), (SlidingWindowSpec, 1)])
+def test_prefill_leaves_the_last_token_to_decode_where_a_window_passes_on(
+    connector: ModuleType, spec: type[FullAttentionSpec], left: int
+):
+    """vLLM lets go of the blocks that only the last token sees before it hands them over."""
+    config = cache_config()
+    config.kv_cache_groups[0].kv_cache_spec = spec()
+    scheduler = connector.KvstowConnector(vllm_config(), Role.SCHEDULER, config)
+    given = PROMPT.copy()
+    asking = request(
+        "p",
+        kv_transfer_params={"do_remote_decode": True},
+        prompt_token_ids=given,
+        num_prompt_tokens=len(PROMPT),
+        max_tokens=1,
+    )
+    asking.all_token_ids = asking._all_token_ids = PROMPT.copy()
+    for _ in ("queued", "queued again after it was preempted"):
+        scheduler.on_new_request(asking)
+    assert given == PROMPT
+    assert asking.num_prompt_tokens == len(PROMPT) - left
+    assert asking.prompt_token_ids == asking.all_token_ids == PROMPT[: len(PROMPT) - left]
+
+
 def test_an_aborted_request_hands_nothing_over(connector: ModuleType):
     scheduler = connector.KvstowConnector(vllm_config(), Role.SCHEDULER, cache_config())
     asking = request(

@@ -47,6 +47,7 @@ from kvstow.events.format import CacheEvent
 from kvstow.observe import VLLM_COUNTER, VLLM_COUNTER_TEXT
 from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
+from kvstow.plan.retention import Full
 from kvstow.transfer.transport.nixl import NixlTransport
 
 
@@ -129,7 +130,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._declared = declaration(vllm_config, kv_cache_config, self._options)
         self._groups_taken = kv_cache_config.transfer_group_ids
-        self._keeps_states = any(page.is_state for group in self._declared.groups for page in group)
+        pages = [page for group in self._declared.groups for page in group]
+        self._forgets = any(not isinstance(page.retention, Full) for page in pages)
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
         self._report = OffloadReport()
@@ -282,7 +284,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.recall.stores.holds = PoolHolds(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        if self._keeps_states and request_of(request).asks_for_tickets:
+        if self._forgets and request_of(request).asks_for_tickets:
             _stop_one_token_short(request)
         self._scheduler_side.arrived(request_of(request))
         if self._scheduler_side.recall is not None:
@@ -376,14 +378,15 @@ class PoolHolds:
 
 
 def _stop_one_token_short(request: Any) -> None:
-    """Leave the prompt's last token to decode: a state that has seen it cannot see it again.
+    """Leave the prompt's last token to decode, which computes it anyway for what comes after it.
 
-    As vLLM's own connectors do. Decode computes that token anyway, for what comes after it.
+    A state that has seen it cannot see it again, and vLLM lets go of what only it sees of a window
+    or chunk before the blocks are handed over. Its own connectors do so for states.
     """
     params, tokens = request.kv_transfer_params, request.prompt_token_ids
     if tokens is None or len(tokens) < 2 or params.get("kvstow_stops_short"):
         return  # embeddings; nothing to leave; a request that was preempted and comes again
-    del tokens[-1:]
+    request.prompt_token_ids = tokens[:-1]  # the list may be the caller's
     del request._all_token_ids[-1:]  # pyright: ignore[reportPrivateUsage]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
