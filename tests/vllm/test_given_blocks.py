@@ -60,6 +60,14 @@ class Cache:
             block_hasher=self.hasher,
         )
 
+    def handed_over(self, num_tokens: int) -> list[int]:
+        """Blocks of that group that are left when a request ends which computed so many tokens,
+        in one step, as vLLM's scheduler hands them to the connector."""
+        request = self.request(num_tokens)
+        assert self.manager.allocate_slots(request, num_tokens) is not None
+        self.manager.remove_skipped_blocks(request.request_id, num_tokens)
+        return self.manager.get_block_ids(request.request_id)[0]
+
     def given(self, num_tokens: int, num_loaded: int) -> list[int]:
         """Blocks of the group that is not full, after a load of so many tokens; 0 for none."""
         request = self.request(num_tokens)
@@ -86,6 +94,31 @@ def test_all_that_is_given_is_filled_and_all_that_the_last_token_sees_is_given(
     assert held(ids, 0, loaded, BLOCK).index.tolist() == list(range(first, last))
     seen = range(first_seen_token(retention, num_tokens - 1), num_tokens - 1)
     assert all(ids[token // BLOCK] for token in seen)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_prefill_that_stops_one_token_short_has_all_that_decode_is_given(kind: str):
+    """One that does not has let go of a block at some lengths."""
+    missing: list[int] = []
+    for num_tokens in range(2, 34):
+        given = [
+            k for k, block in enumerate(Cache(kind).given(num_tokens, num_tokens - 1)) if block
+        ]
+        short, whole = (Cache(kind).handed_over(n) for n in (num_tokens - 1, num_tokens))
+        assert all(short[k] for k in given)
+        missing += [num_tokens] if not all(whole[k] for k in given) else []
+    assert missing
+
+
+def test_a_request_of_vllms_is_shortened_and_stays_whole():
+    from kvstow.adapters.vllm.connector import _stop_one_token_short  # pyright: ignore
+
+    request = Cache("window 8").request(12)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    for _ in ("queued", "queued again after it was preempted"):
+        _stop_one_token_short(request)
+    assert (request.num_tokens, request.num_prompt_tokens, request.max_tokens) == (11, 11, 1)
+    assert list(request.all_token_ids) == request.prompt_token_ids == list(range(11))
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
