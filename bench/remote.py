@@ -4,11 +4,13 @@
     PYTHONPATH=src python bench/remote.py [--rows N] [--rounds N] [--stores s3,redis] [--json FILE]
 
 Servers are processes of this machine: SeaweedFS (S3), Valkey, Mooncake with one owner of memory.
-Rows have 1 MiB. The tier adds a header and a checksum per layer and head to every row, asks whether
-it is there before it writes, and verifies and copies what it reads; the bare client moves as many
-bytes as plain objects, with as many requests under way. Both take turns; `ratio` is the best of all
-rounds against the best, so that other work on the machine counts least, `ratio_median` the median
-of the ratios of neighbours. Loopback, two cores: rates are of this machine, ratios are the point.
+Rows have 1 MiB. The tier adds a header and a checksum per layer and head to every row, and verifies
+and copies what it reads; the bare client moves as many bytes as plain objects, with as many
+requests under way. As in an engine, rows are looked up before they are stored or loaded: `put` and
+`get` are timed without that, `get_cold` with it, and look-ups have figures of their own. Both take
+turns; `ratio` is the best of all rounds against the best, so that other work on the machine counts
+least, `ratio_median` the median of the ratios of neighbours, `cpu_ratio` that of this process's
+processor time, servers left out. Loopback: rates are of this machine, ratios are the point.
 """
 
 import os
@@ -177,6 +179,13 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def timed_twice(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and seconds of processor time of this process."""
+    cpu = time.process_time()
+    seconds = timed(work)
+    return seconds, time.process_time() - cpu
+
+
 def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[str, object]:
     """Put and get, bare and by the tier, in turns."""
     client, _ = opened(patient(server.url))
@@ -186,7 +195,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
     dice = np.random.default_rng(0)
     rows = [dice.integers(0, 256, nbytes, np.uint8) for _ in range(num_rows)]
     into = [np.zeros(nbytes, np.uint8) for _ in range(num_rows)]
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         keys = [f"{number}.{i}".encode() for i in range(num_rows)]
         names = [f"bare.{number}.{i}" for i in range(num_rows)]
@@ -198,11 +207,20 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
         def loaded(keys: list[bytes] = keys) -> None:
             assert tier.load(0, keys, into).all(), (tier.misses.now, tier.writes.dropped)
 
+        assert not tier.contains(0, keys).any()
         taken = {
-            "bare_put": timed(lambda names=names: bare.put(names, rows)),
-            "tier_put": timed(stored),
-            "bare_get": timed(lambda names=names: bare.get(names, into)),
-            "tier_get": timed(loaded),
+            "bare_put": timed_twice(lambda names=names: bare.put(names, rows)),
+            "tier_put": timed_twice(stored),
+        }
+        tier._look_ups.forget(0, keys)  # pyright: ignore
+        taken |= {
+            "bare_get_cold": timed_twice(lambda names=names: bare.get(names, into)),
+            "tier_get_cold": timed_twice(loaded),
+        }
+        assert tier.contains(0, keys).all()
+        taken |= {
+            "bare_get": timed_twice(lambda names=names: bare.get(names, into)),
+            "tier_get": timed_twice(loaded),
         }
         assert tier.writes.dropped == {}
         assert (into[-1] == rows[-1]).all()
@@ -212,8 +230,9 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
         client.delete([tier._name(0, key) for key in keys])  # pyright: ignore
         tier.evict(0, [])
     found: dict[str, object] = {"rows": num_rows, "row_bytes": nbytes, "rounds": rounds}
-    for verb in ("put", "get"):
-        plain, ours = seconds[f"bare_{verb}"], seconds[f"tier_{verb}"]
+    for verb in ("put", "get", "get_cold"):
+        plain, plain_cpu = zip(*seconds[f"bare_{verb}"], strict=True)
+        ours, ours_cpu = zip(*seconds[f"tier_{verb}"], strict=True)
         found[verb] = {
             "bare_mb_per_second": round(num_rows * nbytes / min(plain) / 1e6, 1),
             "tier_mb_per_second": round(num_rows * nbytes / min(ours) / 1e6, 1),
@@ -221,6 +240,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
             "ratio_median": round(
                 statistics.median(p / o for p, o in zip(plain, ours, strict=True)), 3
             ),
+            "cpu_ratio": round(statistics.median(plain_cpu) / statistics.median(ours_cpu), 3),
         }
     tier.close()
     return found

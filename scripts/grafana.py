@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kvstow.observe import (
     TIER_COUNTS,
     TIER_GAUGES,
+    TIER_REASONS,
     VLLM_COUNTER,
     RouterMetrics,
     Telemetry,
@@ -33,6 +34,7 @@ BY = {
     "kvstow_router_requests": "outcome",
     "kvstow_router_faults": "exported_instance",  # Prometheus has an `instance` of its own
     "kvstow_router_prompt_tokens": "where",
+    **{f"kvstow_tier_{name}": "reason" for name in TIER_REASONS},
 }
 """The label by which a metric is split."""
 
@@ -56,7 +58,8 @@ def metrics() -> list[Metric]:
 
 def expression(metric: Metric) -> tuple[str, str]:
     """What is asked of Prometheus, and what a line is called."""
-    label = "tier" if metric.name.startswith("kvstow_tier_") else BY.get(metric.name, "instance")
+    default = "tier" if metric.name.startswith("kvstow_tier_") else "instance"
+    label = BY.get(metric.name, default)
     match metric.type:
         case "counter":
             return f"sum by ({label}) (rate({metric.name}_total[$__rate_interval]))", label

@@ -55,7 +55,12 @@ def main():
         cache.batch.release()
         assert store.flush(60)
         said = {"found": found, "answer": answer[0, tokens.shape[1] :].tolist()}
-        print(json.dumps(said | {"misses": store.remote.misses.now}), flush=True)
+        said |= {"misses": store.remote.misses.now, "dropped": store.remote.writes.dropped}
+        said |= {
+            "layouts": len(store.remote._directory.layouts),
+            "stored": store.remote.counts.stored_rows,
+        }
+        print(json.dumps(said), flush=True)
     if asked.ranks > 1:
         torch.distributed.destroy_process_group()
 

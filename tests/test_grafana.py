@@ -10,6 +10,7 @@ from prometheus_client import Counter
 from kvstow.observe import (
     TIER_COUNTS,
     TIER_GAUGES,
+    TIER_REASONS,
     VLLM_COUNTER,
     RouterMetrics,
     Telemetry,
@@ -35,7 +36,8 @@ def exposed() -> set[str]:
     for counter in (metrics.messages, metrics.lease_ends):
         counter.labels("x").inc()
     counts = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 1.0)
-    TierMetrics(telemetry.registry).watch("disk", lambda: counts)
+    reasons = {name: {"x": 1.0} for name in TIER_REASONS}
+    TierMetrics(telemetry.registry).watch("disk", lambda: counts, lambda: reasons)
     lines = telemetry.exposition().decode().splitlines()
     return {re.match(r"\w+", line)[0] for line in lines if not line.startswith("#")}
 

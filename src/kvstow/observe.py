@@ -197,16 +197,34 @@ TIER_GAUGES = {
 }
 
 
+TIER_REASONS = {
+    "missed_rows": "Rows that a remote store did not give, by reason",
+    "dropped_rows": "Rows that a remote store was not given, by reason",
+}
+
+Reasons = Mapping[str, Mapping[str, float]]
+"""Numbers by reason, under the keys of TIER_REASONS."""
+
+_NO_REASONS: Reasons = {}
+
+
 class TierMetrics(Collector):
     """Numbers of offload tiers, read from them whenever somebody asks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tiers: dict[str, Callable[[], Mapping[str, float]]] = {}
+        self._reasons: dict[str, Callable[[], Reasons]] = {}
         registry.register(self)
 
-    def watch(self, tier: str, facts: Callable[[], Mapping[str, float]]) -> None:
-        """Show a tier under that name; `facts` has the keys of TIER_COUNTS and TIER_GAUGES."""
-        self._tiers[tier] = facts
+    def watch(
+        self,
+        tier: str,
+        facts: Callable[[], Mapping[str, float]],
+        reasons: Callable[[], Reasons] = lambda: _NO_REASONS,
+    ) -> None:
+        """Show a tier under that name; `facts` has the keys of TIER_COUNTS and TIER_GAUGES,
+        `reasons` some of TIER_REASONS."""
+        self._tiers[tier], self._reasons[tier] = facts, reasons
 
     def collect(self) -> Iterable[Metric]:
         known = {tier: facts() for tier, facts in self._tiers.items()}
@@ -214,6 +232,13 @@ class TierMetrics(Collector):
             counter = CounterMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])
             for tier, facts in known.items():
                 counter.add_metric([tier], facts[name])
+            yield counter
+        told = {tier: reasons() for tier, reasons in self._reasons.items()}
+        for name, text in TIER_REASONS.items():
+            counter = CounterMetricFamily(f"kvstow_tier_{name}", text, labels=["tier", "reason"])
+            for tier, reasons in told.items():
+                for reason, count in reasons.get(name, {}).items():
+                    counter.add_metric([tier, reason], count)
             yield counter
         for name, text in TIER_GAUGES.items():
             gauge = GaugeMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])

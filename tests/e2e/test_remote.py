@@ -120,7 +120,7 @@ def test_a_prompt_of_two_ranks_is_found_by_one_after_all_have_ended(tmp_path, ki
         (alone,) = engines(f"redis://127.0.0.1:1/0?prefix={uuid4().hex}", first)
         assert alone["found"] == 0
         (decoded,) = engines(url, first, block_tokens=8, order="BHLNC")
-        assert decoded["found"] == 96
+        assert decoded["found"] == 96, (prefilled, decoded)
         assert decoded["answer"] == alone["answer"] == prefilled[0]["answer"]
         assert decoded["misses"] == {}
         (stranger,) = engines(url, second)

@@ -9,6 +9,7 @@ same prefix and nothing else.
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import lcm
 from pathlib import Path
 from threading import RLock
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.observe import Telemetry, TierMetrics
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
@@ -32,7 +34,15 @@ from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.staging import RowStage
-from kvstow.offload.tier import Bools, Tier, TierChain, checked_keys, chosen, known_identity
+from kvstow.offload.tier import (
+    Bools,
+    Tier,
+    TierChain,
+    checked_keys,
+    chosen,
+    facts,
+    known_identity,
+)
 from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
@@ -192,6 +202,14 @@ class Store:
         """All tiers but host memory, as one; None where there are none."""
         lower = [tier for tier in self.tiers if tier is not self.host]
         return TierChain(lower) if lower else None
+
+    def watch(self, telemetry: Telemetry) -> None:
+        """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
+        metrics = TierMetrics(telemetry.registry)
+        for tier in self.tiers:
+            metrics.watch(tier.name, partial(facts, tier))
+        if (remote := self.remote) is not None:
+            metrics.watch(remote.name, partial(facts, remote), lambda: remote.reasons)
 
     @property
     def dropped(self) -> tuple[str, ...]:

@@ -297,6 +297,9 @@ def test_a_dead_remote_store_leaves_host_memory_at_work(ranks: list[Rank], tmp_p
     assert rank.compute(PROMPT, THERE) == 6
     assert rank.ask(PROMPT) == 16
     assert rank.ask([1] * 18, id="e") == 0
+    reasons = rank.tiers.reasons()
+    assert reasons["remote missed_rows: unreachable"] > 0
+    assert rank.tiers.reasons() == {}  # told once
 
 
 def test_an_answer_counts_when_all_ranks_have_given_theirs(ranks: list[Rank], valkey: Valkey):

@@ -6,6 +6,7 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
+from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
@@ -339,7 +340,12 @@ def test_wrong_objects_are_misses_to_other_layouts_too(url):
         store.bind(layout)
         tier = store.remote
         rows = [np.full(tier.layout.row_bytes(0), 0xA5, np.uint8) for _ in KEYS]
+        telemetry = Telemetry()
+        store.watch(telemetry)
         assert tier.load(0, KEYS, rows).tolist() == [False, False, True, True, True, True]
+        text = telemetry.exposition().decode()
+        assert 'kvstow_tier_missed_rows_total{reason="truncated",tier="remote"} 1.0' in text
+        assert 'kvstow_tier_missed_rows_total{reason="version",tier="remote"} 1.0' in text
         assert all((row == 0xA5).all() for row in rows[:2])
         assert tier.misses.now == {"truncated": 1, "version": 1}
     client.close()

@@ -6,7 +6,7 @@ the mover's threads.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -227,6 +227,7 @@ class WorkerTiers:
         self._loads: list[LoadJob] = []
         self._asker = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
         self._answers: deque[KeysPresent] = deque()
+        self._reasons: Counter[str] = Counter()
 
     def look_up(self, lookup: LookUpKeys) -> None:
         """Find out which rows are in one of the tiers now, for `answers`. A remote store is asked
@@ -279,6 +280,14 @@ class WorkerTiers:
         """Rows that were looked for and not found."""
         self._kept.below[group].difference_update(keys)
         self._kept.touch(group, keys)
+
+    def reasons(self) -> Counter[str]:
+        """Rows that the remote store did not give or take since the last time, by reason."""
+        before, told = self._reasons, self._remote.reasons if self._remote is not None else {}
+        self._reasons = Counter(
+            {f"remote {what}: {why}": int(n) for what, by in told.items() for why, n in by.items()}
+        )
+        return self._reasons - before
 
     def kept(self) -> KeyLevels:
         """Where rows are kept now, as far as it was not told yet."""

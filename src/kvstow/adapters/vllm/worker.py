@@ -230,6 +230,8 @@ class WorkerSide:
         if self._offload is not None:
             self._settle(self._offload)
             self._present += self._offload.answers()
+            for what, count in self._offload.reasons().items():
+                self._counts[what] += count
         found = self._found()
         results = StepResults(
             sent=frozenset(self._sent),

@@ -5,7 +5,8 @@ late, or a store that returns something else, never touches a row. A row that tw
 once is fetched once.
 """
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
@@ -24,7 +25,7 @@ from kvstow.plan.view import Ints
 LOT_BYTES = 16 << 20
 """Objects are fetched in lots of about so many bytes, `LOTS` at a time: one is verified while the
 next one comes."""
-LOTS = 2
+LOTS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -63,22 +64,29 @@ class Fetcher:
         keys: Sequence[bytes],
         parts: Sequence[Parts],
         seconds: float,
-    ) -> list[Bytes | None]:
-        """Per key its row, verified; None where it was not there, or not whole, or not in time."""
+    ) -> Iterator[tuple[int, Bytes]]:
+        """The number of each key whose row came, and the row, verified, as soon as it is there.
+
+        A row's memory is reused when the caller lets go of it.
+        """
         deadline = monotonic() + seconds
-        mine, flights = self._take_off(group, keys)
+        mine, others = self._take_off(group, keys)
+        left = set(mine)
         try:
-            made = self._made(
-                row_bytes, [keys[i] for i in mine], [parts[i] for i in mine], deadline
-            )
+            for at, row in self._made(row_bytes, [parts[i] for i in mine], deadline):
+                left.discard(mine[at])
+                self._land(group, keys[mine[at]], row)
+                if row is not None:
+                    yield mine[at], row
         except StoreUnreachable:
-            self._misses.add("unreachable", len(mine))
-            made = [None] * len(mine)
-        except BaseException:
-            self._land(group, keys, mine, [None] * len(mine))
-            raise
-        self._land(group, keys, mine, made)
-        return [self._arrived(flight, deadline) for flight in flights]
+            self._misses.add("unreachable", len(left))
+        finally:
+            for i in left:
+                self._land(group, keys[i], None)
+        for i, flight in others:
+            row = self._arrived(flight, deadline)
+            if row is not None:
+                yield i, row
 
     def take_bad(self) -> list[str]:
         """Names of objects that were not what they should be, each once, for the remover."""
@@ -90,29 +98,23 @@ class Fetcher:
 
     def _take_off(
         self, group: int, keys: Sequence[bytes]
-    ) -> tuple[list[int], list["Future[Bytes | None]"]]:
-        """Which keys are to be fetched here, and what all of them will be."""
+    ) -> tuple[list[int], list[tuple[int, "Future[Bytes | None]"]]]:
+        """Which keys are to be fetched here, and what the others will be."""
         mine: list[int] = []
-        flights: list[Future[Bytes | None]] = []
+        others: list[tuple[int, Future[Bytes | None]]] = []
         with self._lock:
             for i, key in enumerate(keys):
-                if (group, key) not in self._flights:
+                if (group, key) in self._flights:
+                    others.append((i, self._flights[group, key]))
+                else:
                     self._flights[group, key] = Future()
                     mine.append(i)
-                flights.append(self._flights[group, key])
-        return mine, flights
+        return mine, others
 
-    def _land(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        mine: Sequence[int],
-        made: Sequence[Bytes | None],
-    ) -> None:
+    def _land(self, group: int, key: bytes, row: Bytes | None) -> None:
         with self._lock:
-            flights = [self._flights.pop((group, keys[i])) for i in mine]
-        for flight, row in zip(flights, made, strict=True):
-            flight.set_result(row)
+            flight = self._flights.pop((group, key))
+        flight.set_result(row)
 
     @staticmethod
     def _arrived(flight: "Future[Bytes | None]", deadline: float) -> Bytes | None:
@@ -124,15 +126,22 @@ class Fetcher:
     # ── objects ───────────────────────────────────────────────────────────────────
 
     def _made(
-        self, row_bytes: int, keys: Sequence[bytes], parts: Sequence[Parts], deadline: float
-    ) -> list[Bytes | None]:
-        wanted = self._wanted(parts)
-        fetched = self._fetched(list(wanted.values()), deadline)
-        found: list[Bytes | None] = []
-        for each in parts:
-            sources = [fetched.get(self._look_ups.name(part)) for part in each]
-            found.append(_assembled(each, sources, row_bytes))
-        return found
+        self, row_bytes: int, parts: Sequence[Parts], deadline: float
+    ) -> Iterator[tuple[int, Bytes | None]]:
+        """Each row when all objects that make it have come; objects are kept as long as needed."""
+        names = [[self._look_ups.name(part) for part in each] for each in parts]
+        uses = Counter(name for each in names for name in each)
+        fetched: dict[str, Bytes | None] = {}
+        waiting = dict(enumerate(names))
+        for lot in self._fetched(list(self._wanted(parts).values()), deadline):
+            fetched |= lot
+            for i in [i for i, each in waiting.items() if all(name in fetched for name in each)]:
+                needed = waiting.pop(i)
+                yield i, _assembled(parts[i], [fetched[name] for name in needed], row_bytes)
+                uses.subtract(needed)
+                for name in needed:
+                    if not uses[name]:
+                        fetched.pop(name, None)
 
     def _wanted(self, parts: Sequence[Parts]) -> dict[str, _Wanted]:
         """Every object once, with all bands that some row takes from it."""
@@ -151,25 +160,33 @@ class Fetcher:
                 each.bands = None
         return wanted
 
-    def _fetched(self, wanted: Sequence[_Wanted], deadline: float) -> dict[str, Bytes]:
-        """The rows of all objects that are there and whole, some lots at a time."""
-        found: dict[str, Bytes] = {}
-        lots = _lots(wanted)
-        under_way = [self._start(lot) for lot in lots[:LOTS]]
-        for number, lot in enumerate(lots):
-            answers = self._calls.result(under_way[number], deadline)
-            if number + LOTS < len(lots):
-                under_way.append(self._start(lots[number + LOTS]))
-            for each, row in zip(lot, answers, strict=True):
-                if isinstance(row, BadObject):
-                    self._misses.add(row.value, 1)
-                    if row is not BadObject.VERSION:
-                        self._bad.append(each.name)
-                elif row is None:
-                    self._misses.add("absent", 1)
-                else:
-                    found[each.name] = row
-        return found
+    def _fetched(
+        self, wanted: Sequence[_Wanted], deadline: float
+    ) -> Iterator[dict[str, Bytes | None]]:
+        """Lot by lot the rows of all objects; None for one that is not there or not whole."""
+        lots = deque(_lots(wanted))
+        under_way: deque[tuple[list[_Wanted], Future[list[Bytes | BadObject | None]]]] = deque()
+        while lots or under_way:
+            while lots and len(under_way) < LOTS:
+                lot = lots.popleft()
+                under_way.append((lot, self._start(lot)))
+            lot, call = under_way.popleft()
+            answers = self._calls.result(call, deadline)
+            yield {
+                each.name: self._judged(each, answer)
+                for each, answer in zip(lot, answers, strict=True)
+            }
+
+    def _judged(self, wanted: _Wanted, answer: Bytes | BadObject | None) -> Bytes | None:
+        """The row, unless it is none; then it is counted why."""
+        if isinstance(answer, BadObject):
+            self._misses.add(answer.value, 1)
+            if answer is not BadObject.VERSION:
+                self._bad.append(wanted.name)
+            return None
+        if answer is None:
+            self._misses.add("absent", 1)
+        return answer
 
     def _start(self, lot: Sequence[_Wanted]) -> "Future[list[Bytes | BadObject | None]]":
         return self._calls.start(lambda: self._fetch(lot))

@@ -109,6 +109,18 @@ class RowObjects:
         order = np.argsort(start, kind="stable")
         return start[order], (start + size)[order], np.concatenate(bands)[order]
 
+    @cached_property
+    def _spans(self) -> list[Range]:
+        """Per band where it lies in the row; empty where some band is not a single run."""
+        return [
+            (offset + h * head, offset + h * head + states * cell)
+            for offset, (heads, states, cell), (head, _, _) in self._pages
+            for h in range(heads)
+            if all(
+                token == cell or count == 1 for _, (_, count, cell), (_, token, _) in self._pages
+            )
+        ]
+
     # ── bands ─────────────────────────────────────────────────────────────────────
 
     def touched(self, starts: Ints, nbytes: Ints) -> Ints:
@@ -130,6 +142,10 @@ class RowObjects:
 
     def checksums(self, row: Bytes, bands: Ints | None = None) -> Checksums:
         """The checksums of some bands of a row, or of all."""
+        if self._spans:
+            which = self._spans if bands is None else [self._spans[b] for b in np.sort(bands)]
+            data = row.data
+            return np.array([xxhash.xxh3_64_intdigest(data[lo:hi]) for lo, hi in which], "<u8")
         found: list[int] = []
         first = 0
         wanted = None if bands is None else np.sort(bands)

@@ -8,6 +8,7 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Event, Lock, Thread
@@ -16,6 +17,7 @@ from time import monotonic
 import numpy as np
 
 from kvstow.blocks.prompt import Prompt
+from kvstow.observe import Reasons
 from kvstow.offload.remote.calls import Breaker, Calls, Tallies
 from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
 from kvstow.offload.remote.collect import Quota, last_usage
@@ -47,6 +49,9 @@ log = logging.getLogger("kvstow.offload")
 ROOM_BYTES = 16 << 20
 """Objects that are to be written get memory in pieces of so many bytes."""
 
+SPARE_BYTES = 64 << 20
+"""So many bytes are kept for objects to come."""
+
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
 
@@ -75,6 +80,7 @@ class RemoteTier:
         self._own = WriterLayout.of(layout.identified(known))
         self.layout = self._own.layout
         self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
+        self._rooms = {each.nbytes: _Room(each.nbytes) for each in self._objects}
         self._directory = Directory(self.client, self.options.tenant, known)
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
@@ -147,6 +153,11 @@ class RemoteTier:
         return self._counter.now
 
     @property
+    def reasons(self) -> Reasons:
+        """Rows that the store did not give, and was not given, by reason."""
+        return {"missed_rows": self.misses.now, "dropped_rows": self.writes.dropped}
+
+    @property
     def usage(self) -> Usage:
         """What this process has written; the store's own usage is what the collector counts."""
         now = self._counter.now
@@ -202,13 +213,12 @@ class RemoteTier:
         if parts and not self.breaker.is_open:
             asked = [keys[i] for i in parts]
             row_bytes = self.layout.row_bytes(group)
-            made = self._fetcher.rows(
+            numbers = list(parts)
+            for at, row in self._fetcher.rows(
                 group, row_bytes, asked, list(parts.values()), self.options.load
-            )
-            for i, row in zip(parts, made, strict=True):
-                if row is not None:
-                    rows[i][:] = row
-                    found[i] = True
+            ):
+                rows[numbers[at]][:] = row
+                found[numbers[at]] = True
             self._clean_up(group, [keys[i] for i in parts if not found[i]])
         count = int(found.sum())
         nbytes = count * self.layout.row_bytes(group)
@@ -238,7 +248,7 @@ class RemoteTier:
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         taken = np.zeros(len(keys), bool)
         objects = self._objects[group]
-        room = _Room(objects.nbytes, len(keys))
+        room = self._rooms[objects.nbytes]
         for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
             name = self._name(group, key)
             if self.writes.is_known(name):
@@ -246,15 +256,18 @@ class RemoteTier:
             elif refusal := self._quota.refusal(objects.nbytes):
                 self.writes.drop("quota", refusal)
             elif self.writes.admits(objects.nbytes):
-                taken[i] = self.writes.put(Blob(name, objects.written(key, row, room.next())))
+                taken[i] = self.writes.put(Blob(name, objects.written(key, row, room.take())))
         return taken
 
     def _name(self, group: int, key: bytes) -> str:
         return self._directory.row_name(self._own.fingerprint, group, key)
 
-    def _count_written(self, rows: int, nbytes: int) -> None:
+    def _count_written(self, new: Sequence[Blob], known: Sequence[Blob]) -> None:
+        nbytes = sum(blob.data.nbytes for blob in new)
         self._quota.add(nbytes)
-        self._counter.add(Counts(stored_rows=rows, stored_bytes=nbytes))
+        self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
+        for blob in (*new, *known):
+            self._rooms[blob.data.nbytes].give(blob.data)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Remove the objects that rows are made of; how many rows were there."""
@@ -290,20 +303,27 @@ class RemoteTier:
 
 
 class _Room:
-    """Memory for objects, some at a time: large pieces have large pages, which cost less."""
+    """Memory for objects of one size, made in large pieces, which have large pages, and used again
+    when objects are written: memory that nobody has touched yet costs as much as the checksums."""
 
-    def __init__(self, nbytes: int, count: int) -> None:
-        self._nbytes, self._left = nbytes, count
-        self._memory: Bytes = np.empty(0, np.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: deque[Bytes] = deque(maxlen=max(1, SPARE_BYTES // nbytes))
 
-    def next(self) -> Bytes:
+    def take(self) -> Bytes:
         """Memory for one more object."""
-        if not len(self._memory):
-            count = max(1, min(self._left, ROOM_BYTES // self._nbytes))
-            self._memory = np.empty(count * self._nbytes, np.uint8)
-            self._left -= count
-        first, self._memory = self._memory[: self._nbytes], self._memory[self._nbytes :]
-        return first
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        count = max(1, ROOM_BYTES // self._nbytes)
+        memory = np.empty((count, self._nbytes), np.uint8)
+        self._free.extend(memory[1:])
+        return memory[0]
+
+    def give(self, memory: Bytes) -> None:
+        """Nobody needs that memory any more."""
+        self._free.append(memory)
 
 
 def loadable(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:

@@ -1,7 +1,7 @@
 """Rows on their way out: a bounded queue that drops what does not fit.
 
-Nobody waits for a store to write. Each batch is looked up first, so that what is there already is
-not sent again. What is refused, and why, is counted.
+Nobody waits for a store to write. What nobody has looked for lately is looked up first, so that
+what is there already is not sent again. What is refused, and why, is counted.
 """
 
 import logging
@@ -32,7 +32,7 @@ class WriteQueue:
         max_bytes: int,
         num_threads: int = 2,
         before: Callable[[], None] = lambda: None,
-        written: Callable[[int, int], None] = lambda rows, nbytes: None,
+        written: Callable[[Sequence[Blob], Sequence[Blob]], None] = lambda new, known: None,
     ) -> None:
         self._client, self._breaker = client, breaker
         self._max_bytes = max_bytes
@@ -43,6 +43,8 @@ class WriteQueue:
         self._nbytes = 0
         self._recent: OrderedDict[str, float] = OrderedDict()
         """When objects were written or seen, the oldest first."""
+        self._absent: OrderedDict[str, float] = OrderedDict()
+        """When objects were not there, the oldest first."""
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._closed = False
@@ -112,6 +114,7 @@ class WriteQueue:
         with self._lock:
             for name in names:
                 self._recent.pop(name, None)
+            _note(self._absent, names)
 
     def flush(self, seconds: float) -> bool:
         """Whether nothing waits or is being written, within so many seconds."""
@@ -159,17 +162,22 @@ class WriteQueue:
         if self._breaker.is_open:
             raise StoreUnreachable(self._breaker.reason)
         self._before()
-        there = self._client.exists([blob.name for blob in batch])
-        new = [blob for blob, known in zip(batch, there.tolist(), strict=True) if not known]
+        there = self._there([blob.name for blob in batch])
+        new = [blob for blob in batch if blob.name not in there]
         if new:
             self._client.put(new)
         with self._lock:
-            for blob in batch:
-                self._recent[blob.name] = monotonic()
-                self._recent.move_to_end(blob.name)
-            while len(self._recent) > REMEMBERED:
-                self._recent.popitem(last=False)
-        self._written(len(new), sum(blob.data.nbytes for blob in new))
+            _note(self._recent, [blob.name for blob in batch])
+        self._written(new, [blob for blob in batch if blob.name in there])
+
+    def _there(self, names: Sequence[str]) -> set[str]:
+        """Which objects are there already. Those that were absent lately are not asked for: to
+        send one in vain does no harm."""
+        since = monotonic() - RECENT_SECONDS
+        with self._lock:
+            asked = [name for name in names if self._absent.pop(name, float("-inf")) < since]
+        answers = self._client.exists(asked).tolist() if asked else []
+        return {name for name, is_there in zip(asked, answers, strict=True) if is_there}
 
     def _done(self, batch: Sequence[Blob]) -> None:
         with self._lock:
@@ -177,3 +185,12 @@ class WriteQueue:
                 self._names.discard(blob.name)
                 self._nbytes -= blob.data.nbytes
             self._changed.notify_all()
+
+
+def _note(when: "OrderedDict[str, float]", names: Sequence[str]) -> None:
+    """Remember names from now on, and no more than so many."""
+    for name in names:
+        when[name] = monotonic()
+        when.move_to_end(name)
+    while len(when) > REMEMBERED:
+        when.popitem(last=False)
