@@ -30,6 +30,7 @@ from kvstow.adapters.vllm.stored import Level
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
+from kvstow.observe import Reasons
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
@@ -283,7 +284,8 @@ class WorkerTiers:
 
     def reasons(self) -> Counter[str]:
         """Rows that the remote store did not give or take since the last time, by reason."""
-        before, told = self._reasons, self._remote.reasons if self._remote is not None else {}
+        before = self._reasons
+        told: Reasons = self._remote.reasons if self._remote is not None else {}
         self._reasons = Counter(
             {f"remote {what}: {why}": int(n) for what, by in told.items() for why, n in by.items()}
         )

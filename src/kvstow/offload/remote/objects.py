@@ -143,7 +143,8 @@ class RowObjects:
     def checksums(self, row: Bytes, bands: Ints | None = None) -> Checksums:
         """The checksums of some bands of a row, or of all."""
         if self._spans:
-            which = self._spans if bands is None else [self._spans[b] for b in np.sort(bands)]
+            numbers: list[int] = [] if bands is None else np.sort(bands).tolist()
+            which = self._spans if bands is None else [self._spans[b] for b in numbers]
             data = row.data
             return np.array([xxhash.xxh3_64_intdigest(data[lo:hi]) for lo, hi in which], "<u8")
         found: list[int] = []

@@ -176,7 +176,7 @@ class WriteQueue:
         since = monotonic() - RECENT_SECONDS
         with self._lock:
             asked = [name for name in names if self._absent.pop(name, float("-inf")) < since]
-        answers = self._client.exists(asked).tolist() if asked else []
+        answers: list[bool] = self._client.exists(asked).tolist() if asked else []
         return {name for name, is_there in zip(asked, answers, strict=True) if is_there}
 
     def _done(self, batch: Sequence[Blob]) -> None:
