@@ -41,7 +41,11 @@ BY = {
 IN_VLLM = {
     "vLLM: pulls by outcome, leases by end": ("(pull|lease) .*", "(pull seconds)", "cps"),
     "vLLM: bytes pulled": (".* bytes", "", "Bps"),
-    "vLLM: tokens, rows, descriptors, seconds": (".*", "((pull|lease) .*|.* bytes)", "cps"),
+    "vLLM: tokens, rows, descriptors, seconds": (
+        ".*(tokens|rows|descriptors|seconds|failed|refused)",
+        "(pull [a-r]|lease ).*",
+        "cps",
+    ),
 }
 """Panels of the connector's counter: which `what` they show, which they do not, the unit."""
 

@@ -39,8 +39,15 @@ def models(words: Words = None, json: options.Json = False) -> None:
 
 LEGEND = (
     "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
-    "or states are kept. context: the most tokens of a request, as published."
+    "or states are kept. context: the most tokens of a request, as published;\n"
+    "* was not compared with a second source."
 )
+
+
+def _context(model: dict[str, Any]) -> str:
+    if model["context"] is None:
+        return "– "
+    return f"{model['context']:,}{' ' if 'context' in model['checked'] else '*'}"
 
 
 def _table(known: list[dict[str, Any]]) -> str:
@@ -50,7 +57,7 @@ def _table(known: list[dict[str, Any]]) -> str:
             model["family"],
             f"{model['layers']:,}",
             f"{model['kv_bytes_per_token']:,}",
-            "–" if model["context"] is None else f"{model['context']:,}",
+            _context(model),
         )
         for model in known
     ]

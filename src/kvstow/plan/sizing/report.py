@@ -130,6 +130,7 @@ def catalogue_figures(name: str) -> dict[str, Any]:
         "kv_dtype": held.kv_dtype,
         "context": known["published"].get("context"),
         "parameters": known["published"].get("parameters"),
+        "checked": known["published"].get("checked", []),
         "source": known["source"],
     }
 
