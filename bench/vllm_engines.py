@@ -205,17 +205,6 @@ class Engine:
             if sample.name == "kvstow_total"
         }
 
-    def preemptions(self) -> float:
-        """How often a running request has lost its blocks to others."""
-        from prometheus_client import REGISTRY
-
-        return sum(
-            sample.value
-            for family in REGISTRY.collect()
-            for sample in family.samples
-            if sample.name == "vllm:num_preemptions_total"
-        )
-
     def close(self) -> float:
         """Shut down; the seconds that it took."""
         started = time.perf_counter()
@@ -302,10 +291,6 @@ class Remote:
 
     def counts(self) -> dict[str, float]:
         self._pipe.send(("counts",))
-        return self.answer(60)
-
-    def preemptions(self) -> float:
-        self._pipe.send(("preemptions",))
         return self.answer(60)
 
     def answer(self, seconds: float) -> Any:
