@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvstow.observe import Telemetry, TierMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import facts
-from kvstow.plan.manifest import encode
+from kvstow.plan.manifest import decode, encode
 from offloading import hybrid, key, random_rows
 
 MIB = 1 << 20
@@ -91,6 +92,17 @@ def test_convert_writes_a_store_of_the_new_layout(directory, tmp_path):
     again = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
     assert again.exit_code == 1
     assert "already" in again.stderr
+
+
+def test_a_layout_without_identity_gets_that_of_the_store(directory, tmp_path):
+    """`kvstow plan` does not know which weights will be served."""
+    manifest = tmp_path / "new.json"
+    manifest.write_bytes(encode(replace(hybrid(order="BHLNC"), identity=None)))
+    done = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
+    assert done.exit_code == 0, done.output
+    old, new = (decode((d / "layout.json").read_bytes()) for d in (directory, tmp_path / "new"))
+    assert new.identity is not None
+    assert new.identity == old.identity
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -134,6 +134,8 @@ def convert(
         for directory in directories:
             old.append(DiskTier(directory))
             stack.callback(old[-1].close)
+        if wanted.identity is None and old[0].layout.identity is not None:
+            wanted = wanted.identified(old[0].layout.identity)  # a plan does not know the weights
         most = capacity or sum(tier.usage.capacity for tier in old)
         cleaning = stack.enter_context(ExitStack())
         cleaning.callback(_remove, to, itself=not to.exists())
