@@ -143,7 +143,7 @@ def test_only_a_closed_engine_keeps_late_bytes_of_a_stopped_peer_out(then):
         [sys.executable, str(LATE), "reader", then], env=env, text=True, stdout=subprocess.PIPE
     )
     try:
-        out, _ = reader.communicate(timeout=60)
+        out, _ = reader.communicate(timeout=240)
     finally:
         reader.send_signal(signal.SIGKILL)
     ended, landed = out.splitlines()[-1].split()  # UCX talks before that
