@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE / "plugins"), str(HERE.parents[1] / "src")])
 BLOCK = 128
 MAX_TOKENS = 12
+LONG_ANSWER = 64
 LOST = "KVSTOW_LOST_GROUP"
 
 
@@ -160,7 +161,9 @@ def answer(
     return found["choices"][0]["token_ids"]
 
 
-def told_by_one_engine(pair: Pair, seed: int, length: int) -> tuple[list[int], list[int]]:
+def told_by_one_engine(
+    pair: Pair, seed: int, length: int, max_tokens: int = MAX_TOKENS
+) -> tuple[list[int], list[int]]:
     """A prompt of that length, and how prefill goes on with it.
 
     In V4's kernels numbers depend on how many tokens are computed at once. Decode computes the
@@ -168,11 +171,13 @@ def told_by_one_engine(pair: Pair, seed: int, length: int) -> tuple[list[int], l
     """
     if pair.tiny.v4_kernels:
         tokens = prompt(seed, length - 1)
-        first, *rest = answer(pair.prefill, tokens, MAX_TOKENS + 1)
+        first, *rest = answer(pair.prefill, tokens, max_tokens + 1)
         return [*tokens, first], rest
     tokens = prompt(seed, length)
-    answer(pair.prefill, tokens)
-    return tokens, answer(pair.prefill, tokens)  # from its own cache, as far as blocks are full
+    answer(pair.prefill, tokens, max_tokens)
+    return tokens, answer(
+        pair.prefill, tokens, max_tokens
+    )  # from its own cache, as far as blocks are full
 
 
 def test_decode_continues_as_one_engine_would(pair: Pair) -> None:
@@ -224,12 +229,13 @@ def most_rows(group: Group, num_tokens: int) -> int:
 def test_rows_of_one_group_that_are_lost_after_a_handover_change_the_text(
     pair: Pair, name: str
 ) -> None:
-    """506 tokens, and 12 more: the states that 128 tokens are folded from are read at 512."""
+    """506 tokens, and more: the states that 128 tokens are folded from are read at 512."""
     group = [rows.group.name for rows in pair.layout.groups].index(name)
     # what is wrong is stored, too: each prompt once
-    tokens, text = told_by_one_engine(pair, 100 + group, 506)
+    tokens, text = told_by_one_engine(pair, 100 + group, 506, LONG_ANSWER)
+    tickets = pair.prefill.tickets(tokens)
     with pair.losing(group):
-        lost = answer(pair.decode, tokens, kv_transfer_params=pair.prefill.tickets(tokens))
+        lost = answer(pair.decode, tokens, LONG_ANSWER, kv_transfer_params=tickets)
     assert lost != text
 
 
