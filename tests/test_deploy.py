@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from kvstow.cli import app
@@ -44,7 +45,6 @@ def command(path: Path) -> list[str]:
 
 
 def documents(path: Path) -> list[dict]:
-    yaml = pytest.importorskip("yaml")
     return list(yaml.safe_load_all(path.read_text()))
 
 

@@ -51,8 +51,16 @@ def test_the_time_is_moves_and_bytes_at_the_stated_rates():
 
 
 def test_both_ways_are_priced_and_the_cheaper_one_is_taken():
-    found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4", "--tokens", "160",
-                     "--link", "10:2", "--rows-in", "100:0.5")["ways"]  # fmt: skip
+    found = document(
+        "llama-3.1-70b@tp=8",
+        "llama-3.1-70b@tp=4",
+        "--tokens",
+        "160",
+        "--link",
+        "10:2",
+        "--rows-in",
+        "100:0.5",
+    )["ways"]
     nbytes = 10 * 2 * 80 * 8192
     direct, rows = found["direct"], found["rows"]
     assert (direct["moves"], direct["bytes"]) == (10 * 160, nbytes)

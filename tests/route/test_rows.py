@@ -21,9 +21,12 @@ POISON = 0x5A
 quick = settings(
     max_examples=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much,
-                           HealthCheck.data_too_large],
-)  # fmt: skip
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+    ],
+)
 
 
 def triples(copies: Copies) -> list[tuple[int, int, int]]:

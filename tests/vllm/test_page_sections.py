@@ -354,9 +354,14 @@ def nvfp4_arena(order: Order, heads: int) -> tuple[Arena, torch.Tensor]:
     """Memory of two layers as vLLM declares and views it, and the arena that is made of it."""
     specs = importlib.import_module("vllm.v1.kv_cache_interface")
     spec = specs.FullAttentionSpec(
-        block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.uint8,
-        kv_quant_mode=specs.KVQuantMode.NVFP4, num_head_slots=2 * heads, state_content_bytes=36,
-    )  # fmt: skip
+        block_size=16,
+        num_kv_heads=heads,
+        head_size=64,
+        dtype=torch.uint8,
+        kv_quant_mode=specs.KVQuantMode.NVFP4,
+        num_head_slots=2 * heads,
+        state_content_bytes=36,
+    )
     pages = [
         declared_page(name, spec, order=order, tp=(0, 1), total_heads=heads) for name in ("a", "b")
     ]
@@ -370,11 +375,14 @@ def nvfp4_arena(order: Order, heads: int) -> tuple[Arena, torch.Tensor]:
         groups=(tuple(pages),),
         regions=(
             DeclaredRegion(
-                layers=("a", "b"), nbytes=8 * size, layer_stride=layer, block_stride=block,
+                layers=("a", "b"),
+                nbytes=8 * size,
+                layer_stride=layer,
+                block_stride=block,
                 offset=0,
             ),
         ),
-    )  # fmt: skip
+    )
     memory = torch.full((8 * size,), CANARY, dtype=torch.uint8)
     inner = (16 * 36, 36, 1) if order.endswith("HNC") else (36, 2 * heads * 36, 1)
     views = {

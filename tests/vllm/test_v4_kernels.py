@@ -82,9 +82,10 @@ def test_latents_are_inserted_byte_for_byte(own: Any, ours: Any, rng: torch.Gene
         each(q.clone(), kv.clone(), positions, page, slots, table, 4, 1e-6, 64)
         for each, page in zip(
             (own.fused_qnorm_rope_kv_insert_cpu, ours["fused_qnorm_rope_kv_insert_cpu"]),
-            found, strict=True,
+            found,
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     assert torch.equal(*map(flushed, found))
     assert torch.allclose(made[0].float(), made[1].float(), atol=0.03, rtol=0.01)
     assert int((found[0] != CANARY).sum()) > 39 * 500

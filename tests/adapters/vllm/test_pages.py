@@ -58,10 +58,17 @@ def page(
 def nvfp4(**changes: Any) -> Any:
     """As FlashInfer's backend makes it: keys' heads, then values', each with its scales."""
     fields = {
-        "block_size": 16, "num_states": 16, "head_size": 64, "head_size_v": 64, "num_kv_heads": 2,
-        "num_heads": 4, "num_head_slots": 4, "state_content_size_bytes": 36, "kv_quant_mode": 5,
+        "block_size": 16,
+        "num_states": 16,
+        "head_size": 64,
+        "head_size_v": 64,
+        "num_kv_heads": 2,
+        "num_heads": 4,
+        "num_head_slots": 4,
+        "state_content_size_bytes": 36,
+        "kv_quant_mode": 5,
         "dtype": torch.uint8,
-    }  # fmt: skip
+    }
     return spec(**{**fields, **changes})
 
 
@@ -71,15 +78,21 @@ def arena_of(*pages: DeclaredPage, num_blocks: int, stride: int) -> Arena:
     for each in pages:
         regions.append(
             DeclaredRegion(
-                layers=(each.layer,), nbytes=stride * num_blocks, layer_stride=stride,
-                block_stride=stride, offset=offset,
+                layers=(each.layer,),
+                nbytes=stride * num_blocks,
+                layer_stride=stride,
+                block_stride=stride,
+                offset=offset,
             )
-        )  # fmt: skip
+        )
         offset += each.nbytes
     declared = CacheDeclaration(
         identity=Identity.unverified("a test", model="m", kv_dtype="fp8"),
-        order="BLHNC", num_blocks=num_blocks, groups=(pages,), regions=tuple(regions),
-    )  # fmt: skip
+        order="BLHNC",
+        num_blocks=num_blocks,
+        groups=(pages,),
+        regions=tuple(regions),
+    )
     memory = torch.zeros(stride * num_blocks, dtype=torch.uint8)
     views = {
         each.layer: memory.as_strided(
@@ -133,8 +146,11 @@ def test_nvfp4_is_shared_out_by_heads_of_keys_and_values_together() -> None:
     found = page(nvfp4(), tp=(1, 4))
     assert found.heads.pieces == ((2, 4),)
     assert [(x.name, x.section, x.nbytes) for x in found.fields] == [
-        ("k", 0, 32), ("k_scale", 1, 4), ("v", 2, 32), ("v_scale", 3, 4),
-    ]  # fmt: skip
+        ("k", 0, 32),
+        ("k_scale", 1, 4),
+        ("v", 2, 32),
+        ("v_scale", 3, 4),
+    ]
 
 
 def test_plain_pages_stay_opaque() -> None:

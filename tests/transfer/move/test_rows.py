@@ -29,8 +29,12 @@ MODEL = (
     Kind(State(), 4, (), parts=(4, 4, 8)),
 )
 TOKENS = 90
-OPTIONS = {"transfer_seconds": 15.0, "heartbeat_seconds": 0.1, "drain_seconds": 0.3,
-           "quarantine_seconds": 1.0}  # fmt: skip
+OPTIONS = {
+    "transfer_seconds": 15.0,
+    "heartbeat_seconds": 0.1,
+    "drain_seconds": 0.3,
+    "quarantine_seconds": 1.0,
+}
 
 
 def layout(block_tokens: int) -> Any:

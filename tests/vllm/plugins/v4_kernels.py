@@ -121,9 +121,16 @@ def normed(x: Tensor, eps: float) -> Tensor:
     "float eps, int cache_block_size) -> Tensor"
 )
 def insert_latents(
-    q: Tensor, kv: Tensor, positions: Tensor, pages: Tensor, slots: Tensor,
-    cos_sin: Tensor, num_heads: int, eps: float, block_size: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    num_heads: int,
+    eps: float,
+    block_size: int,
+) -> Tensor:
     """Queries normed and turned; latents of the tokens turned, and written to their slots."""
     kept = slots >= 0
     new, at = kv[: len(slots)][kept].float(), positions[: len(slots)][kept]
@@ -139,9 +146,17 @@ def insert_latents(
     "Tensor compressed_slots, int compressed_block_size, Tensor attn_sink, float scale) -> ()"
 )
 def attend(
-    out: Tensor, q: Tensor, window: Tensor, window_slots: Tensor, window_block: int,
-    compressed: Tensor, compressed_slots: Tensor, compressed_block: int, sink: Tensor, scale: float,
-) -> None:  # fmt: skip
+    out: Tensor,
+    q: Tensor,
+    window: Tensor,
+    window_slots: Tensor,
+    window_block: int,
+    compressed: Tensor,
+    compressed_slots: Tensor,
+    compressed_block: int,
+    sink: Tensor,
+    scale: float,
+) -> None:
     """Attention over the window's and the compressed states in these slots, and a sink."""
     slots = torch.cat([window_slots, compressed_slots.to(window_slots.dtype)], dim=1)
     step = max(1, MANY_BYTES // (slots.shape[1] * (NOPE + ROPE) * 4))
@@ -198,9 +213,14 @@ def save_states(
 
 
 def compressed(
-    states: Tensor, gather: Tensor, positions: Tensor, slots: Tensor, weight: Tensor,
-    eps: float, ratio: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    states: Tensor,
+    gather: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    ratio: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the states before each boundary fold into, normed; its slots and positions."""
     n = len(slots)
     done = (slots >= 0) & ((positions[:n] + 1) % ratio == 0) & (gather[:n, -1] >= 0)
@@ -224,9 +244,17 @@ def compressed(
     "Tensor(a!) kv_cache_2d, int kv_cache_block_size, int compress_ratio) -> ()"
 )
 def store_compressed(
-    states: Tensor, gather: Tensor, positions: Tensor, slots: Tensor, weight: Tensor,
-    eps: float, cos_sin: Tensor, pages: Tensor, block_size: int, ratio: int,
-) -> None:  # fmt: skip
+    states: Tensor,
+    gather: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    pages: Tensor,
+    block_size: int,
+    ratio: int,
+) -> None:
     new, at, where = compressed(states, gather, positions, slots, weight, eps, ratio)
     store_latents(pages, block_size, at, new, rotated(new[:, NOPE:], cos_sin, where))
 
@@ -238,9 +266,17 @@ def store_compressed(
     "int compress_ratio) -> ()"
 )
 def store_index_keys(
-    states: Tensor, gather: Tensor, positions: Tensor, slots: Tensor, weight: Tensor,
-    eps: float, cos_sin: Tensor, pages: Tensor, block_size: int, ratio: int,
-) -> None:  # fmt: skip
+    states: Tensor,
+    gather: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    pages: Tensor,
+    block_size: int,
+    ratio: int,
+) -> None:
     new, at, where = compressed(states, gather, positions, slots, weight, eps, ratio)
     new[:, -ROPE:] = rotated(new[:, -ROPE:], cos_sin, where)
     new = new.bfloat16().float()
@@ -260,9 +296,15 @@ def store_index_keys(
     "Tensor(b!) index_weights_out) -> ()"
 )
 def quantize_queries(
-    positions: Tensor, q: Tensor, cos_sin: Tensor, out: Tensor, weights: Tensor,
-    softmax_scale: float, head_scale: float, weights_out: Tensor,
-) -> None:  # fmt: skip
+    positions: Tensor,
+    q: Tensor,
+    cos_sin: Tensor,
+    out: Tensor,
+    weights: Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    weights_out: Tensor,
+) -> None:
     turned = rotated(q[..., -ROPE:], cos_sin, positions).bfloat16().float()
     x = torch.cat([q[..., :-ROPE].float(), turned], dim=-1)
     power = torch.exp2(powers_of_two(x))
@@ -275,9 +317,14 @@ def quantize_queries(
     "Tensor page_table, int block_size, int max_seq_len) -> Tensor"
 )
 def index_logits(
-    q: Tensor, pages: Tensor, weight: Tensor, lengths: Tensor, table: Tensor,
-    block_size: int, max_length: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    pages: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    block_size: int,
+    max_length: int,
+) -> Tensor:
     """How much each compressed state of a request matters to each token."""
     keys, scales = sections(pages, block_size, INDEX_KEY, 4)
     logits = torch.full((len(q), max_length), float("-inf"))
@@ -320,9 +367,15 @@ def choose_states(
     "int sinkhorn_iters, float rms_eps, float hc_eps) -> (Tensor, Tensor, Tensor)"
 )
 def hyper_pre(
-    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mult: int, iters: int,
-    rms_eps: float, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    mult: int,
+    iters: int,
+    rms_eps: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     from vllm.model_executor.kernels.mhc.torch import mhc_pre_torch
 
     post, comb, y = mhc_pre_torch(x, fn, scale, base, rms_eps, eps, eps, 2.0, iters)
@@ -360,9 +413,16 @@ def chosen_weights(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, 
     "float? routed_scaling_factor, bool apply_routed_scaling_factor_on_output) -> (Tensor, Tensor)"
 )
 def biased_experts(
-    hidden: Tensor, logits: Tensor, bias: Tensor, topk: int, renormalize: bool, scoring: str,
-    shared: int, factor: float | None, on_output: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring: str,
+    shared: int,
+    factor: float | None,
+    on_output: bool,
+) -> tuple[Tensor, Tensor]:
     scores = torch.sqrt(torch.nn.functional.softplus(logits.float())) + bias
     return chosen_weights(logits, scores.topk(topk).indices, factor or 1.0)
 

@@ -62,10 +62,19 @@ def requests_of_tokens(
 
 
 def compressed_slots(
-    out: Tensor, slots: Tensor, starts: Tensor, seq_lens: Tensor, table: Tensor,
-    stride: int, block_size: int, dcp_world: int, interleave: int,
-    ratio: int, pad: int, width: int,
-) -> None:  # fmt: skip
+    out: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    stride: int,
+    block_size: int,
+    dcp_world: int,
+    interleave: int,
+    ratio: int,
+    pad: int,
+    width: int,
+) -> None:
     """Where the last of every `ratio` tokens writes what they are compressed to."""
     assert dcp_world == 1
     for r in range(len(table)):
@@ -78,10 +87,21 @@ def compressed_slots(
 
 
 def index_bounds(
-    starts: Tensor, seq_lens: Tensor, ends: Tensor, row_starts: Tensor,
-    seq_of_state: Tensor, first: Tensor, end: Tensor, slice_start: int, slice_stop: int,
-    dcp_rank: int, dcp_world: int, interleave: int, block_size: int, ratio: int,
-) -> None:  # fmt: skip
+    starts: Tensor,
+    seq_lens: Tensor,
+    ends: Tensor,
+    row_starts: Tensor,
+    seq_of_state: Tensor,
+    first: Tensor,
+    end: Tensor,
+    slice_start: int,
+    slice_stop: int,
+    dcp_rank: int,
+    dcp_world: int,
+    interleave: int,
+    block_size: int,
+    ratio: int,
+) -> None:
     """Which compressed states each token of a prefill sees."""
     assert dcp_world == 1
     for r in range(len(seq_lens)):
