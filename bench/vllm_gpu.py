@@ -10,6 +10,7 @@ handover   prompts are prefilled in one engine; measured is the time to first to
            the same prompts computed again, and with the prefix cached there (the floor)
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
+damage     what a prompt gets whose rows were damaged in host memory or on disk
 
 All texts are compared with those of an engine that computed the prompt itself. The file is
 written after every variant, and keeps what an earlier run has measured of other parts.
@@ -17,7 +18,9 @@ written after every variant, and keeps what an earlier run has measured of other
 
 import argparse
 import json
+import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import vllm_damage
 from machine import machine
 from vllm_engines import (
     MODELS,
@@ -40,7 +44,7 @@ from vllm_engines import (
     versions,
 )
 
-PARTS = ("handover", "failures")
+PARTS = ("handover", "failures", "damage")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, digest off": connector("kvstow", digest="off"),
@@ -69,6 +73,7 @@ class Settings:
     first: int = 2048
     failing: int = 16384
     filling: int = 11
+    tier_bytes: int = 1 << 30
 
 
 Save = Callable[[str, dict[str, Any]], None]
@@ -157,9 +162,9 @@ def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
 
 def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[str, float]:
     """Milliseconds per token of requests that decode while others come in: with prefixes cached
-    here, and handed over."""
-    result = {}
-    for name in ("cached", "handed over"):
+    here, and handed over, in turns; the median of each."""
+    result: dict[str, list[float]] = {}
+    for name in ("cached", "handed over") * settings.repeats:
         running = [{"prompt": settings.prompts(256), "max_tokens": 200} for _ in range(8)]
         prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         if name == "cached":
@@ -169,8 +174,8 @@ def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[s
             coming = prefilled(prefill, prompts)
         out = decode.run([*running, *({**job, "max_tokens": 1} for job in coming)], 9)
         total = [(job["total"] - job["first"]) / 199 for job in out["jobs"][:8]]
-        result[f"{name}, ms per token"] = round(1000 * sum(total) / 8, 3)
-    return result
+        result.setdefault(name, []).append(1000 * sum(total) / 8)
+    return {f"{x}, ms per token": round(statistics.median(y), 3) for x, y in result.items()}
 
 
 def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings) -> bool:
@@ -312,6 +317,28 @@ def killed(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Setti
     return decode.answer(120)["jobs"][0]
 
 
+def measure_damage(
+    engines: list[Remote], *, settings: Settings, save: Save, shared: str, folder: Path
+) -> None:
+    """Damaged rows of the host tier, and of the disk tier."""
+    from kvstow.offload.host.shared import remove
+
+    files = (partial(vllm_damage.host_files, shared), partial(vllm_damage.disk_files, folder))
+    forget = partial(fill, settings=settings)
+    results: dict[str, Any] = {}
+    try:
+        begun(engines)
+        for name, engine, found in zip(("host memory", "disk"), engines, files, strict=True):
+            results[name] = vllm_damage.measured(
+                engine, settings.prompts, settings.first, forget, found
+            )
+            save("kvstow", results)
+    finally:
+        for engine in engines:
+            engine.close()
+        remove(shared)
+
+
 # ── from the command line ─────────────────────────────────────────────────────────────
 
 
@@ -366,6 +393,16 @@ def planned(
         ]
     if model != chosen.models[0]:
         return []
+    if part == "damage":
+        shared, store = f"kvstow-bench-{os.getpid()}", folder / "store"
+        if not chosen.cpu:  # a small pool, so that little makes it forget
+            small = replace(settings.options, memory_bytes=5 << 30)
+            settings = replace(settings, options=small, filling=3)
+        engines = vllm_damage.tier_engines(
+            str(folder), settings.options, shared, store, settings.tier_bytes
+        )
+        run = partial(measure_damage, settings=settings, save=save, shared=shared, folder=store)
+        return [(engines, run)]
     transfer = connector("kvstow", lease_seconds=LEASE_SECONDS, transfer_seconds=5)
     engines = pair(str(folder), settings, transfer)
     return [(engines, partial(measure_failures, settings=settings, save=save))]
@@ -379,7 +416,7 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 20, 300)
-        made = replace(made, failing=700, filling=8)
+        made = replace(made, failing=700, filling=20, tier_bytes=8 << 20)
     return made
 
 

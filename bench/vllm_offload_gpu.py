@@ -53,8 +53,7 @@ class Settings:
     other_tokens: int = 4000
     burst: int = 8
     burst_tokens: int = 4096
-    used: int = 60
-    longest_used: int = 3000
+    used: int = 2000
 
 
 def transfers(settings: Settings) -> dict[str, dict[str, Any] | None]:
@@ -136,12 +135,7 @@ def measure(model: str, settings: Settings) -> dict[str, Any]:
             ending.callback(engine.close)
             engines[name] = Turns(engine, settings)
         started([turns.engine for turns in engines.values()])
-        use(
-            [turns.engine for turns in engines.values()],
-            settings.prompts,
-            settings.used,
-            settings.longest_used,
-        )
+        use([turns.engine for turns in engines.values()], settings.prompts, settings.used)
         for number in range(settings.rounds):
             print(f"round {number}", flush=True)
             play(engines, settings)
@@ -201,7 +195,7 @@ def main() -> None:
         if chosen.cpu:
             tiny = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
             settings = Settings(
-                tiny, settings.prompts, 128 << 20, (64, 512), 1, 1, 24, 600, 3, 200, 10, 700
+                tiny, settings.prompts, 128 << 20, (64, 512), 1, 1, 24, 600, 3, 200, 10
             )
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config))
