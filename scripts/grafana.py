@@ -34,6 +34,8 @@ BY = {
     "kvstow_router_requests": "outcome",
     "kvstow_router_faults": "exported_instance",  # Prometheus has an `instance` of its own
     "kvstow_router_prompt_tokens": "where",
+    "kvstow_router_answers": "url",
+    "kvstow_router_prefix_blocks": "url",
     **{f"kvstow_tier_{name}": "reason" for name in TIER_REASONS},
 }
 """The label by which a metric is split."""

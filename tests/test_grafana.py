@@ -29,6 +29,8 @@ def exposed() -> set[str]:
     router = RouterMetrics(telemetry.registry)
     for counter in (router.requests, router.faults, router.tokens):
         counter.labels("x").inc()
+    router.answers.labels("x", "x").inc()
+    router.prefix_blocks.labels("x", "x").set(1)
     Counter(VLLM_COUNTER, "x", ["what"], registry=telemetry.registry).labels("x").inc()
     metrics = TransferMetrics(telemetry.registry)
     for counter in (metrics.transfers, metrics.bytes, metrics.served_bytes, metrics.descriptors):

@@ -173,6 +173,18 @@ class RouterMetrics:
             ["where"],
             registry=registry,
         )
+        self.answers = Counter(
+            "kvstow_router_answers",
+            "Requests that an instance has answered, by what it was asked for and its URL",
+            ["kind", "url"],
+            registry=registry,
+        )
+        self.prefix_blocks = Gauge(
+            "kvstow_router_prefix_blocks",
+            "Blocks that an instance holds, as heard from its events",
+            ["url", "tier"],
+            registry=registry,
+        )
         self.left_out = Gauge(
             "kvstow_router_left_out",
             "Instances that failed and are not asked",

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ class Engine:
             self.store.save(self.arena, self.ledger.blocks(request), prompt)
             self.store.flush()
         self.ledger.release(request)
+        self.events.turn()
+
+    def push_off_device(self) -> None:
+        """Compute other prompts, until the device has room for nothing else."""
+        for seed in range(10, 30):
+            self.compute(tokens_of(seed, 6))
+
+    def push_out_of_host(self) -> None:
+        assert self.store.host is not None
+        assert self.store.disk is not None
+        self.store.host.evict(0, self.store.disk.keys(0))
+        self.events.turn()
+
+    def push_off_disk(self) -> None:
+        assert self.store.disk is not None
+        self.store.disk.prune(0)
         self.events.turn()
 
     def close(self) -> None:
@@ -143,20 +160,15 @@ def test_the_instance_with_the_longest_prefix_is_selected_host_and_disk_included
         assert await selected(service, tokens_of(2, 5)) == 2
 
         second.compute(shared[: 6 * SIZE], save=True)
-        for seed in range(10, 30):  # other prompts push it off the device
-            second.compute(tokens_of(seed, 6))
+        second.push_off_device()
         await settled(service, shared, {1: (1, 1, 1), 2: (0, 6, 6)})
         assert await selected(service, shared) == 2
 
-        assert second.store.host is not None
-        assert second.store.disk is not None
-        second.store.host.evict(0, second.store.disk.keys(0))
-        second.events.turn()
+        second.push_out_of_host()
         await settled(service, shared, {1: (1, 1, 1), 2: (0, 0, 6)})
         assert await selected(service, shared) == 2
 
-        second.store.disk.prune(0)
-        second.events.turn()
+        second.push_off_disk()
         await settled(service, shared, {1: (1, 1, 1)})
         assert await selected(service, shared) == 1
         service.shutdown()
@@ -185,41 +197,73 @@ def test_a_selector_that_comes_late_hears_the_past_from_replay(engines: list[Eng
 # ── the indexer ───────────────────────────────────────────────────────────────────────
 
 
-def test_the_indexer_answers_over_http_for_both_engines(engines: list[Engine], tmp_path: Path):
-    first, second = engines
-    shared = tokens_of(1, 8)
+class Indexer:
+    """Dynamo's indexer as a process; it hears the engines' live events."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> Any:
+        """An answer; None while there is none."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return json.loads(answer.read())
+        except (urllib.error.URLError, ConnectionError):
+            return None
+
+    def hears(self) -> list[str]:
+        """How far it is with each engine's events."""
+        workers = self.get("/workers") or []
+        return [each["listeners"]["0"]["status"] for each in workers]
+
+    def tokens(self, prompt: list[int]) -> dict[str, tuple[int, int, int, int]]:
+        """Per worker the longest beginning, that on the device, with the host's, the disk's."""
+        request = urllib.request.Request(
+            self.url + "/query",
+            json.dumps({"model_name": "m", "token_ids": prompt}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found = json.loads(answer.read())["instances"]
+        names = "longest_matched", "gpu", "cpu", "disk"
+        return {worker: tuple(each[name] for name in names) for worker, each in found.items()}  # pyright: ignore
+
+
+@contextmanager
+def indexer(engines: list[Engine], log: Path) -> Iterator[Indexer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     workers = ",".join(f"{e.worker}={e.publisher.address}" for e in engines)
     command = [sys.executable, "-m", "dynamo.indexer", "--port", str(port)]
     command += ["--block-size", str(SIZE), "--model-name", "m", "--workers", workers]
-    with (tmp_path / "indexer.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
-
-        def query() -> Any:
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/query",
-                json.dumps({"model_name": "m", "token_ids": shared}).encode(),
-                {"Content-Type": "application/json"},
-            )
-            try:
-                with urllib.request.urlopen(request, timeout=10) as answer:
-                    return json.loads(answer.read())
-            except (urllib.error.URLError, ConnectionError):
-                return {}
-
-        eventually(lambda: bool(query()), True)
-        time.sleep(0.5)
-        first.compute(shared[: 2 * SIZE])
-        second.compute(shared[: 5 * SIZE], save=True)
-
-        def matched() -> dict[str, int]:
-            scores = query().get("scores", {})
-            return {worker: ranks["0"] for worker, ranks in scores.items() if "0" in ranks}
-
-        eventually(matched, {"1": 2 * SIZE, "2": 5 * SIZE})
+        found = Indexer(f"http://127.0.0.1:{port}")
+        eventually(found.hears, ["active"] * len(engines))
+        time.sleep(0.5)  # a subscription's way to the publisher
+        yield found
     finally:
         process.terminate()
         process.wait(30)
+
+
+def test_the_indexer_counts_what_both_engines_hold_in_every_tier(
+    engines: list[Engine], tmp_path: Path
+):
+    first, second = engines
+    shared = tokens_of(1, 8)
+    two, five = 2 * SIZE, 5 * SIZE
+    with indexer(engines, tmp_path / "indexer.log") as found:
+        first.compute(shared[:two])
+        second.compute(shared[:five], save=True)
+        on_device = {"1": (two, two, two, two), "2": (five, five, five, five)}
+        eventually(lambda: found.tokens(shared), on_device)
+
+        second.push_off_device()
+        eventually(lambda: found.tokens(shared)["2"], (five, 0, five, five))
+        second.push_out_of_host()
+        eventually(lambda: found.tokens(shared)["2"], (five, 0, 0, five))
+        second.push_off_disk()
+        eventually(lambda: found.tokens(shared), {"1": (two, two, two, two)})

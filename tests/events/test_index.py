@@ -167,3 +167,5 @@ def test_any_order_of_stores_and_removals_counts_as_sets_do(steps: list[Step]):
         below=length(has["CPU"] | has["STORAGE"]),
     )
     assert index.num_blocks("a") == len(set().union(*has.values()))
+    counts = {"device": len(has["GPU"]), "host": len(has["CPU"]), "disk": len(has["STORAGE"])}
+    assert index.blocks_by_tier("a") == {**counts, "remote": 0}

@@ -8,6 +8,7 @@ prompt is kept for: the index counts what every token sees. It is a hint, never 
 instance checks for itself what it has when the request arrives.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -35,6 +36,7 @@ WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 _BIT = {DEVICE: 1, HOST: 2, STORAGE: 4, "DISK": 4, "CPU_PINNED": 2}
 _REMOTE = 8
+_TIERS = {"device": 1, "host": 2, "disk": 4, "remote": _REMOTE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,16 @@ class _Instance:
     adapters: set[str] = field(default_factory=set[str])
     partial: set[int] = field(default_factory=set[int])
     """Groups that keep less than the whole prefix."""
+    per_tier: Counter[int] = field(default_factory=Counter[int])
+    """Blocks in each tier, by its bit."""
     passed_over: int = 0
+
+    def add(self, block_hash: BlockHash, node: bytes, bit: int) -> None:
+        """A block is in a tier."""
+        self.blocks.setdefault(block_hash, _Block(node)).bits |= bit
+        before = self.held.get(node, 0)
+        self.per_tier[bit] += not before & bit
+        self.held[node] = before | bit
 
     def remove(self, block_hash: BlockHash, bit: int) -> None:
         """A block is gone from a tier."""
@@ -86,6 +97,7 @@ class _Instance:
         if not block.bits:
             del self.blocks[block_hash]
         left = self.held[block.node] & ~bit
+        self.per_tier[bit] -= left != self.held[block.node]
         if left:
             self.held[block.node] = left
         else:
@@ -130,6 +142,12 @@ class InstanceIndex:
             known = self._instances.get(instance)
             return len(known.held) if known else 0
 
+    def blocks_by_tier(self, instance: str) -> dict[str, int]:
+        """Blocks that an instance holds in each tier."""
+        with self._lock:
+            known = self._instances.get(instance)
+            return {tier: known.per_tier[bit] if known else 0 for tier, bit in _TIERS.items()}
+
     def held(
         self, tokens: Sequence[int], *, adapter: str = "", salt: str = ""
     ) -> dict[str, PrefixHeld]:
@@ -167,8 +185,7 @@ class InstanceIndex:
                 known.passed_over += 1
                 return
             node = _node(node, extra, words[4 * k * size : 4 * (k + 1) * size])
-            known.blocks.setdefault(block_hash, _Block(node)).bits |= bit
-            known.held[node] = known.held.get(node, 0) | bit
+            known.add(block_hash, node, bit)
 
 
 def _removed(known: _Instance, event: BlockRemoved) -> None:
@@ -190,7 +207,7 @@ def _bit(medium: str | None, locality: str | None) -> int:
 
 def _held(known: _Instance, chain: Iterable[bytes], size: int) -> PrefixHeld:
     """The whole blocks that each tier holds before its first gap."""
-    tiers = {"device": 1, "host": 2, "disk": 4, "below": 6, "remote": 8}
+    tiers = {**_TIERS, "below": _BIT[HOST] | _BIT[STORAGE]}
     length = dict.fromkeys(tiers, 0)
     growing = dict(tiers)
     for k, node in enumerate(chain):

@@ -124,3 +124,14 @@ def test_without_instances_there_is_nobody():
     nobody = Instances([], rest=1, clock=Clock())
     assert nobody.ordered() == []
     assert nobody.last_resort() == []
+
+
+def test_the_idlest_has_the_fewest_requests_and_takes_no_turn():
+    instances = made()
+    first, second, third = instances.all
+    with first.busy_with(1), third.busy_with(1):
+        assert instances.idlest() is second
+        instances.failed(second, at_once=True)
+        assert instances.idlest() is first
+        assert instances.ordered()[0] is first
+    assert Instances([], rest=1, clock=Clock()).idlest() is None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,6 +35,8 @@ class Engine:
         self.status = 200
         self.health_status = 200
         self.hangs = False
+        self.is_stopped = False
+        """It accepts connections and answers nothing, as a process that was stopped."""
         self.breaks_off = False
         self.release = asyncio.Event()
         self.tokenized = 0
@@ -55,7 +58,7 @@ class Engine:
         body = await request.json()
         self.asked.append(body)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        if self.hangs:
+        if self.hangs or self.is_stopped:
             await self.release.wait()
         if self.status != 200:
             return web.json_response({"error": self.name}, status=self.status)
@@ -77,13 +80,15 @@ class Engine:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.tokenized += 1
-        if self.hangs:
+        if self.hangs or self.is_stopped:
             await self.release.wait()
         text = body.get("prompt") or "".join(m["content"] for m in body["messages"])
         return web.json_response({"tokens": [ord(letter) for letter in text]})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.health_asked += 1
+        if self.is_stopped:
+            await self.release.wait()
         return web.Response(status=self.health_status)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -251,15 +256,23 @@ def test_headers_that_matter_reach_the_instances_and_no_others():
 # ── what clients may send ─────────────────────────────────────────────────────────────
 
 
-def test_a_clients_transfer_parameters_reach_nobody():
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_transfer_parameters_reach_nobody(path: str, stream: bool):
     forged = {"do_remote_prefill": True, "kvstow": {"tickets": ["forged"]}}
 
     async def story() -> None:
         silent, decode = Engine("p"), Engine("d")  # its prefill gives no tickets
         async with running([silent], [decode]) as front:
-            await front.ask(
-                kv_transfer_params=forged,
-                vllm_xargs={"kv_transfer_params": forged, "other": 1},
+            await front.client.post(
+                path,
+                json={
+                    "model": "m",
+                    "prompt": "Hello",
+                    "stream": stream,
+                    "kv_transfer_params": forged,
+                    "vllm_xargs": {"kv_transfer_params": forged, "other": 1},
+                },
             )
         for engine in (silent, decode):
             assert "forged" not in json.dumps(engine.asked)
@@ -297,6 +310,28 @@ def test_a_body_that_is_too_long_is_refused():
     run(story)
 
 
+@pytest.mark.parametrize("how", ["in chunks", "compressed"])
+def test_a_body_that_does_not_say_its_length_is_refused_where_it_exceeds_the_limit(how: str):
+    async def pieces(body: bytes) -> AsyncIterator[bytes]:
+        yield body[:500]
+        yield body[500:]
+
+    async def story() -> None:
+        decode = Engine("d")
+        async with running([], [decode], max_body=1000) as front:
+            for length, status in ((900, 200), (100_000, 413)):
+                body = json.dumps({"prompt": "x" * length}).encode()
+                packed = zlib.compress(body)
+                sent = pieces(body) if how == "in chunks" else packed
+                headers = {} if how == "in chunks" else {"Content-Encoding": "deflate"}
+                assert len(packed) < 1000
+                answer = await front.client.post(COMPLETIONS, data=sent, headers=headers)
+                assert answer.status == status
+        assert len(decode.asked) == 1
+
+    run(story)
+
+
 def test_a_request_that_the_engine_refuses_is_refused_with_its_words():
     async def story() -> None:
         prefill, decode = Engine("p"), Engine("d")
@@ -323,6 +358,22 @@ def test_a_hung_prefill_costs_one_request_a_moment_and_the_next_ones_nothing():
                 assert await front.text() == "d"
             assert await front.counts() == {"prefill": 1.0, "plain": 6.0}
         assert len(prefill.asked) == 1
+
+    run(story)
+
+
+def test_a_stopped_prefill_costs_the_requests_under_way_a_moment_and_the_next_ones_nothing():
+    async def story() -> None:
+        prefill, decode = Engine("p", tickets=True), Engine("d")
+        prefill.is_stopped = True
+        limits = {"prefill": 3600, "rest": 3600, "health": 0.3}
+        async with running([prefill], [decode], **limits) as front:
+            assert await asyncio.gather(*(front.text() for _ in range(3))) == ["d"] * 3
+            asked, health_asked = len(prefill.asked), prefill.health_asked
+            assert asked == 3
+            assert [await front.text() for _ in range(5)] == ["d"] * 5
+            assert await front.counts() == {"prefill": 3.0, "plain": 8.0}
+            assert (len(prefill.asked), prefill.health_asked) == (asked, health_asked)
 
     run(story)
 
@@ -468,6 +519,13 @@ def test_the_instance_with_the_longest_prefix_prefills_and_decodes():
                 assert await front.text(prompt=PROMPT) == "d1"
             assert [len(each.asked) for each in prefill] == [0, 0, 4]
             metrics = await (await front.client.get("/metrics")).text()
+            for kind, who, count in (("prefill", prefill[2], 4), ("decode", decode[1], 4)):
+                answers = f'kvstow_router_answers_total{{kind="{kind}",url="{who.url}"}}'
+                assert f"{answers} {count}.0" in metrics
+            assert metrics.count("kvstow_router_answers_total{") == 2
+            for who, tier, count in ((prefill[2], "disk", 4), (decode[1], "host", 3)):
+                blocks = f'kvstow_router_prefix_blocks{{tier="{tier}",url="{who.url}"}}'
+                assert f"{blocks} {count}.0" in metrics
         assert 'kvstow_router_prompt_tokens_total{where="held"} 48.0' in metrics
         assert 'kvstow_router_prompt_tokens_total{where="not held"} 48.0' in metrics
 
@@ -524,6 +582,37 @@ def test_a_failed_instance_is_left_out_whatever_it_holds():
     run(story)
 
 
+def test_an_instance_that_was_stopped_is_asked_for_tokens_once():
+    async def story() -> None:
+        stopped, decode = Engine("s"), Engine("d")
+        limits = {"tokenize": 0.3, "health": 0.3, "rest": 3600}
+        async with running([], [stopped, decode], by_prefix=True, **limits) as front:
+            decode.holds(PROMPT)
+            await heard(front, decode)
+            stopped.is_stopped = True
+            assert [await front.text(prompt=PROMPT) for _ in range(4)] == ["d"] * 4
+            assert (await front.counts())["decode"] == 1.0
+        assert (stopped.tokenized, len(stopped.asked)) == (1, 0)
+
+    run(story)
+
+
+def test_an_instance_that_is_slow_with_tokens_and_healthy_is_not_left_out():
+    async def story() -> None:
+        slow = Engine("s")
+        async with running([], [slow], by_prefix=True, tokenize=0.1) as front:
+            slow.holds(PROMPT)
+            await heard(front, slow)
+            slow.hangs = True
+            asking = asyncio.create_task(front.text(prompt=PROMPT))
+            await eventually(lambda: len(slow.asked) == 1)
+            slow.release.set()
+            assert await asking == "s"
+            assert await front.counts() == {"plain": 1.0}
+
+    run(story)
+
+
 def test_turns_are_taken_where_nobody_says_the_tokens():
     async def story() -> None:
         decode = [Engine("d0"), Engine("d1")]
@@ -535,6 +624,19 @@ def test_turns_are_taken_where_nobody_says_the_tokens():
             await heard(front, decode[1])
             texts = [await front.text(prompt=[PROMPT, PROMPT]) for _ in range(4)]
             assert sorted(texts) == ["d0", "d0", "d1", "d1"]
+
+    run(story)
+
+
+def test_turns_are_taken_where_nobody_holds_a_text():
+    async def story() -> None:
+        decode = [Engine("d0"), Engine("d1")]
+        async with running([], decode, by_prefix=True) as front:
+            decode[1].holds(PROMPT)
+            await heard(front, decode[1])
+            texts = [await front.text(prompt=f"{k} bottles of beer") for k in range(4)]
+            assert sorted(texts) == ["d0", "d0", "d1", "d1"]
+            assert decode[0].tokenized + decode[1].tokenized == 4
 
     run(story)
 

@@ -73,6 +73,11 @@ class Instances:
             return closed
         return sorted(closed, key=lambda each: num_tokens - held.get(each.url, 0) + each.tokens)
 
+    def idlest(self) -> Instance | None:
+        """The one with the fewest requests of those that may be asked; takes nobody's turn."""
+        closed = (each for each in self.all if not each.is_open)
+        return min(closed, key=lambda each: each.requests, default=None)
+
     def last_resort(self) -> list[Instance]:
         """All of them, for want of a better one: those that failed longest ago first."""
         return sorted(self.all, key=lambda each: each.open_until or 0.0)

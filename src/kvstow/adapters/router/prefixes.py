@@ -35,6 +35,7 @@ class Prefixes:
 
     def __init__(self, sources: Sequence[EventSource]) -> None:
         self.index = InstanceIndex()
+        self.urls = tuple(dict.fromkeys(source.url for source in sources))
         self._subscribers: list[EventSubscriber] = []
         try:
             for source in sources:

@@ -145,6 +145,7 @@ class Router:
                     async with self._opened(instance, asked, full) as answer:
                         self._decode.works(instance)
                         self._metrics.requests.labels("tickets" if params else "plain").inc()
+                        self._metrics.answers.labels("decode", instance.url).inc()
                         self._count_tokens(asked, instance)
                         return await _relayed(request, answer)
             except NoAnswer as error:
@@ -162,13 +163,17 @@ class Router:
                 async with self._session.get(url, timeout=timeout, headers=headers) as answer:
                     return web.json_response(await answer.json(), status=answer.status)
             except (ClientError, TimeoutError, ValueError) as error:
-                log.warning("decode at %s: %s", instance.url, error)
+                log.warning("decode at %s: %s", instance.url, _why(error))
         raise _error(web.HTTPBadGateway, "no decode instance answered")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok")
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
+        if self.prefixes is not None:
+            for url in self.prefixes.urls:
+                for tier, count in self.prefixes.index.blocks_by_tier(url).items():
+                    self._metrics.prefix_blocks.labels(url, tier).set(count)
         return web.Response(body=generate_latest(self._registry), content_type="text/plain")
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
@@ -186,26 +191,34 @@ class Router:
         return Asked(asked.path, asked.body, asked.headers, len(tokens), held)
 
     async def _tokenized(self, asked: Asked) -> list[int] | None:
-        """The prompt's token ids, from an instance where the request has text; None where nobody
-        says in time."""
+        """The prompt's token ids, from an instance where the request has text; None where it does
+        not say in time. One that hangs is not asked by the next request."""
         prompt = asked.body.get("prompt")
         if _is_tokens(prompt):
             return prompt
         if not isinstance(prompt, str) and "messages" not in asked.body:
             return None
-        timeout = ClientTimeout(total=self._options.tokenize)
-        for instance in (*self._prefill.ordered(), *self._decode.ordered())[:1]:
+        for kind, instances in (("prefill", self._prefill), ("decode", self._decode)):
+            instance = instances.idlest()
+            if instance is None:
+                continue
             try:
-                url = instance.url + "/tokenize"
-                async with self._session.post(
-                    url, json=asked.body, headers=asked.headers, timeout=timeout
-                ) as answer:
-                    found: Any = await answer.json() if answer.status == 200 else {}
-                tokens = found.get("tokens")
-                return tokens if _is_tokens(tokens) else None
+                return await self._tokens_from(instance, asked)
             except (ClientError, TimeoutError, ValueError, AttributeError) as error:
-                log.warning("tokens from %s: %s", instance.url, error or type(error).__name__)
+                log.warning("tokens from %s: %s", instance.url, _why(error))
+                if not await self._is_healthy(instance):
+                    self._note(kind, instances, instance, error)
+                return None
         return None
+
+    async def _tokens_from(self, instance: Instance, asked: Asked) -> list[int] | None:
+        timeout = ClientTimeout(total=self._options.tokenize)
+        async with self._session.post(
+            instance.url + "/tokenize", json=asked.body, headers=asked.headers, timeout=timeout
+        ) as answer:
+            found: Any = await answer.json() if answer.status == 200 else {}
+        tokens = found.get("tokens")
+        return tokens if _is_tokens(tokens) else None
 
     def _count_tokens(self, asked: Asked, instance: Instance) -> None:
         if asked.num_tokens is not None and asked.held is not None:
@@ -229,6 +242,7 @@ class Router:
                             return None
                         found: Any = json.loads(await _read(answer, MAX_TICKET_ANSWER))
                 self._prefill.works(instance)
+                self._metrics.answers.labels("prefill", instance.url).inc()
                 params = found.get(PARAMS) if isinstance(found, dict) else None
                 return params if isinstance(params, dict) else None
             except (NoAnswer, TimeoutError, ClientError, ValueError) as error:
@@ -239,7 +253,7 @@ class Router:
         """An instance failed."""
         instances.failed(instance, at_once=not isinstance(error, NoAnswer) or error.at_once)
         self._metrics.faults.labels(kind).inc()
-        log.warning("%s at %s: %s", kind, instance.url, error or type(error).__name__)
+        log.warning("%s at %s: %s", kind, instance.url, _why(error))
 
     @asynccontextmanager
     async def _opened(
@@ -255,7 +269,7 @@ class Router:
         try:
             answer = await self._awaited(instance, posting)
         except (ClientError, TimeoutError, OSError) as error:
-            raise NoAnswer(str(error) or type(error).__name__, at_once=True) from error
+            raise NoAnswer(_why(error), at_once=True) from error
         finally:
             posting.cancel()
         async with answer:
@@ -316,6 +330,11 @@ def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
     """An answer as OpenAI's clients understand it."""
     about = {"message": message, "type": kind.__name__, "code": kind.status_code}
     return kind(text=json.dumps({"error": about}), content_type="application/json")
+
+
+def _why(error: Exception) -> str:
+    """What an error says, or its name where it says nothing."""
+    return str(error) or type(error).__name__
 
 
 def _is_tokens(value: object) -> bool:
