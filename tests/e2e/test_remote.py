@@ -113,6 +113,7 @@ def test_a_prompt_of_two_ranks_is_found_by_one_after_all_have_ended(tmp_path, ki
         url = f"{server.url}{joint}budget=20&load=30"
         prefilled = engines(url, first, ranks=2)
         assert [each["found"] for each in prefilled] == [0, 0]
+        assert [(each["stored"], each["dropped"]) for each in prefilled] == [(6, {})] * 2
         assert prefilled[0]["answer"] == prefilled[1]["answer"]
         if kind is not Mooncake:  # a master that is started again knows nothing, by design
             server.kill()

@@ -170,11 +170,14 @@ class Seaweed(ServerProcess):
 
 
 class Mooncake(ServerProcess):
-    """A Mooncake master with its metadata server (0), and one owner of memory (1)."""
+    """A Mooncake master with its metadata server (0), and one owner of memory (1).
 
-    def __init__(self, directory: Path, memory: str = "256 MB") -> None:
+    The options are the master's.
+    """
+
+    def __init__(self, directory: Path, memory: str = "256 MB", *options: str) -> None:
         super().__init__(directory, 4)
-        self._memory = memory
+        self._memory, self._options = memory, options
 
     @property
     def url(self) -> str:
@@ -187,6 +190,7 @@ class Mooncake(ServerProcess):
         first = [_program("mooncake_master", MOONCAKE), "--rpc_address=127.0.0.1"]
         first += [f"--rpc_port={master}", "--enable_http_metadata_server=true"]
         first += [f"--http_metadata_server_port={metadata}", f"--metrics_port={metrics}"]
+        first += self._options
         second = [_program("mooncake_client", MOONCAKE), "--host=127.0.0.1", f"--port={owner}"]
         second += ["--protocol=tcp", f"--global_segment_size={self._memory}"]
         second += [f"--metadata_server=http://127.0.0.1:{metadata}/metadata"]

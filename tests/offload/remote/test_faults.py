@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.clients.base import Blob
+from kvstow.offload.remote.clients.base import NO_ROOM, Blob
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import RemoteOptions, opened
@@ -198,6 +198,30 @@ def test_writes_never_wait_and_what_does_not_fit_is_dropped_and_counted(valkey_u
     assert tier.counts.stored_rows == taken.sum()
     assert loaded(tier) == taken.tolist()
     tier.close()
+
+
+def test_rows_that_a_full_store_refuses_are_counted_and_the_others_are_read(tmp_path, caplog):
+    with Valkey(tmp_path) as server:
+        tier, stranger = (
+            tier_of(opened(server.url)[0], tenant=tenant) for tenant in ("known", "stranger")
+        )
+        stored(tier, range(2))
+        tier.client._redis.config_set("maxmemory", "1")  # nothing fits any more
+        for one in (tier, stranger):
+            one.store(0, KEYS, [numbered_row(one, 0, n) for n in range(6)])
+            assert one.flush(20)
+        assert tier.counts.stored_rows == 2
+        assert tier.writes.dropped == {NO_ROOM: 4}
+        assert "rows are not written: no room for" in caplog.text
+        assert stranger.counts.stored_rows == 0
+        assert stranger.writes.dropped == {NO_ROOM: 6}
+        assert not tier.breaker.is_open
+        assert loaded(tier) == [True] * 2 + [False] * 4
+        tier.client._redis.config_set("maxmemory", "0")
+        stored(tier)
+        assert loaded(tier) == [True] * 6
+        for one in (tier, stranger):
+            one.close()
 
 
 def test_a_row_that_is_there_is_not_sent_again(url):

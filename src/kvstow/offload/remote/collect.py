@@ -99,14 +99,15 @@ def collect(
     now = clock()
     rows = sorted(rows_in(client), key=lambda row: row.facts.modified)
     gone = _victims(rows, now, most, most_by_tenant, older_than)
-    names = [row.facts.name for row in gone]
-    for at in range(0, len(names), DELETE):
-        client.delete(names[at : at + DELETE])
-    removed = set(names)
+    removed: set[str] = set()
+    for at in range(0, len(gone), DELETE):
+        names = {row.facts.name for row in gone[at : at + DELETE]}
+        removed |= names - client.delete(list(names)).keys()
     left = _counted([row for row in rows if row.facts.name not in removed], now)
     client.delete([USAGE])
     client.put([Blob(USAGE, np.frombuffer(json.dumps(asdict(left)).encode(), np.uint8))])
-    return Collected(len(gone), sum(row.facts.nbytes for row in gone), left)
+    nbytes = sum(row.facts.nbytes for row in gone if row.facts.name in removed)
+    return Collected(len(removed), nbytes, left)
 
 
 def _victims(

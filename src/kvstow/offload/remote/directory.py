@@ -18,7 +18,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.clients.base import Blob, BlobClient
+from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreFull
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import Bytes
@@ -82,11 +82,14 @@ class Directory:
             return tuple(self._known.values())
 
     def publish(self, mine: WriterLayout) -> None:
-        """Make sure that others find this layout. Asks first, so that it may be called often."""
+        """Make sure that others find this layout. Asks first, so that it may be called often.
+
+        Raises StoreFull where there is no room for it: rows would not be found by anybody.
+        """
         with self._lock:
             self._known.setdefault(mine.fingerprint, mine)
         name = f"{self.base}/manifest/{mine.fingerprint}"
-        self._client.put([Blob(name, np.frombuffer(mine.manifest, np.uint8))])
+        self._make(name, np.frombuffer(mine.manifest, np.uint8))
         wanted = np.frombuffer(mine.fingerprint.encode(), np.uint8)
         for first in range(0, MOST_ENTRIES, BATCH):
             names = [self._entry(i) for i in range(first, first + BATCH)]
@@ -96,10 +99,14 @@ class Directory:
             for entry, data in zip(names, there, strict=True):
                 if data is not None:
                     continue
-                self._client.put([Blob(entry, wanted)])  # somebody else may be faster
+                self._make(entry, wanted)  # somebody else may be faster
                 if _text(self._client.get([entry], _FINGERPRINT)[0]) == mine.fingerprint:
                     return
         log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
+
+    def _make(self, name: str, data: Bytes) -> None:
+        for _, reason in self._client.put([Blob(name, data)]).items():
+            raise StoreFull(f"{self._client.where}: {name} of {data.nbytes} bytes: {reason}")
 
     def refresh(self) -> None:
         """Look which layouts there are. Manifests that cannot be used are noted once."""

@@ -262,27 +262,33 @@ class RemoteTier:
     def _name(self, group: int, key: bytes) -> str:
         return self._directory.row_name(self._own.fingerprint, group, key)
 
-    def _count_written(self, new: Sequence[Blob], known: Sequence[Blob]) -> None:
+    def _count_written(self, new: Sequence[Blob], others: Sequence[Blob]) -> None:
+        """Rows were written, others were there already or were refused."""
         nbytes = sum(blob.data.nbytes for blob in new)
         self._quota.add(nbytes)
         self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
-        for blob in (*new, *known):
+        for blob in (*new, *others):
             self._rooms[blob.data.nbytes].give(blob.data)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
-        """Remove the objects that rows are made of; how many rows were there."""
+        """Remove the objects that rows are made of; how many rows were there and are gone."""
         checked_keys(self.layout, group, keys)
         where = zip(keys, self._where(group, keys), strict=True)
         found = [(key, parts) for key, parts in where if parts is not None]
         names = list({self._look_ups.name(part) for _, parts in found for part in parts})
         try:
-            self._calls.run(lambda: self.client.delete(names), self.options.load)
+            kept = self._calls.run(lambda: self.client.delete(names), self.options.load)
         except StoreUnreachable:
             return 0
-        self._look_ups.forget(group, [key for key, _ in found])
-        self.writes.forget(names)
-        self._counter.add(Counts(evicted_rows=len(found)))
-        return len(found)
+        gone = [
+            key
+            for key, parts in found
+            if not all(self._look_ups.name(part) in kept for part in parts)
+        ]
+        self._look_ups.forget(group, gone)
+        self.writes.forget([name for name in names if name not in kept])
+        self._counter.add(Counts(evicted_rows=len(gone)))
+        return len(gone)
 
     # ── the end ───────────────────────────────────────────────────────────────────
 

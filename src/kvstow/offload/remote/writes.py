@@ -11,7 +11,13 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 
 from kvstow.offload.remote.calls import Breaker
-from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
+from kvstow.offload.remote.clients.base import (
+    NO_ROOM,
+    Blob,
+    BlobClient,
+    StoreFull,
+    StoreUnreachable,
+)
 
 log = logging.getLogger("kvstow.offload")
 
@@ -32,7 +38,7 @@ class WriteQueue:
         max_bytes: int,
         num_threads: int = 2,
         before: Callable[[], None] = lambda: None,
-        written: Callable[[Sequence[Blob], Sequence[Blob]], None] = lambda new, known: None,
+        written: Callable[[Sequence[Blob], Sequence[Blob]], None] = lambda new, others: None,
     ) -> None:
         self._client, self._breaker = client, breaker
         self._max_bytes = max_bytes
@@ -74,10 +80,10 @@ class WriteQueue:
         with self._lock:
             return dict(sorted(self._dropped.items()))
 
-    def drop(self, reason: str, message: str) -> None:
-        """A row is not written; the message is logged once a minute."""
+    def drop(self, reason: str, message: str, count: int = 1) -> None:
+        """Rows are not written; the message is logged once a minute."""
         with self._lock:
-            self._dropped[reason] += 1
+            self._dropped[reason] += count
             silent = monotonic() - self._said < 60
             self._said = self._said if silent else monotonic()
         if not silent:
@@ -145,6 +151,8 @@ class WriteQueue:
                 self._breaker.trip(str(error))
                 with self._lock:
                     self._dropped["unreachable"] += len(batch)
+            except StoreFull as error:
+                self.drop(NO_ROOM, str(error), len(batch))
             finally:
                 self._done(batch)
 
@@ -164,11 +172,13 @@ class WriteQueue:
         self._before()
         there = self._there([blob.name for blob in batch])
         new = [blob for blob in batch if blob.name not in there]
-        if new:
-            self._client.put(new)
+        refused = self._client.put(new) if new else {}
+        for reason, count in Counter(refused.values()).items():
+            self.drop(reason, f"{reason} for {count} of {len(new)} rows", count)
         with self._lock:
-            _note(self._recent, [blob.name for blob in batch])
-        self._written(new, [blob for blob in batch if blob.name in there])
+            _note(self._recent, [blob.name for blob in batch if blob.name not in refused])
+        made = [blob for blob in new if blob.name not in refused]
+        self._written(made, [blob for blob in batch if blob.name in there | refused.keys()])
 
     def _there(self, names: Sequence[str]) -> set[str]:
         """Which objects are there already. Those that were absent lately are not asked for: to

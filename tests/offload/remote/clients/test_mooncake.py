@@ -1,10 +1,13 @@
-"""What is special about Mooncake: copies whose owner died, a master that forgets."""
+"""What is special about Mooncake: copies whose owner died, a master that forgets, no room."""
 
 import time
+from threading import Event, Thread
 
+import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
+from kvstow.offload.remote.clients.base import NO_ROOM, Blob
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.testing.servers import Mooncake
@@ -23,9 +26,10 @@ def server(tmp_path):
         yield started
 
 
-def tier_of(server):
+def tier_of(server, tenant="shared"):
     client, _ = opened(server.url + "&stage=16MiB")
-    return RemoteTier(client, layout_of(), options=RemoteOptions(budget=10.0, load=20.0))
+    options = RemoteOptions(budget=10.0, load=20.0, tenant=tenant)
+    return RemoteTier(client, layout_of(), options=options)
 
 
 def rows_of(tier):
@@ -88,3 +92,75 @@ def test_a_master_that_was_started_again_knows_no_rows_and_takes_new_ones(server
     assert loaded(tier) == [False] * len(KEYS)
     eventually(tier, True)
     tier.close()
+
+
+def test_objects_that_somebody_else_is_making_are_missing_or_whole(server):
+    """Ranks of one engine look for the same objects while others make them."""
+    first, second = (opened(server.url + "&stage=16MiB")[0] for _ in range(2))
+    data = np.arange(1 << 16).view(np.uint8)
+    over, seen, errors = Event(), set(), []
+    now = [0]
+
+    def look():
+        try:
+            while not over.is_set():
+                names = [f"race {n}" for n in range(now[0], now[0] + 4)]
+                second.exists(names)
+                for blob in second.get(names, data.nbytes):
+                    seen.add(blob is not None)
+                    assert blob is None or (blob == data).all()
+                parts = second.get_ranges([(name, [(0, 8), (64, 128)]) for name in names])
+                for found in parts:
+                    assert found is None or (np.concatenate(found)[8:] == data[64:128]).all()
+                assert second.put([Blob(names[1], data)]) == {}
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=look)
+    thread.start()
+    for now[0] in range(150):
+        assert first.put([Blob(f"race {now[0] + 1}", data)]) == {}
+    over.set()
+    thread.join()
+    assert not errors, errors
+    assert seen == {False, True}
+    for client in (first, second):
+        client.close()
+
+
+def fill(client):
+    """Make objects until not even a small one fits; what was made is promised to a reader."""
+    for nbytes in (4 << 20, 256 << 10, 16 << 10, 1 << 10, 256):
+        for n in range(1000):
+            blob = Blob(f"{nbytes} {n}", np.zeros(nbytes, np.uint8))
+            refused = client.put([blob])
+            if refused:
+                assert refused == {blob.name: NO_ROOM}
+                assert not client.exists([blob.name]).any()
+                break
+            assert client.exists([blob.name]).all()
+        else:
+            raise AssertionError("the store takes more than it has room for")
+
+
+def test_rows_that_a_full_store_refuses_are_counted_and_never_called_stored(tmp_path):
+    with Mooncake(tmp_path, "64 MB", "--default_kv_lease_ttl=3600000") as server:
+        tier = tier_of(server)
+        tier.store(0, KEYS[:2], rows_of(tier)[:2])
+        assert tier.flush(20)
+        assert tier.counts.stored_rows == 2
+        assert tier.contains(0, KEYS).tolist() == [True] * 2 + [False] * 4
+        fill(tier.client)
+        tier.store(0, KEYS, rows_of(tier))
+        assert tier.flush(20)
+        assert tier.counts.stored_rows == 2
+        assert tier.writes.dropped == {NO_ROOM: 4}
+        assert not tier.breaker.is_open  # it answers: what it has is still read
+        assert loaded(tier) == [True] * 2 + [False] * 4
+        stranger = tier_of(server, tenant="stranger")  # not even its manifest fits
+        stranger.store(0, KEYS, rows_of(stranger))
+        assert stranger.flush(20)
+        assert stranger.counts.stored_rows == 0
+        assert stranger.writes.dropped == {NO_ROOM: 6}
+        for one in (tier, stranger):
+            one.close()

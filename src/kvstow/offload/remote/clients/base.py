@@ -6,7 +6,8 @@
     exists      which objects are there
     delete      objects are gone, whether they were there or not
 
-An object that is missing is an answer. Whatever else goes wrong is `StoreUnreachable`.
+An object that is missing is an answer, and so is one that is refused: stores answer for each object
+of a batch, and every answer is looked at. Whatever else goes wrong is `StoreUnreachable`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,18 @@ from kvstow.offload.tier import Bools, Bytes
 Range = tuple[int, int]
 """Start and end of bytes of an object, half open."""
 
+Refused = dict[str, str]
+"""Names of objects that a store did not make or remove, and why: "no room", "busy"."""
+
+NO_ROOM, BUSY = "no room", "busy"
+
 
 class StoreUnreachable(StoreError):
     """A store that does not answer, or answers with an error."""
+
+
+class StoreFull(StoreError):
+    """A store that answers, and has no room for an object without which rows are not found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +59,9 @@ class BlobClient(Protocol):
         """The store, for messages; without passwords."""
         ...
 
-    def put(self, blobs: Sequence[Blob]) -> None: ...
+    def put(self, blobs: Sequence[Blob]) -> Refused:
+        """Objects that are not there now, because the store refused them."""
+        ...
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         """Whole objects. One of more than `most` bytes may come as missing."""
@@ -61,7 +73,9 @@ class BlobClient(Protocol):
 
     def exists(self, names: Sequence[str]) -> Bools: ...
 
-    def delete(self, names: Sequence[str]) -> None: ...
+    def delete(self, names: Sequence[str]) -> Refused:
+        """Objects that are still there."""
+        ...
 
     def close(self) -> None: ...
 

@@ -2,12 +2,15 @@
 
 Rows lie in the memory of many machines and go over RDMA or TCP. It is a cache and nothing else:
 a master that is started again knows no keys, and for some seconds after the owner of a copy has
-died a put of the same key is answered with success. Both are misses to us, since what counts is
-what a read returns.
+died a put of the same key is answered with success, and so is a put of a key that somebody else is
+writing at that moment. All of these are misses to us, since what counts is what a read returns.
+
+Mooncake answers a batch with a number per object. Those below are about that object; every other
+negative one is about the store.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, cast
@@ -15,7 +18,14 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import Blob, Range, StoreUnreachable
+from kvstow.offload.remote.clients.base import (
+    BUSY,
+    NO_ROOM,
+    Blob,
+    Range,
+    Refused,
+    StoreUnreachable,
+)
 from kvstow.offload.tier import Bools, Bytes
 
 try:
@@ -29,11 +39,18 @@ except ImportError as error:
         f"mooncake ({error})", install="and: apt install libibverbs1 libnl-3-200 libnl-route-3-200"
     ) from None
 
-NOT_FOUND, TOO_SMALL = -704, -600
-"""Answers to a read: no such object; another size than was asked for."""
+NOT_MADE = {-101: NO_ROOM, -200: NO_ROOM, -800: "not sent"}
+"""Answers to a put: there is no machine with memory; none with room; the one that was to have the
+object does not take it."""
 
-GONE = -800
-"""The machine that had the object, or was to have it, is gone or has no room."""
+NOT_REMOVED = {-703: BUSY, -706: BUSY, -714: BUSY}
+"""Answers to a removal: being written; promised to a reader; being read."""
+
+OTHER_SIZE, NOT_FOUND = -600, -704
+
+NOT_READ = {OTHER_SIZE, NOT_FOUND, -703, -707, -712, -800, -801}
+"""Answers to a read: larger than was asked for; no such object; being written; no longer promised
+when it came; its machine is gone; its machine does not answer; other bytes than were written."""
 
 STAGE_BYTES = 64 << 20
 """Registered memory that reads and writes go through."""
@@ -77,13 +94,13 @@ class MooncakeClient:
             raise StoreUnreachable(f"{self.where}: {nbytes} bytes not registered: {status}")
         return _Stage(memory, address)
 
-    def put(self, blobs: Sequence[Blob]) -> None:
-        """Make objects. One for which no machine has room is not made, and that is no error."""
+    def put(self, blobs: Sequence[Blob]) -> Refused:
+        answers: list[int] = []
         with self._out.lock:
             for lot in _lots([blob.data.nbytes for blob in blobs], self._out.memory.nbytes):
                 names, places, sizes = self._placed([blobs[i] for i in lot])
-                answers = self._store.batch_put_from(names, places, sizes)
-                self._check([answer for answer in answers if answer != GONE])
+                answers += self._store.batch_put_from(names, places, sizes)
+        return self._refused([blob.name for blob in blobs], answers, NOT_MADE)
 
     def _placed(self, blobs: Sequence[Blob]) -> tuple[list[str], list[int], list[int]]:
         """Blobs copied into the stage: their names, addresses and sizes."""
@@ -106,7 +123,7 @@ class MooncakeClient:
                 got = self._in.memory[: most * len(keys)].copy()
                 found += [
                     got[start : start + answer] if answer >= 0 else None
-                    for start, answer in zip(starts, self._check(answers), strict=True)
+                    for start, answer in zip(starts, self._checked(answers, NOT_READ), strict=True)
                 ]
         return found
 
@@ -135,7 +152,9 @@ class MooncakeClient:
         got = self._in.memory[:at].copy()
         found: list[list[Bytes] | None] = []
         for starts, sizes in zip(places, answers, strict=True):
-            missing = any(size in (NOT_FOUND, GONE) for size in self._check(sizes))
+            missing = any(
+                size < 0 and size != OTHER_SIZE for size in self._checked(sizes, NOT_READ)
+            )
             parts = [
                 got[start : start + max(size, 0)] for start, size in zip(starts, sizes, strict=True)
             ]
@@ -144,21 +163,30 @@ class MooncakeClient:
 
     def exists(self, names: Sequence[str]) -> Bools:
         answers = self._store.batch_is_exist([self._prefix + name for name in names])
-        return np.array(self._check(answers), np.int64) == 1
+        return np.array(self._checked(answers, NOT_READ), np.int64) == 1
 
-    def delete(self, names: Sequence[str]) -> None:
-        self._check(self._store.batch_remove([self._prefix + name for name in names], True))
+    def delete(self, names: Sequence[str]) -> Refused:
+        answers = self._store.batch_remove([self._prefix + name for name in names], True)
+        known = [0 if answer == NOT_FOUND else answer for answer in answers]
+        return self._refused(names, known, NOT_REMOVED)
 
     def close(self) -> None:
         with self._in.lock, self._out.lock:
             self._store.close()
 
-    def _check(self, answers: Sequence[int]) -> Sequence[int]:
-        """The answers; StoreUnreachable for one that means neither yes nor no."""
+    def _checked(self, answers: Sequence[int], known: Container[int]) -> Sequence[int]:
+        """The answers; StoreUnreachable for a negative one that is not known."""
         for answer in answers:
-            if answer < 0 and answer not in (NOT_FOUND, TOO_SMALL, GONE):
+            if answer < 0 and answer not in known:
                 raise StoreUnreachable(f"{self.where}: error {answer}")
         return answers
+
+    def _refused(
+        self, names: Sequence[str], answers: Sequence[int], known: Mapping[int, str]
+    ) -> Refused:
+        """The objects with a negative answer, and what each means."""
+        pairs = zip(names, self._checked(answers, known), strict=True)
+        return {name: known[answer] for name, answer in pairs if answer < 0}
 
 
 def _lots(sizes: Sequence[int], most: int) -> list[range]:

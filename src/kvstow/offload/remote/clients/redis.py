@@ -11,7 +11,14 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import Blob, BlobFacts, Range, StoreUnreachable
+from kvstow.offload.remote.clients.base import (
+    NO_ROOM,
+    Blob,
+    BlobFacts,
+    Range,
+    Refused,
+    StoreUnreachable,
+)
 from kvstow.offload.tier import Bools, Bytes
 
 try:
@@ -38,11 +45,17 @@ class RedisClient:
         where = self._redis.connection_pool.connection_kwargs
         self.where = f"redis://{where.get('host', '')}:{where.get('port', '')}/{prefix}"
 
-    def put(self, blobs: Sequence[Blob]) -> None:
+    def put(self, blobs: Sequence[Blob]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)
         for blob in blobs:
             pipe.set(self._prefix + blob.name, blob.data.data, nx=True)
-        self._sent(pipe)
+        refused: Refused = {}
+        for blob, answer in zip(blobs, self._sent(pipe, raises=False), strict=True):
+            if isinstance(answer, redis.OutOfMemoryError):
+                refused[blob.name] = NO_ROOM
+            elif isinstance(answer, redis.RedisError):
+                raise StoreUnreachable(f"{self.where}: {answer}")
+        return refused
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         """Whole objects, read from the socket to where they stay: `redis` copies them twice more
@@ -81,11 +94,12 @@ class RedisClient:
             pipe.exists(self._prefix + name)
         return np.array(self._sent(pipe), bool)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.unlink(self._prefix + name)
         self._sent(pipe)
+        return {}
 
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
         """Keys with their lengths. Redis keeps no times: `modified` is when they were last used,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import Blob, BlobFacts, Range, StoreUnreachable
+from kvstow.offload.remote.clients.base import Blob, BlobFacts, Range, Refused, StoreUnreachable
 from kvstow.offload.tier import Bools, Bytes
 
 try:
@@ -61,7 +61,9 @@ class S3Client:
         self._thread.start()
         self._seconds = seconds
 
-    def put(self, blobs: Sequence[Blob]) -> None:
+    def put(self, blobs: Sequence[Blob]) -> Refused:
+        """S3 makes an object or raises: a batch of which one fails counts as failed."""
+
         async def put(blob: Blob) -> None:
             with suppress(AlreadyExistsError):
                 await obstore.put_async(
@@ -69,6 +71,7 @@ class S3Client:
                 )
 
         self._each(put, blobs)
+        return {}
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         async def get(name: str) -> Bytes | None:
@@ -102,12 +105,13 @@ class S3Client:
 
         return np.array(self._each(head, names), bool)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str]) -> Refused:
         async def delete(some: list[str]) -> None:
             with suppress(FileNotFoundError):
                 await obstore.delete_async(self._store, some)
 
         self._each(delete, [list(names[at : at + 1000]) for at in range(0, len(names), 1000)])
+        return {}
 
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
         try:
