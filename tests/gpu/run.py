@@ -1,16 +1,21 @@
-"""Run the GPU tests with nothing but torch: `PYTHONPATH=src python tests/gpu/run.py [--json FILE]`.
+"""Run the GPU tests with nothing but torch: `PYTHONPATH=src python tests/gpu/run.py [NAME …]`.
 
 A machine with a GPU may have neither pytest nor hypothesis. Every function named test_ is
-called; what it raises is printed; the exit status says whether all passed.
+called, or those with a NAME in theirs; what it raises is printed. A test that raises
+`unittest.SkipTest` was not run. The exit status says whether all others passed.
+
+A test may ask for pytest's `record_property`: what it records goes into the file of `--json`.
 """
 
 import argparse
 import importlib.util
+import inspect
 import json
 import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import SkipTest
 
 
 def tests() -> list[tuple[str, object]]:
@@ -20,6 +25,7 @@ def tests() -> list[tuple[str, object]]:
             continue
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         found += [
             (f"{path.stem}::{name}", function)
@@ -29,30 +35,49 @@ def tests() -> list[tuple[str, object]]:
     return found
 
 
+def outcome(test) -> tuple[str, dict[str, object]]:
+    """What became of one test, and what it recorded."""
+    recorded: dict[str, object] = {}
+    wanted = "record_property" in inspect.signature(test).parameters
+    try:
+        test(**({"record_property": recorded.__setitem__} if wanted else {}))
+        return "passed", recorded
+    except SkipTest as reason:
+        return f"not run: {reason}"[:500], recorded
+    except Exception as error:
+        traceback.print_exc()
+        return f"failed: {type(error).__name__}: {error}"[:500], recorded
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--json", type=Path)
-    json_file = parser.parse_args().json
+    options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from bench.machine import machine
 
     results = []
     for name, test in tests():
+        if options.names and not any(part in name for part in options.names):
+            continue
         started = time.perf_counter()
-        try:
-            test()
-            outcome = "passed"
-        except Exception as error:
-            traceback.print_exc()
-            outcome = f"failed: {type(error).__name__}: {error}"[:500]
+        said, recorded = outcome(test)
         seconds = round(time.perf_counter() - started, 2)
-        print(f"{outcome.split(':')[0]:<7} {seconds:7.2f} s  {name}", flush=True)
-        results.append({"test": name, "outcome": outcome, "seconds": seconds})
-    failed = [r["test"] for r in results if r["outcome"] != "passed"]
-    print(f"{len(results) - len(failed)} passed, {len(failed)} failed", flush=True)
-    if json_file:
-        json_file.write_text(json.dumps({"machine": machine(), "tests": results}, indent=1))
-    return 1 if failed or not results else 0
+        word, _, reason = said.partition(": ")
+        print(f"{word:<7} {seconds:7.2f} s  {name}", flush=True)
+        if word == "not run":
+            print(f"        {reason}", flush=True)
+        if recorded:
+            print(json.dumps(recorded, indent=1), flush=True)
+        result = {"test": name, "outcome": said, "seconds": seconds}
+        results.append({**result, "recorded": recorded} if recorded else result)
+    words = ("passed", "failed", "not run")
+    counts = {word: sum(r["outcome"].startswith(word) for r in results) for word in words}
+    print(", ".join(f"{count} {word}" for word, count in counts.items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "tests": results}, indent=1))
+    return 1 if counts["failed"] or not counts["passed"] else 0
 
 
 if __name__ == "__main__":

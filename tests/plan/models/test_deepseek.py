@@ -5,9 +5,12 @@ from collections import Counter
 import pytest
 
 from kvstow.errors import ModelError
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Order
 from kvstow.plan.models import deepseek, model_layers
 from kvstow.plan.models.deepseek import indexer, latent
 from kvstow.plan.models.serving import Precision, precision
+from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import LayerSpec
 from model_facts import config
@@ -228,3 +231,18 @@ def test_an_index_page_is_all_keys_and_then_all_scales() -> None:
     ):
         assert [part.cell_bytes for part in spec.sections] == [128, 4]
         assert spec.section_offsets == (0, 64 * 128)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC", "LBHNC", "LBNHC"])
+def test_v4_latents_lie_as_flashmla_reads_them(packing: Packing, order: Order) -> None:
+    groups = grouped(model_layers("deepseek-v4-flash").layers)
+    layout = packed_as(packing, groups, num_slabs=3, site=Site(order=order))
+    for name, states in (("20.attn.sliding", 64), ("20.attn.c4", 64), ("21.attn.c128", 2)):
+        page = layout.page(f"model.layers.{name}")
+        block, content = page.axes
+        assert content.stride == 1
+        assert content.size >= states * 584
+        assert page.offset % 16 == 0  # loads of 16 bytes on Hopper
+        assert block.stride % 576 == 0  # tensor maps on Blackwell
+        assert block.stride < 2**31
