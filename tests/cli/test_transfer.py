@@ -3,13 +3,20 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+import dns_name
+from etcd_server import etcd, free_port
 from kvstow.plan.manifest import encode
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.curve import Keys
+from kvstow.transfer.discovery import EtcdLease
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, hybrid_layout, rows_for
+from waiting import wait_for
 
 
 def kvstow(*words: str) -> subprocess.CompletedProcess[str]:
@@ -75,6 +82,50 @@ def test_agents_with_keys_are_shown_to_those_who_have_some(tmp_path):
     assert "hint: an agent with keys answers only those that have some" in refused.stdout
     file.write_text("{}")
     assert kvstow("peers", node.address, "--keys-file", str(file)).returncode == 2
+
+
+def test_peers_finds_agents_by_a_name_in_dns(tmp_path):
+    """The system's resolver asks a DNS server in a network of its own: two addresses, one name."""
+    own_network = ["unshare", "-rmn"]
+    if subprocess.run([*own_network, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no network of its own without user namespaces")
+    command = [*own_network, sys.executable, str(Path(dns_name.__file__)), str(tmp_path)]
+    source = f"dns://{dns_name.NAME}:{dns_name.PORT}"
+    command += [sys.executable, "-m", "kvstow", "peers", "--json", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = {each["agent"]: each["address"] for each in json.loads(done.stdout)}
+    assert found == {f"agent-{each}": f"tcp://{each}:{dns_name.PORT}" for each in dns_name.HOSTS}
+
+
+def test_peers_finds_agents_that_have_a_lease_in_etcd(pair, tmp_path):
+    port = free_port()
+    source = f"etcd://127.0.0.1:{port}/kvstow/"
+    with etcd(tmp_path, port):
+        with EtcdLease(source, "prefill", pair[0].address):
+            found = json.loads(kvstow("peers", "--json", source).stdout)
+            assert [each["agent"] for each in found] == ["prefill"]
+        assert json.loads(kvstow("peers", "--json", source).stdout) == []
+    gone = kvstow("peers", source)
+    assert gone.returncode == 2
+    assert source in gone.stderr
+
+
+def test_peers_shows_what_may_be_asked_for_and_why_questions_got_no_ticket(pair):
+    """Its layout has recurrent states: none of them is lent."""
+    producer, consumer = pair
+    producer.agent.register({0: Blocks.first([1])}, {0: [bytes(32)]})
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(
+            consumer.agent.ask, producer.address, [bytes(32)], step=4, seconds=30
+        )
+        wait_for(lambda: producer.agent.settle() or asking.done())
+    assert asking.result() is None
+    shown = kvstow("peers", producer.address).stdout
+    said = "1 block to be asked for, 0 of 1 question answered with a ticket (1 for recurrent states"
+    assert said in shown
+    (document,) = json.loads(kvstow("peers", "--json", producer.address).stdout)
+    assert document["answers"] == {"states": 1}
 
 
 def test_bench_transfer_prints_its_stable_keys():

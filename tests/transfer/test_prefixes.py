@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.retention import Full, Window
+from kvstow.plan.retention import Full, State, Window
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.messages import AskPrefix, TellPrefix
@@ -180,6 +181,22 @@ def test_a_question_under_another_identity_is_a_miss(pair: tuple[Engine, Engine]
     assert producer.agent.prefixes.has_room()
     assert producer.agent.prefixes.answer(forged, never) is None
     assert producer.agent.prefixes.answers == {"identity": 1}
+
+
+def test_recurrent_states_are_not_given_to_askers_and_the_answer_is_counted_as_such():
+    """A state is overwritten in place as its request goes on: its block holds a key's bytes for a
+    moment only, and its generation does not tell."""
+    state = replace(attention("l.1", Full(), 4), retention=State(checkpoints=2), states=1)
+    layout = packed(grouped([LAYERS[0], state]), num_slabs=40)
+    fabric = Fabric()
+    producer, consumer = (Engine(fabric, name, layout=layout) for name in ("p", "a consumer"))
+    try:
+        producer.holds(Prompt.of(PROMPT.tokens[:28]))
+        assert asked(consumer, producer, keys_of(PROMPT)) is None
+        assert producer.agent.prefixes.answers == {"states": 1}
+    finally:
+        for engine in (producer, consumer):
+            engine.agent.close()
 
 
 def test_a_tenants_rows_are_found_by_its_own_keys_only(pair: tuple[Engine, Engine]):

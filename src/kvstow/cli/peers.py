@@ -29,6 +29,13 @@ Watch = Annotated[
     ),
 ]
 
+MISSES = {
+    "miss": "not held",
+    "identity": "of another computation",
+    "states": "for recurrent states, which are not lent",
+    "busy": "too many at once",
+}
+"""Why questions got no ticket."""
 
 KeysFile = Annotated[
     Path | None,
@@ -142,9 +149,11 @@ def _held(document: dict[str, Any]) -> str:
     if not blocks and not answers:
         return ""
     asked = sum(answers.values())
+    others = [f"{n:,} {MISSES.get(kind, kind)}" for kind, n in answers.items() if kind != "ticket"]
     return (
         f", {counted(blocks, 'block')} to be asked for, "
         f"{answers.get('ticket', 0):,} of {counted(asked, 'question')} answered with a ticket"
+        + (f" ({', '.join(others)})" if others else "")
     )
 
 

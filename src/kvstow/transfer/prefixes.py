@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from kvstow.errors import KvstowError, TransferError
-from kvstow.plan.retention import Encoder, can_hit, seen_blocks
+from kvstow.plan.retention import Encoder, State, can_hit, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import MAX_ASKED_KEYS, AskPrefix, TellPrefix
@@ -115,7 +115,7 @@ class PrefixAnswers:
         self._open = 0
         self._lock = Lock()
         self.answers: Counter[str] = Counter()
-        """Answers by kind: ticket, miss, identity, busy."""
+        """Answers by kind: ticket, miss, identity, states, busy."""
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""
@@ -134,8 +134,9 @@ class PrefixAnswers:
                 self._open -= 1
 
         ticket: Ticket | None = None
-        if asked.identity != self._endpoint.identity.digest:
-            self.answers["identity"] += 1
+        refusal = self._refusal(asked)
+        if refusal:
+            self.answers[refusal] += 1
         else:
             try:
                 with self.source.still():
@@ -147,6 +148,14 @@ class PrefixAnswers:
         if ticket is None:
             over()
         return ticket
+
+    def _refusal(self, asked: AskPrefix) -> str:
+        """Why nothing is looked for: another computation asks, or there are recurrent states,
+        which are overwritten in place while their blocks' generations stay."""
+        if asked.identity != self._endpoint.identity.digest:
+            return "identity"
+        groups = self._endpoint.layout.groups
+        return "states" if any(isinstance(g.group.retention, State) for g in groups) else ""
 
     def longest(self, keys: Sequence[bytes], step: int) -> tuple[int, dict[int, Blocks]]:
         """How many tokens from the first on are held by every group, and in which blocks."""

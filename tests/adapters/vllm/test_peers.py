@@ -13,7 +13,8 @@ import torch
 
 from etcd_server import etcd, free_port
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.peers import LentRows, PeerAsker, instance_of
+from kvstow.adapters.vllm.peers.asking import PeerAsker
+from kvstow.adapters.vllm.peers.lending import LentRows, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
 from kvstow.errors import SpecError
 from kvstow.offload.host.tier import HostTier

@@ -16,7 +16,7 @@ stores      rows on their way to the tiers: held, in turn, within a bandwidth
 offers      workers of other processes, told of an offer before the engine's next step
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
-peers       prefixes of other engines: rows lent to them, theirs asked for by key
+peers/      prefixes of other engines: rows lent to them, theirs asked for by key
 journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events
 plugin      packed rows for vLLM's CPU attention, if the environment asks for them

@@ -15,7 +15,7 @@ import numpy as np
 from kvstow.adapters.vllm.events import TierEvents
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
-from kvstow.adapters.vllm.peers import PeerQuestions
+from kvstow.adapters.vllm.peers.questions import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
     EngineRequest,

@@ -13,7 +13,8 @@ from secrets import token_bytes
 
 from kvstow.adapters.vllm.offers import OfferInbox
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.peers import PeerAsker, RowLender
+from kvstow.adapters.vllm.peers.asking import PeerAsker
+from kvstow.adapters.vllm.peers.lending import RowLender
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
     KeysPresent,

@@ -1,46 +1,26 @@
-"""Prefixes of other engines: rows of the host tier are lent to them, theirs are asked for by key.
-
-    scheduler    a prompt of which device and tiers hold too little → one question to the first rank
-    first rank   every peer that is well is asked at once, within a budget → tickets, or none
-    every rank   its host tier has an agent of its own, which answers while the engine sleeps
-
-What comes back is a handover like any other: pulled, fenced, compared, and computed if it fails.
-"""
+"""Other engines, asked for prefixes in the name of the first rank's agent."""
 
 import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from math import gcd, lcm
 from threading import Event, Lock, Thread
 from time import monotonic
 
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import AskPeers, EngineRequest, Handover, PeersAnswer
-from kvstow.adapters.vllm.stored import RequestKeys
+from kvstow.adapters.vllm.peers.lending import instance_of
+from kvstow.adapters.vllm.protocol import AskPeers, PeersAnswer
 from kvstow.errors import TransferError
-from kvstow.offload.host.tier import HostTier
-from kvstow.plan.group import Group
-from kvstow.plan.identity import Identity
-from kvstow.plan.layout import Layout
-from kvstow.plan.retention import State
-from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
-from kvstow.transfer.discovery import EtcdLease, found_agents
-from kvstow.transfer.generations import Generations
+from kvstow.transfer.discovery import found_agents
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.ticket import Ticket
-from kvstow.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)
-
-LEASE_SECONDS = 10.0
-"""How long lent rows are kept for somebody who has asked and is not heard from."""
 
 LOOK_SECONDS = 10.0
 """How often the list of peers is read again."""
@@ -54,168 +34,6 @@ SILENT_BEATS = 3
 
 MOST_ASKED = 16
 """Peers that one question goes to; of more, some are chosen."""
-
-LENT = "-lent"
-
-
-def instance_of(agent: str) -> str:
-    """The engine of an agent that is called ENGINE-PP-TP, or ENGINE-PP-TP-lent."""
-    return agent.removesuffix(LENT).rsplit("-", 2)[0]
-
-
-# ── in the scheduler ──────────────────────────────────────────────────────────────────
-
-
-class PeerQuestions:
-    """Which requests ask peers; each does so once. Holds no memory and waits for nothing."""
-
-    def __init__(
-        self, groups: Sequence[Group], identity: Identity, options: ConnectorOptions
-    ) -> None:
-        sizes = [group.block_tokens for group in groups]
-        self._step, self._unit = gcd(*sizes), lcm(*sizes)
-        self._identity = identity
-        self._least = options.peers_tokens
-        self._knows_states = any(isinstance(group.retention, State) for group in groups)
-        if self._knows_states:
-            log.warning("peers are not asked: recurrent states are not lent")
-        self._requests: dict[str, EngineRequest] = {}
-        self._waiting: dict[str, int] = {}
-        """Tokens that were held when peers were asked."""
-        self._orders: list[AskPeers] = []
-
-    def arrived(self, request: EngineRequest) -> None:
-        """A request is queued."""
-        if request.shareable and not self._knows_states:
-            self._requests[request.id] = request
-
-    def waits(self, id: str, num_held: int) -> bool:
-        """Whether peers are being asked for what is missing behind the first tokens."""
-        if id in self._waiting:
-            return True
-        request = self._requests.pop(id, None)
-        if request is None:
-            return False
-        limit = (len(request.tokens) - 1) // self._unit * self._unit
-        if limit - num_held < max(self._least, 1):
-            return False
-        keys = RequestKeys(self._identity, request, {self._step}).of(self._step, limit)
-        self._waiting[id] = num_held
-        asked = tuple(keys[:MAX_ASKED_KEYS])
-        self._orders.append(AskPeers(request=id, keys=asked, step=self._step))
-        return True
-
-    def handover(self, answer: PeersAnswer) -> Handover | None:
-        """What an answer brings: more than is held already, for somebody who waits for it."""
-        num_held = self._waiting.pop(answer.request, None)
-        if num_held is None or not answer.tickets:
-            return None
-        num_tokens = answer.tickets[0].num_tokens
-        if num_tokens <= num_held:
-            return None
-        return Handover(tickets=answer.tickets, num_tokens=num_tokens, prompt="", asked=True)
-
-    def forget(self, id: str) -> None:
-        """The request is over, or computes."""
-        self._requests.pop(id, None)
-        self._waiting.pop(id, None)
-
-    def take(self) -> tuple[AskPeers, ...]:
-        """Questions for the first rank; told once."""
-        orders, self._orders = tuple(self._orders), []
-        return orders
-
-
-# ── lending ───────────────────────────────────────────────────────────────────────────
-
-
-class LentRows(Generations):
-    """Rows of a host tier as blocks of an agent: shared ones are pinned, and a row's generation
-    ends with its last lease, before the tier may give the row up."""
-
-    def __init__(self, tier: HostTier) -> None:
-        super().__init__(tier.layout)
-        self._tier = tier
-
-    def __len__(self) -> int:
-        return self._tier.usage.rows
-
-    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
-        return self._tier.ids(group, keys)
-
-    def still(self) -> AbstractContextManager[object]:
-        return self._tier.still()
-
-    def share(self, group: int, ids: Ints) -> None:
-        self._tier.pin(group, ids)
-        super().share(group, ids)
-
-    def release(self, group: int, ids: Ints) -> None:
-        super().release(group, ids)
-        self._tier.unpin(group, ids)
-
-
-class RowLender:
-    """An agent over a rank's host tier. It is entered in etcd where peers are found there."""
-
-    def __init__(
-        self, tier: HostTier, options: ConnectorOptions, *, transport: Transport, name: str
-    ) -> None:
-        rows = LentRows(tier)
-        agent = options.agent
-        self.agent = Agent(
-            tier.arena,
-            rows,
-            transport=transport,
-            name=name + LENT,
-            listen=_of_rank(options.lend, tier.layout),
-            keys=options.keys(),
-            options=replace(agent, lease_seconds=min(LEASE_SECONDS, agent.lease_seconds)),
-        )
-        self.agent.lend(rows)
-        self.agent.start()
-        log.info("kvstow: peers may ask for rows of %s at %s", name, self.agent.address)
-        self._closing = Event()
-        self._entries: list[EtcdLease] = []
-        self._threads = [
-            Thread(target=self._enter, args=(source,), name="kvstow-enter", daemon=True)
-            for source in options.peers
-            if source.startswith("etcd://")
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _enter(self, source: str) -> None:
-        """Enter the agent's address, as soon as etcd can be reached."""
-        pause = FIRST_PAUSE
-        while not self._closing.is_set():
-            try:
-                self._entries.append(EtcdLease(source, self.agent.name, self.agent.address))
-                return
-            except TransferError as error:
-                log.warning("not entered: %s", error)
-                self._closing.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-
-    def close(self) -> None:
-        """End all leases; before the tier is closed."""
-        self._closing.set()
-        for thread in self._threads:
-            thread.join()
-        for entry in self._entries:
-            entry.close()
-        self.agent.close()
-
-
-def _of_rank(listen: str, layout: Layout) -> str:
-    """The address of a rank: ports count up from the first rank's."""
-    head, _, port = listen.rpartition(":")
-    if not port.isdecimal() or port == "0":
-        return listen
-    return f"{head}:{int(port) + layout.pp[0] * layout.tp[1] + layout.tp[0]}"
-
-
-# ── asking ────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True, eq=False)

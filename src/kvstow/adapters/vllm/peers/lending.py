@@ -1,0 +1,121 @@
+"""Rows of a rank's host tier, lent to other engines by an agent of its own."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from threading import Event, Thread
+
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.errors import TransferError
+from kvstow.offload.host.tier import HostTier
+from kvstow.plan.layout import Layout
+from kvstow.plan.retention import State
+from kvstow.plan.view import Ints
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.discovery import EtcdLease
+from kvstow.transfer.generations import Generations
+from kvstow.transfer.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 10.0
+"""How long lent rows are kept for somebody who has asked and is not heard from."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""How long an etcd is left alone that could not be reached; twice as long every further time."""
+
+LENT = "-lent"
+
+
+def instance_of(agent: str) -> str:
+    """The engine of an agent that is called ENGINE-PP-TP, or ENGINE-PP-TP-lent."""
+    return agent.removesuffix(LENT).rsplit("-", 2)[0]
+
+
+class LentRows(Generations):
+    """Rows of a host tier as blocks of an agent: shared ones are pinned, and a row's generation
+    ends with its last lease, before the tier may give the row up."""
+
+    def __init__(self, tier: HostTier) -> None:
+        super().__init__(tier.layout)
+        self._tier = tier
+
+    def __len__(self) -> int:
+        return self._tier.usage.rows
+
+    def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
+        return self._tier.ids(group, keys)
+
+    def still(self) -> AbstractContextManager[object]:
+        return self._tier.still()
+
+    def share(self, group: int, ids: Ints) -> None:
+        self._tier.pin(group, ids)
+        super().share(group, ids)
+
+    def release(self, group: int, ids: Ints) -> None:
+        super().release(group, ids)
+        self._tier.unpin(group, ids)
+
+
+class RowLender:
+    """An agent over a rank's host tier. It is entered in etcd where peers are found there."""
+
+    def __init__(
+        self, tier: HostTier, options: ConnectorOptions, *, transport: Transport, name: str
+    ) -> None:
+        rows = LentRows(tier)
+        agent = options.agent
+        self.agent = Agent(
+            tier.arena,
+            rows,
+            transport=transport,
+            name=name + LENT,
+            listen=_of_rank(options.lend, tier.layout),
+            keys=options.keys(),
+            options=replace(agent, lease_seconds=min(LEASE_SECONDS, agent.lease_seconds)),
+        )
+        self.agent.lend(rows)
+        self.agent.start()
+        log.info("kvstow: peers may ask for rows of %s at %s", name, self.agent.address)
+        if any(isinstance(each.group.retention, State) for each in tier.layout.groups):
+            log.warning("recurrent states are not lent: every question of a peer is a miss")
+        self._closing = Event()
+        self._entries: list[EtcdLease] = []
+        self._threads = [
+            Thread(target=self._enter, args=(source,), name="kvstow-enter", daemon=True)
+            for source in options.peers
+            if source.startswith("etcd://")
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _enter(self, source: str) -> None:
+        """Enter the agent's address, as soon as etcd can be reached."""
+        pause = FIRST_PAUSE
+        while not self._closing.is_set():
+            try:
+                self._entries.append(EtcdLease(source, self.agent.name, self.agent.address))
+                return
+            except TransferError as error:
+                log.warning("not entered: %s", error)
+                self._closing.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """End all leases; before the tier is closed."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        for entry in self._entries:
+            entry.close()
+        self.agent.close()
+
+
+def _of_rank(listen: str, layout: Layout) -> str:
+    """The address of a rank: ports count up from the first rank's."""
+    head, _, port = listen.rpartition(":")
+    if not port.isdecimal() or port == "0":
+        return listen
+    return f"{head}:{int(port) + layout.pp[0] * layout.tp[1] + layout.tp[0]}"

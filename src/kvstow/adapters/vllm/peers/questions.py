@@ -1,0 +1,75 @@
+"""Which requests ask peers, in the scheduler."""
+
+import logging
+from collections.abc import Sequence
+from math import gcd, lcm
+
+from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.protocol import AskPeers, EngineRequest, Handover, PeersAnswer
+from kvstow.adapters.vllm.stored import RequestKeys
+from kvstow.plan.group import Group
+from kvstow.plan.identity import Identity
+from kvstow.plan.retention import State
+from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
+
+log = logging.getLogger(__name__)
+
+
+class PeerQuestions:
+    """Which requests ask peers; each does so once. Holds no memory and waits for nothing."""
+
+    def __init__(
+        self, groups: Sequence[Group], identity: Identity, options: ConnectorOptions
+    ) -> None:
+        sizes = [group.block_tokens for group in groups]
+        self._step, self._unit = gcd(*sizes), lcm(*sizes)
+        self._identity = identity
+        self._least = options.peers_tokens
+        self._knows_states = any(isinstance(group.retention, State) for group in groups)
+        if self._knows_states:
+            log.warning("peers are not asked: recurrent states are not lent")
+        self._requests: dict[str, EngineRequest] = {}
+        self._waiting: dict[str, int] = {}
+        """Tokens that were held when peers were asked."""
+        self._orders: list[AskPeers] = []
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request is queued."""
+        if request.shareable and not self._knows_states:
+            self._requests[request.id] = request
+
+    def waits(self, id: str, num_held: int) -> bool:
+        """Whether peers are being asked for what is missing behind the first tokens."""
+        if id in self._waiting:
+            return True
+        request = self._requests.pop(id, None)
+        if request is None:
+            return False
+        limit = (len(request.tokens) - 1) // self._unit * self._unit
+        if limit - num_held < max(self._least, 1):
+            return False
+        keys = RequestKeys(self._identity, request, {self._step}).of(self._step, limit)
+        self._waiting[id] = num_held
+        asked = tuple(keys[:MAX_ASKED_KEYS])
+        self._orders.append(AskPeers(request=id, keys=asked, step=self._step))
+        return True
+
+    def handover(self, answer: PeersAnswer) -> Handover | None:
+        """What an answer brings: more than is held already, for somebody who waits for it."""
+        num_held = self._waiting.pop(answer.request, None)
+        if num_held is None or not answer.tickets:
+            return None
+        num_tokens = answer.tickets[0].num_tokens
+        if num_tokens <= num_held:
+            return None
+        return Handover(tickets=answer.tickets, num_tokens=num_tokens, prompt="", asked=True)
+
+    def forget(self, id: str) -> None:
+        """The request is over, or computes."""
+        self._requests.pop(id, None)
+        self._waiting.pop(id, None)
+
+    def take(self) -> tuple[AskPeers, ...]:
+        """Questions for the first rank; told once."""
+        orders, self._orders = tuple(self._orders), []
+        return orders
