@@ -1,6 +1,8 @@
 """The router in front of real servers: tickets carried, streams, retries, plain decode."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -130,3 +132,28 @@ def test_without_any_prefill_instance_decode_does_it_all(pair: list[Server], log
         answer = json.loads(post(url + "/v1/completions", body()))
         assert counts(url) == {"prefill": 1.0, "plain": 1.0}
     assert answer["choices"][0]["text"] == expected
+
+
+def test_a_stopped_prefill_instance_costs_one_request_a_moment_and_the_next_ones_nothing(
+    pair: list[Server], logs: Path
+):
+    """The kernel accepts connections for a stopped process, and nobody answers them."""
+    prefill, decode = pair
+    expected = prefill.text(PROMPT, max_tokens=12)
+    stopped = prefill.worker_pids()
+    with router(logs, [prefill.url], [decode.url]) as url:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            answers = [json.loads(post(url + "/v1/completions", body())) for _ in range(4)]
+            assert counts(url) == {"prefill": 1.0, "plain": 4.0}
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert {answer["choices"][0]["text"] for answer in answers} == {expected}
+        until = time.monotonic() + 120
+        while "tickets" not in counts(url):  # it is healthy again, and found to be so
+            assert time.monotonic() < until
+            post(url + "/v1/completions", body())
+            time.sleep(1)
+    assert prefill.text(PROMPT, max_tokens=12) == expected

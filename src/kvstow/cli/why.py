@@ -28,49 +28,56 @@ Place = Annotated[
         show_default=False,
     ),
 ]
+TokenIds = Annotated[
+    str | None,
+    typer.Option(
+        help="The prompt as token ids: a JSON list, a file that holds one, or - for stdin.",
+        show_default=False,
+    ),
+]
+Text = Annotated[
+    str | None, typer.Option(help="The prompt as text; needs --tokenizer.", show_default=False)
+]
+TokenizerFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A folder with tokenizer.json.", show_default=False),
+]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="The model that asks, to compare identities.", show_default=False
+    ),
+]
+Salt = Annotated[str, typer.Option(help="The request's cache salt.")]
+Adapter = Annotated[str, typer.Option(help="The request's adapter.")]
+JournalFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where stored prompts were noted, if not in the store.",
+        show_default=False,
+    ),
+]
+IdentityDigits = Annotated[
+    str,
+    typer.Option(
+        metavar="DIGITS",
+        help="Of a remote store of several computations, the one meant.",
+        show_default=False,
+    ),
+]
 
 
 def why(
     place: Place,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="The prompt as token ids: a JSON list, a file that holds one, or - for stdin.",
-            show_default=False,
-        ),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(help="The prompt as text; needs --tokenizer.", show_default=False),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A folder with tokenizer.json.", show_default=False),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="The model that asks, to compare identities.", show_default=False
-        ),
-    ] = None,
-    salt: Annotated[str, typer.Option(help="The request's cache salt.")] = "",
-    adapter: Annotated[str, typer.Option(help="The request's adapter.")] = "",
-    journal: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where stored prompts were noted, if not in the store.",
-            show_default=False,
-        ),
-    ] = None,
-    identity: Annotated[
-        str,
-        typer.Option(
-            metavar="DIGITS",
-            help="Of a remote store of several computations, the one meant.",
-            show_default=False,
-        ),
-    ] = "",
+    tokens: TokenIds = None,
+    text: Text = None,
+    tokenizer: TokenizerFolder = None,
+    model: ModelFolder = None,
+    salt: Salt = "",
+    adapter: Adapter = "",
+    journal: JournalFolder = None,
+    identity: IdentityDigits = "",
     json: options.Json = False,
 ) -> None:
     """Say where reuse of a prompt ends in a store, and why.
@@ -79,27 +86,29 @@ def why(
     or never stored. Looks at the rows on disk, or at those of a remote store: a running engine may
     hold more in memory. Where every rank has a folder, the one with the fewest rows counts.
     """
-    from kvstow.blocks.prompt import Prompt
-
-    ids = _token_ids(tokens, text, tokenizer)
-    try:
-        prompt = Prompt.of(ids)
-    except KvstowError as error:
-        refuse(str(error), code=MISUSED)
-    found = min(
-        (
-            _explained(store, prompt, model, salt=salt, adapter=adapter)
-            for store in _stores(place, journal, identity)
-        ),
-        key=lambda each: each.found_tokens,
-    )
+    prompt = _prompt(_token_ids(tokens, text, tokenizer))
+    explained = [
+        _explained(store, prompt, model, salt=salt, adapter=adapter)
+        for store in _stores(place, journal, identity)
+    ]
+    found = min(explained, key=lambda each: each.found_tokens)
     if json:
         emit_json(found.as_json())
-    else:
-        emit_text(
-            f"{found.found_tokens:,} of {found.num_tokens:,} tokens are found: {found.reason}\n"
-            f"{found.text}"
-        )
+        return
+    emit_text(
+        f"{found.found_tokens:,} of {found.num_tokens:,} tokens are found: {found.reason}\n"
+        f"{found.text}"
+    )
+
+
+def _prompt(ids: list[int]) -> "Prompt":
+    """The prompt; ends with 2 on ids that are none."""
+    from kvstow.blocks.prompt import Prompt
+
+    try:
+        return Prompt.of(ids)
+    except KvstowError as error:
+        refuse(str(error), code=MISUSED)
 
 
 def _explained(
