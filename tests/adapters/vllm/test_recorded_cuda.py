@@ -4,19 +4,13 @@
 the views that it makes of the memory. Those views are the oracle.
 """
 
-import json
-from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import adopted, declaration
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.layout import declaration
 from kvstow.adapters.vllm.pages import retention_of
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
@@ -24,85 +18,15 @@ from kvstow.memory.copy import copy
 from kvstow.plan.retention import Full, Window
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import route
+from recorded_cuda import OPTIONS, RECORDED, bits, fill, kv_cache_config, spec_of, vllm_config
+from recorded_cuda import engine as recorded_engine
 
-RECORDED: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "recorded_vllm_cuda.json").read_text()
-)
-MODELS: list[str] = list(RECORDED["models"])
+MODELS: list[str] = [name for name in RECORDED["models"] if "," not in name]
 NUM_BLOCKS = {name: 8 if name == "qwen3-next-80b" else 40 for name in MODELS}
-"""Fewer than were recorded: in packed rows nothing else changes with their number."""
-
-OPTIONS = ConnectorOptions(unverified="recorded")
-
-
-def spec_of(recorded: Mapping[str, Any]) -> Any:
-    """A spec of vLLM's as the adapter sees it: a class name and numbers."""
-    fields = {"num_head_slots": None, **{k: v for k, v in recorded.items() if k != "kind"}}
-    return type(recorded["kind"], (SimpleNamespace,), {})(**fields)
-
-
-def kv_cache_config(model: Mapping[str, Any], num_blocks: int) -> SimpleNamespace:
-    share = num_blocks / model["num_blocks"]
-    return SimpleNamespace(
-        kv_cache_layout=model["layout"],
-        num_blocks=num_blocks,
-        kv_cache_groups=[
-            SimpleNamespace(
-                layer_names=group["layers"],
-                enable_kv_transfer=group["enable_kv_transfer"],
-                host_resident=group["host_resident"],
-                kv_cache_spec=type("UniformTypeKVCacheSpecs", (SimpleNamespace,), {})(
-                    kv_cache_specs={name: spec_of(spec) for name, spec in group["specs"].items()}
-                ),
-            )
-            for group in model["groups"]
-        ],
-        kv_cache_tensors=[
-            SimpleNamespace(**{**tensor, "size": int(tensor["size"] * share)})
-            for tensor in model["tensors"]
-        ],
-    )
-
-
-def vllm_config(model: Mapping[str, Any]) -> SimpleNamespace:
-    heads = max(s.get("num_heads", 1) for g in model["groups"] for s in g["specs"].values())
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            rank=0,
-        ),
-        model_config=SimpleNamespace(
-            model="recorded", dtype=torch.bfloat16, get_total_num_kv_heads=lambda: heads
-        ),
-        cache_config=SimpleNamespace(cache_dtype=model["cache_dtype"]),
-    )
 
 
 def engine(name: str) -> tuple[Arena, dict[str, torch.Tensor]]:
-    """Memory with vLLM's views of it, and the arena that the adapter makes of them."""
-    model = RECORDED["models"][name]
-    assert model["layout"].startswith("B")
-    config = kv_cache_config(model, NUM_BLOCKS[name])
-    declared = declaration(vllm_config(model), config, OPTIONS)
-    raw = torch.zeros(declared.regions[0].nbytes, dtype=torch.int8)
-    views: dict[str, torch.Tensor] = {}
-    for layer, view in model["views"].items():
-        dtype = getattr(torch, view["dtype"].removeprefix("torch."))
-        shape = (NUM_BLOCKS[name], *view["shape"][1:])
-        views[layer] = raw.view(dtype).as_strided(shape, view["stride"], view["offset"])
-    return adopted(declared, views), views
-
-
-def fill(view: torch.Tensor, block: int) -> None:
-    """No byte zero, and no two pages alike."""
-    part = view[block]
-    values = np.random.default_rng(abs(hash((view.storage_offset(), block)))).integers(
-        1, 120, part.nbytes, np.uint8
-    )
-    part.copy_(torch.from_numpy(values).view(view.dtype).reshape(part.shape))
+    return recorded_engine(name, NUM_BLOCKS[name])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,10 +84,6 @@ def test_a_request_moves_whole_and_no_other_block_changes(name: str):
     assert np.count_nonzero(there.bytes.numpy()) == moved
 
 
-def bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_windows_are_those_that_vllm_keeps(name: str):
     for group in RECORDED["models"][name]["groups"]:
@@ -199,4 +119,4 @@ def test_recurrent_states_that_are_not_kept_for_each_block_are_refused():
 
 def test_the_version_stands_beside_what_was_recorded():
     assert RECORDED["vllm"].startswith("0.32.")
-    assert len(RECORDED["models"]) == 6
+    assert len(MODELS) == 6

@@ -4,14 +4,14 @@
     page of layer i of a region, block b   starts at   offset + i · layer_stride + b · block_stride
 
 All regions lie in one allocation and may overlay each other: a block id belongs to one group
-at a time. What lies inside a page is the kernels' business (one backend keeps keys transposed
-over the whole block), so all tokens of a block are one state: blocks move whole, and two
-engines with different tokens per block are not joined. Pages of several sections are an
-exception: their kernels define every byte (`pages.section_fields`).
+at a time. Where it is certain that kernels keep tokens one after the other, or in known sections
+(`pages`), a state is a token, and engines with different tokens per block are joined. Otherwise
+what lies inside a page is the kernels' business (vLLM's own for CPUs keep keys transposed over the
+whole block): all tokens of a block are one state, and blocks move whole.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import DeclaredPage, declared_page
+from kvstow.adapters.vllm.pages import DeclaredPage, declared_page, kernels_of
 from kvstow.errors import MemoryLayoutError, ModelError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
@@ -35,7 +35,9 @@ MAX_BASE_ALIGN = 64
 from start to start."""
 
 CPU_INTERIOR = "cpu-transposed"
-"""vLLM's CPU kernels keep keys transposed over the whole block; all others token by token."""
+"""vLLM's plain CPU kernels keep keys transposed over the whole block. A name for all CPU kernels,
+so that nothing of theirs is taken for what others keep; `pages.IN_TOKEN_ORDER` tells which of
+them a route may look into."""
 
 RUNNING_FIELDS = (
     "rope_theta",
@@ -106,8 +108,7 @@ def declared_groups(declaration: CacheDeclaration) -> tuple[Group, ...]:
 
 
 def axes_of(order: Order) -> tuple[str, ...]:
-    """Names of a layer tensor's axes once the inside of a page is one run; of a page that has
-    sections, `block` and `content` in every order."""
+    """Names of a layer tensor's axes once the inside of a page is one run."""
     return ("block", "head", "content") if _heads_outside(order) else ("block", "content")
 
 
@@ -156,31 +157,33 @@ def _heads_outside(order: Order) -> bool:
 
 def _spec(page: DeclaredPage, order: Order) -> LayerSpec:
     """A layer whose block is one state: per head where heads lie apart, else all together.
-    Where its sections are known, a state is what it is to the kernels."""
-    whole = Extent.whole
-    if page.fields:
-        return LayerSpec(
-            name=page.layer,
-            retention=page.retention,
-            block_tokens=page.block_tokens,
-            states=page.states,
-            heads=page.heads,
-            fields=page.fields,
-        )
-    if _heads_outside(order):
-        heads = page.heads
-        axes = (whole("content", page.states * page.content),)
-    else:
-        heads = whole("head", 1)
-        axes = (whole("token", page.states), page.heads, whole("content", page.content))
+    Where it is known how tokens lie, a state is what it is to the kernels."""
+    states, heads, fields = page.states, page.heads, page.fields
+    if page.in_token_order:
+        fields = (Field("kv", page.dtype, (Extent.whole("content", page.content),)),)
+    elif not fields:
+        states, heads, fields = 1, *_unknown_inside(page, order)
     return LayerSpec(
         name=page.layer,
         retention=page.retention,
         block_tokens=page.block_tokens,
-        states=1,
+        states=states,
         heads=heads,
-        fields=(Field("kv", page.dtype, axes),),
+        fields=fields,
     )
+
+
+def _unknown_inside(page: DeclaredPage, order: Order) -> tuple[Extent, tuple[Field, ...]]:
+    """Heads and the only field of a page that its kernels alone know: named after them, because
+    to others its bytes mean nothing."""
+    whole = Extent.whole
+    if _heads_outside(order):
+        heads, axes = page.heads, (whole("content", page.states * page.content),)
+    else:
+        heads = whole("head", 1)
+        axes = (whole("token", page.states), page.heads, whole("content", page.content))
+    name = f"kv of {page.kernels}" if page.kernels else "kv"
+    return heads, (Field(name, page.dtype, axes),)
 
 
 def _places(declaration: CacheDeclaration, order: Order) -> Mapping[str, Placement]:
@@ -207,17 +210,21 @@ def _place(
 def _inside(
     page: DeclaredPage, region: DeclaredRegion, order: Order, num_blocks: int
 ) -> tuple[int, int]:
-    """Head stride and bytes of one head's part of a page (of the page, where heads are inside)."""
+    """Head stride and token stride: where a block is one state, the length of what lies together,
+    one head's part of a page or all of it."""
+    cell = page.cell_bytes
     if not _heads_outside(order):
-        return page.nbytes, page.nbytes
+        whole = page.nbytes, page.nbytes
+        return (cell, page.heads.size * cell) if page.in_token_order else whole
     part = page.nbytes // page.heads.size
+    step = cell if page.in_token_order else part
     match order:
         case "LHBNC":
-            return num_blocks * region.block_stride, part
+            return num_blocks * region.block_stride, step
         case "BHLNC":
-            return len(region.layers) * region.layer_stride, part
+            return len(region.layers) * region.layer_stride, step
         case _:
-            return part, part
+            return part, step
 
 
 # ── from vLLM's own objects ───────────────────────────────────────────────────────────
@@ -288,17 +295,14 @@ def declaration(
     groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
     if any(group.host_resident for group in groups):
         raise MemoryLayoutError("some cache groups live in host memory")
-    heads = vllm_config.model_config.get_total_num_kv_heads()
     order = declared_order(kv_cache_config.kv_cache_layout)
+    page = _pages(vllm_config, order, tp)
     return CacheDeclaration(
         identity=identity_of(vllm_config, options),
         order=order,
         num_blocks=kv_cache_config.num_blocks,
         groups=tuple(
-            tuple(
-                declared_page(name, _spec_of(group, name), order=order, tp=tp, total_heads=heads)
-                for name in group.layer_names
-            )
+            tuple(page(name, _spec_of(group, name)) for name in group.layer_names)
             for group in groups
         ),
         regions=tuple(
@@ -314,6 +318,28 @@ def declaration(
         tp=tp,
         pp=(parallel.rank // ranks[0] % ranks[1], ranks[1]),
     )
+
+
+def _pages(
+    vllm_config: Any, order: Order, tp: tuple[int, int]
+) -> Callable[[str, Any], DeclaredPage]:
+    """The page of a layer, by its name and spec.
+
+    A process has the layers that it computes, and those know their kernels. A scheduler in a
+    process of its own has none: its groups tell tokens per block and retention, which is all that
+    it needs.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    device = vllm_config.device_config.device_type
+
+    def page(name: str, spec: Any) -> DeclaredPage:
+        kernels = kernels_of(layers.get(name))
+        return declared_page(
+            name, spec, order=order, tp=tp, total_heads=heads, device=device, kernels=kernels
+        )
+
+    return page
 
 
 def _spec_of(group: Any, layer: str) -> Any:
@@ -337,14 +363,19 @@ def adopted(declared: CacheDeclaration, tensors: Mapping[str, torch.Tensor]) -> 
             )
     base = tensors[names[0]].untyped_storage().data_ptr()
     layout = declared_layout(declared, base_align=base & -base)
-    axes: dict[Any, tuple[str, ...]] = {
-        name: ("block", "content") if page.fields else axes_of(order)
+    axes: dict[Any, tuple[str, ...]] = {name: _axes(page, order) for name, page in pages.items()}
+    views: dict[Any, torch.Tensor] = {
+        name: tensors[name] if page.in_token_order else _opaque(page, tensors[name], order)
         for name, page in pages.items()
     }
-    views: dict[Any, torch.Tensor] = {
-        name: _opaque(page, tensors[name], order) for name, page in pages.items()
-    }
     return Arena.adopt(layout, views, axes=axes)
+
+
+def _axes(page: DeclaredPage, order: Order) -> tuple[str, ...]:
+    """Names of the axes of what is adopted: vLLM's own, or those of `_opaque`."""
+    if page.in_token_order:
+        return ("block", "head", "token", "content")
+    return ("block", "content") if page.fields else axes_of(order)
 
 
 def _opaque(page: DeclaredPage, tensor: torch.Tensor, order: Order) -> torch.Tensor:

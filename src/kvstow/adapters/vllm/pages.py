@@ -1,7 +1,8 @@
 """What one layer's page is, in vLLM's words → in ours.
 
 A page whose kernels keep a token in several sections, one behind the other, is described by its
-fields; of any other page nothing is said but its size.
+fields. A page whose kernels keep one token's bytes after the other's is cells of tokens. Of any
+other page nothing is said but its size, and whose kernels know more.
 """
 
 from dataclasses import dataclass
@@ -41,6 +42,42 @@ INDEX_BYTES = 132
 NVFP4_MODE, NVFP4_GROUP = 5, 16
 """vLLM's `KVQuantMode.NVFP4`, and how many of its numbers share a scale."""
 
+IN_TOKEN_ORDER = {
+    (device, f"vllm.v1.attention.backends.{kernels}"): "0.32.0"
+    for device, listed in {
+        "cuda": (
+            "flash_attn.FlashAttentionImpl",
+            "flash_attn_diffkv.FlashAttentionDiffKVImpl",
+            "flashinfer.FlashInferImpl",
+            "flex_attention.FlexAttentionImpl",
+            "triton_attn.TritonAttentionImpl",
+            "triton_attn_diffkv.TritonAttentionDiffKVImpl",
+            "mla.cutlass_mla.CutlassMLAImpl",
+            "mla.flashattn_mla.FlashAttnMLAImpl",
+            "mla.flashattn_mla_sparse.FlashAttnMLASparseImpl",
+            "mla.flashinfer_mla.FlashInferMLAImpl",
+            "mla.flashmla.FlashMLAImpl",
+            "mla.flashmla_sparse.FlashMLASparseImpl",
+            "mla.triton_mla.TritonMLAImpl",
+        ),
+        "cpu": ("mla.amx_mla.AMXMLAImpl", "mla.cpu_mla.CPUMLAImpl"),
+    }.items()
+    for kernels in listed
+}
+"""Device and kernels that keep `[block, head, token, content]` exactly as the layout's name says,
+with the version whose source says so. `content` is a token's key, then its value; or its latent.
+
+    FlashAttentionImpl and the like   kv_cache.transpose(1, 2).split(head_size, -1), then
+                                      `reshape_and_cache_flash` by these strides
+    ...MLAImpl                        `concat_and_cache_mla`, a slot after the other
+
+By the exact class that writes and reads a layer's pages: on other devices classes with the same
+backend name shuffle keys, and subclasses may do anything.
+"""
+
+PLAIN_MODES = (0, 1)
+"""vLLM's `KVQuantMode` of numbers as they are, and fp8 with one scale for all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredPage:
@@ -48,6 +85,8 @@ class DeclaredPage:
 
     With `is_state` a block holds what a recurrent layer knows after the block's last token.
     `fields` say what a cell is made of, where it is in several sections of a page in one piece.
+    With `in_token_order` the cells lie where the order says; otherwise only `kernels` know what
+    lies where in a page.
     """
 
     layer: str
@@ -59,16 +98,32 @@ class DeclaredPage:
     dtype: DType
     is_state: bool = False
     fields: tuple[Field, ...] = ()
+    in_token_order: bool = False
+    kernels: str = ""
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.content * self.dtype.bits // 8
 
     @property
     def nbytes(self) -> int:
-        return self.heads.size * self.states * self.content * self.dtype.bits // 8
+        return self.heads.size * self.states * self.cell_bytes
 
 
 def declared_page(
-    layer: str, spec: Any, *, order: Order, tp: tuple[int, int], total_heads: int
+    layer: str,
+    spec: Any,
+    *,
+    order: Order,
+    tp: tuple[int, int],
+    total_heads: int,
+    device: str = "",
+    kernels: str = "",
 ) -> DeclaredPage:
-    """The page of a layer with that spec; MemoryLayoutError for what cannot be taken over."""
+    """The page of a layer with that spec; MemoryLayoutError for what cannot be taken over.
+
+    `kernels` is the class that writes and reads it on the device, empty where that is not known.
+    """
     if type(spec).__name__ == STATE_KIND:
         return _state_page(layer, spec, tp)
     if type(spec).__name__ not in KINDS or not isinstance(spec.tokens_per_state, int):
@@ -94,6 +149,27 @@ def declared_page(
         content=content,
         dtype=dtype,
         fields=fields,
+        in_token_order=not fields and is_in_token_order(spec, device, kernels),
+        kernels=kernels.rpartition(".")[2],
+    )
+
+
+def kernels_of(layer: Any) -> str:
+    """The class that writes and reads a layer's pages, with its module; empty where there is no
+    such layer in this process, or it has no kernels of its own."""
+    kernels = getattr(layer, "impl", None)
+    kind = type(kernels)
+    return f"{kind.__module__}.{kind.__qualname__}" if kernels is not None else ""
+
+
+def is_in_token_order(spec: Any, device: str, kernels: str) -> bool:
+    """Whether it is certain that tokens lie one after the other, each a cell for every head."""
+    return (
+        (device, kernels) in IN_TOKEN_ORDER
+        and torch.version.hip is None  # there `cuda` is something else
+        and spec.tokens_per_state == 1
+        and getattr(spec, "num_head_slots", None) is None
+        and getattr(spec, "kv_quant_mode", None) in PLAIN_MODES
     )
 
 

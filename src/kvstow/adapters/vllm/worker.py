@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from secrets import token_bytes
 
+import numpy as np
+
 from kvstow.adapters.vllm.offers import OfferInbox
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers.asking import PeerAsker
@@ -31,6 +33,7 @@ from kvstow.adapters.vllm.scheduler import held
 from kvstow.adapters.vllm.tiers import WorkerTiers
 from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
+from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
@@ -66,6 +69,20 @@ class LeasedGenerations(Generations):
     The scheduler's side never reuses a generation (see `PinnedBlocks`), so a counter that equals
     a ticket's generation always means that the bytes are still those of the ticket.
     """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._unfilled = tuple(np.zeros(len(table), bool) for table in self.generations)
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        self._unfilled[group][ids] = True
+
+    def trust(self, group: int, ids: Ints) -> None:
+        self._unfilled[group][ids] = False
+
+    def unfilled(self, group: int, ids: Ints) -> Ints:
+        """Those of a pull's blocks that it has not filled, though it was accepted."""
+        return ids[self._unfilled[group][ids]]
 
     def set(self, group: int, ids: Ints, generations: Ints) -> None:
         """These blocks are, from now on, of these generations."""
@@ -395,13 +412,35 @@ class WorkerSide:
         if not transfer.done or not transfer.wait_quiet(0):
             return
         if transfer.error is None:
+            error = self._lacks_tokens(loading.pull)
             self._counts["pulled tokens"] += loading.pull.num_tokens - loading.pull.start_token
             self._note(transfer)
-            self._over(loading, None)
+            self._over(loading, error)
         elif loading.may_retry(transfer.error, now):
             loading.transfer, loading.again_at = None, now + RETRY_SECONDS
         else:
             self._over(loading, transfer.error)
+
+    def _lacks_tokens(self, pull: PullBlocks) -> TransferError | None:
+        """Why an accepted pull's blocks may not be used, if some of them were not filled.
+
+        A producer with fewer tokens per block may have let go of tokens behind a window of which
+        a block here has a part. This request would not miss them; vLLM enters the block into its
+        prefix cache as whole, and others would.
+        """
+        self.agent.settle()
+        for group, blocks in self._blocks(pull).items():
+            lacking = self._owner.unfilled(group, blocks.ids)
+            if len(lacking):
+                placed = self.arena.layout.groups[group].group
+                return TransferError(
+                    f"group {placed.name!r}: {len(lacking)} of {len(blocks)} blocks of "
+                    f"{placed.block_tokens} tokens lack some that {pull.tickets[0].agent!r} no "
+                    "longer keeps\n\nhint: --block-size of prefill should be a multiple of "
+                    "decode's",
+                    kind="refused",
+                )
+        return None
 
     def _note(self, transfer: Transfer) -> None:
         stats = transfer.stats
