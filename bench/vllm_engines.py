@@ -91,12 +91,13 @@ ON_CPU = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine runs. `eager`: without CUDA graphs."""
+    """How an engine runs. `eager`: without CUDA graphs. On a CPU, blocks are twice as long."""
 
     memory_bytes: int
     max_tokens: int = 33_000
     eager: bool = False
     cpu: bool = False
+    block_tokens: int = BLOCK
 
     def arguments(self) -> dict[str, Any]:
         """What vLLM is started with."""
@@ -104,14 +105,19 @@ class EngineOptions:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "max_model_len": self.max_tokens,
-            "block_size": BLOCK,
+            "block_size": self.block_tokens,
             "kv_cache_memory_bytes": self.memory_bytes,
             "enable_prefix_caching": True,
             "max_num_batched_tokens": 8192,
             "disable_log_stats": False,
         }
         if self.cpu:
-            return {**common, "enforce_eager": True, "dtype": "float32", "block_size": 32}
+            return {
+                **common,
+                "enforce_eager": True,
+                "dtype": "float32",
+                "block_size": 2 * self.block_tokens,
+            }
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         compiled = {"enforce_eager": True} if self.eager else {"compilation_config": graphs}
         return {

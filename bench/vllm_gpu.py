@@ -11,6 +11,9 @@ handover   prompts are prefilled in one engine; measured is the time to first to
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
 damage     what a prompt gets whose rows were damaged in host memory or on disk
+block sizes
+           engines with 16 and with 64 tokens per block, from the one to the other and back: pieces
+           of rows as the agent chooses to move them, and rows that are moved whole and cut there
 
 All texts are compared with those of an engine that computed the prompt itself. The file is
 written after every variant, and keeps what an earlier run has measured of other parts.
@@ -35,6 +38,7 @@ from machine import machine
 from vllm_engines import (
     MODELS,
     SMALL,
+    TEXT_TOKENS,
     EngineOptions,
     Prompts,
     Remote,
@@ -44,7 +48,7 @@ from vllm_engines import (
     versions,
 )
 
-PARTS = ("handover", "failures", "damage")
+PARTS = ("handover", "failures", "damage", "block sizes")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, digest off": connector("kvstow", digest="off"),
@@ -71,6 +75,7 @@ class Settings:
     burst_tokens: int = 4096
     used: int = 4000
     first: int = 2048
+    unequal: tuple[int, ...] = (500, 2048, 8192)
     failing: int = 16384
     filling: int = 11
     tier_bytes: int = 1 << 30
@@ -232,6 +237,57 @@ def begun(engines: list[Remote]) -> None:
         engine.ready()
 
 
+# ── block sizes ───────────────────────────────────────────────────────────────────────
+
+BLOCK_SIZES = (16, 64)
+WAYS: dict[str, dict[str, str]] = {"as the agent chooses": {}, "rows": {"direction": "rows"}}
+
+
+def unequal_pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
+    """Two engines that differ in their tokens per block and have not started."""
+    return [
+        Remote(5600 + 100 * i, model, replace(settings.options, block_tokens=size), transfer)
+        for i, size in enumerate(BLOCK_SIZES)
+    ]
+
+
+def measure_block_sizes(
+    engines: list[Remote], *, name: str, settings: Settings, save: Save
+) -> None:
+    """Times to first token from each engine to the other, and whether all texts were right."""
+    result: dict[str, Any] = {}
+    try:
+        begun(engines)
+        use(engines, settings.prompts, settings.used)
+        for way, sizes in ((1, BLOCK_SIZES), (-1, BLOCK_SIZES[::-1])):
+            prefill, decode = engines[::way]
+            figures = result[f"{sizes[0]} to {sizes[1]}"] = {}
+            decode.first(prefilled(prefill, [settings.prompts(settings.first)])[0])
+            for length in settings.unequal:
+                figures[str(length)] = unequal(prefill, decode, length, settings)
+                save(name, result)
+    except Exception as error:  # one way's failure is a result, too
+        result["error"] = repr(error)[:500]
+    finally:
+        result["shutdown_s"] = [engine.close() for engine in engines]
+    save(name, result)
+
+
+def unequal(prefill: Remote, decode: Remote, length: int, settings: Settings) -> dict[str, Any]:
+    """Prompts of one length, which need not be whole blocks: the right text is how prefill itself
+    went on, one token at a time. What decode has refused it has computed, and counted."""
+    seconds, wrong, before = [], 0, decode.counts()
+    for _ in range(min(3, settings.repeats)):
+        prompt = settings.prompts(length)
+        told = prefill.first({"prompt": prompt, "max_tokens": TEXT_TOKENS + 1})["text"]
+        job = decode.first(prefilled(prefill, [[*prompt, told[0]]])[0])
+        seconds.append(job["first"])
+        wrong += job["text"] != told[1:]
+    after = decode.counts()
+    refused = after.get("pull refused", 0) - before.get("pull refused", 0)
+    return {**spread(seconds), **counted(before, after), "refused": refused, "wrong_texts": wrong}
+
+
 # ── failures ──────────────────────────────────────────────────────────────────────────
 
 LEASE_SECONDS = 2
@@ -391,6 +447,14 @@ def planned(
             )
             for name in chosen.variants
         ]
+    if part == "block sizes":
+        return [
+            (
+                unequal_pair(str(folder), settings, connector("kvstow", **way)),
+                partial(measure_block_sizes, name=name, settings=settings, save=save),
+            )
+            for name, way in WAYS.items()
+        ]
     if model != chosen.models[0]:
         return []
     if part == "damage":
@@ -416,7 +480,7 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 20, 300)
-        made = replace(made, failing=700, filling=20, tier_bytes=8 << 20)
+        made = replace(made, failing=700, filling=20, tier_bytes=8 << 20, unequal=(64, 700))
     return made
 
 

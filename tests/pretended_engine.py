@@ -31,11 +31,17 @@ PROMPT = list(range(500, 518))
 """18 tokens: four whole blocks, and half of one."""
 
 
-def declaration(order: str, tp: tuple[int, int] = (0, 1)) -> CacheDeclaration:
-    """Two layers with a window of 8 tokens over two with full attention, one set of ids."""
+def declaration(
+    order: str, tp: tuple[int, int] = (0, 1), block_tokens: int | None = None
+) -> CacheDeclaration:
+    """Two layers with a window of 8 tokens over two with full attention, one set of ids.
+
+    With `block_tokens` its kernels keep so many tokens in order; otherwise pages are opaque.
+    """
+    tokens = block_tokens or TOKENS
     mine = HEADS // tp[1]
     heads = Extent("head", HEADS, ((tp[0] * mine, tp[0] * mine + mine),))
-    page = mine * TOKENS * CONTENT * 4
+    page = mine * tokens * CONTENT * 4
     rows = order.startswith("B")
 
     def pages(names: tuple[str, ...], retention: Retention) -> tuple[DeclaredPage, ...]:
@@ -43,11 +49,12 @@ def declaration(order: str, tp: tuple[int, int] = (0, 1)) -> CacheDeclaration:
             DeclaredPage(
                 layer=name,
                 retention=retention,
-                block_tokens=TOKENS,
+                block_tokens=tokens,
                 heads=heads,
-                states=TOKENS,
+                states=tokens,
                 content=CONTENT,
                 dtype=DType.FLOAT32,
+                in_token_order=block_tokens is not None,
             )
             for name in names
         )
@@ -75,15 +82,18 @@ def declaration(order: str, tp: tuple[int, int] = (0, 1)) -> CacheDeclaration:
 def memory(declared: CacheDeclaration) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One allocation, and views of the layers as an engine makes them from its own words."""
     raw = torch.zeros(declared.regions[0].nbytes // 4)
+    page = declared.groups[0][0]
     views = {
         name: raw.as_strided(
-            (NUM_BLOCKS, HEADS // declared.tp[1], TOKENS * CONTENT),
-            (region.block_stride // 4, TOKENS * CONTENT, 1),
+            (NUM_BLOCKS, HEADS // declared.tp[1], page.states * CONTENT),
+            (region.block_stride // 4, page.states * CONTENT, 1),
             (region.offset + i * region.layer_stride) // 4,
         )
         for region in declared.regions
         for i, name in enumerate(region.layers)
     }
+    if page.in_token_order:
+        views = {name: view.unflatten(2, (page.states, CONTENT)) for name, view in views.items()}
     return raw, views
 
 
@@ -107,11 +117,13 @@ class Engine:
         *,
         told: WayToTell = "in steps",
         tp: tuple[int, int] = (0, 1),
+        block_tokens: int | None = None,
     ) -> "Engine":
-        declared = declaration(order, tp)
+        declared = declaration(order, tp, block_tokens)
         _, views = memory(declared)
         layout = declared_layout(declared, base_align=64)
-        arena = Arena.adopt(layout, dict(views), axes=axes_of(layout.order))
+        axes = ("block", "head", "token", "content") if block_tokens else axes_of(layout.order)
+        arena = Arena.adopt(layout, dict(views), axes=axes)
         desk = SchedulerSide(declared_groups(declared), NUM_BLOCKS, settings, identity=IDENTITY)
         hands = WorkerSide(arena, settings, transport=LocalTransport(fabric), name=name)
         ways = {"here": hands.adopt, "beside": OfferSender([hands.endpoint]).tell}
@@ -142,17 +154,25 @@ class Engine:
         for view in self.views.values():
             view.copy_(torch.rand(view.shape, generator=rng))
 
-    def prefill(self, ids: tuple[tuple[int, ...], ...]) -> dict[str, object]:
+    def prefill(
+        self, ids: tuple[tuple[int, ...], ...], prompt: list[int] = PROMPT
+    ) -> dict[str, object]:
         """Finish a request whose cache is in these blocks; what its answer carries."""
-        request = EngineRequest(id="p", tokens=[*PROMPT, 1], params={"do_remote_decode": True})
-        stays, params = self.desk.finished(request, ids, len(PROMPT))
+        request = EngineRequest(id="p", tokens=[*prompt, 1], params={"do_remote_decode": True})
+        stays, params = self.desk.finished(request, ids, len(prompt))
         assert stays
         assert params is not None
         return params
 
-    def decode(self, params: object, ids: tuple[tuple[int, ...], ...], computed: int = 0) -> int:
+    def decode(
+        self,
+        params: object,
+        ids: tuple[tuple[int, ...], ...],
+        computed: int = 0,
+        prompt: list[int] = PROMPT,
+    ) -> int:
         """Queue a request with tickets, and give it blocks; how many tokens it waits for."""
-        request = EngineRequest(id="d", tokens=PROMPT, params=params)  # pyright: ignore
+        request = EngineRequest(id="d", tokens=prompt, params=params)  # pyright: ignore
         self.desk.arrived(request)
         count = self.desk.matched("d", computed)
         assert count is not None

@@ -136,6 +136,8 @@ def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace
             model="/models/tiny", dtype=torch.float32, get_total_num_kv_heads=lambda: HEADS
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=publishes),
     )
 

@@ -92,6 +92,68 @@ def test_blocks_of_every_group_arrive_and_no_others_change(engines: tuple[Engine
     assert all((view[untouched] == 0).all() for view in decode.views.values())
 
 
+@contextmanager
+def unequal(*sizes: int) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode engine whose kernels keep so many tokens per block in order."""
+    fabric = Fabric()
+    pair = [
+        Engine.start(fabric, f"engine-{size}", SETTINGS, "BLHNC", block_tokens=size)
+        for size in sizes
+    ]
+    yield pair[0], pair[1]
+    for engine in pair:
+        engine.hands.close()
+
+
+def blocks_of(num_tokens: int, size: int, ids: Iterator[int]) -> tuple[tuple[int, ...], ...]:
+    """Ids of a request's blocks as an engine has them when tokens have been computed: a window of
+    8 tokens has let go of those before."""
+    whole, first = -(-num_tokens // size), max(0, num_tokens - 7) // size
+    window = [0] * first + [next(ids) for _ in range(first, whole)]
+    return tuple(window), tuple(next(ids) for _ in range(whole))
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (4, 4)])
+@pytest.mark.parametrize("num_tokens", [2, 5, 8, 9, 17, 18])
+def test_tokens_arrive_in_blocks_of_another_size(sizes: tuple[int, int], num_tokens: int):
+    prompt = list(range(num_tokens))
+    loaded = num_tokens - 1
+    there, here = (blocks_of(loaded, size, iter(range(1, NUM_BLOCKS))) for size in sizes)
+    with unequal(*sizes) as (prefill, decode):
+        prefill.fill(1)
+        params = prefill.prefill(there, prompt[:-1])
+        prefill.step()
+        assert decode.decode(params, here, prompt=prompt) == loaded
+        found = pulled(prefill, decode)
+        assert (found.received, found.failed) == ({"d"}, frozenset())
+        for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1"))):
+            seen = max(0, loaded - 7) if group == 0 else 0
+            for name in names:
+                for token in range(seen, loaded):
+                    source, into = (
+                        view[ids[group][token // size], :, token % size]
+                        for view, ids, size in (
+                            (prefill.views[name], there, sizes[0]),
+                            (decode.views[name], here, sizes[1]),
+                        )
+                    )
+                    assert torch.equal(source, into), (name, token)
+
+
+def test_a_block_that_lacks_tokens_behind_a_window_is_not_used():
+    """vLLM enters it into its prefix cache as whole: a shorter prompt would see what it lacks."""
+    prompt = list(range(21))
+    there, here = (blocks_of(20, size, iter(range(1, NUM_BLOCKS))) for size in (4, 8))
+    assert there[0][:3] == (0, 0, 0), "tokens 8 to 11 are gone, here they are half of a block"
+    with unequal(4, 8) as (prefill, decode):
+        params = prefill.prefill(there, prompt[:-1])
+        prefill.step()
+        decode.decode(params, here, prompt=prompt)
+        found = pulled(prefill, decode)
+        assert found.failed == {"d"}
+        assert found.counts["pull refused"] == 1
+
+
 def pulled(prefill: Engine, decode: Engine) -> StepResults:
     """Steps of both engines, until decode's load is over."""
     for _ in range(5000):

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from kvstow.errors import SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
-from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.options import DigestPolicy, Options, Way
 
 FOREIGN = {
     "num_threads": "leave it out: rows are not split over threads",
@@ -41,7 +41,8 @@ class ConnectorOptions:
     layout. `unverified` says why the model's weights need not be looked at; without it, weights
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
     stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
-    directory `journal_path`, or in `disk_path` where that is empty.
+    directory `journal_path`, or in `disk_path` where that is empty. `direction` forces one of the
+    ways in which rows are pulled; empty leaves it to the agent.
 
     `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
     that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
@@ -58,6 +59,7 @@ class ConnectorOptions:
     transfer_seconds: float = 60.0
     contact_seconds: float = 5.0
     digest: DigestPolicy = "sample"
+    direction: Way | Literal[""] = ""
     host_bytes: int = 0
     host_shared: str = ""
     disk_path: str = ""
@@ -100,6 +102,8 @@ class ConnectorOptions:
         self._check_peers()
         if self.digest not in get_args(DigestPolicy):
             raise SpecError(f"digest is {self.digest!r}, none of {get_args(DigestPolicy)}")
+        if self.direction not in ("", *get_args(Way)):
+            raise SpecError(f"direction is {self.direction!r}, none of {get_args(Way)}")
         if self.journal not in get_args(JournalKind):
             raise SpecError(f"journal is {self.journal!r}, none of {get_args(JournalKind)}")
         if self.journal_path and not self.offloads:
@@ -154,12 +158,13 @@ class ConnectorOptions:
 
     @property
     def agent(self) -> Options:
-        """Times of the transfer agent."""
+        """Times of the transfer agent, and what is forced."""
         return Options(
             lease_seconds=self.lease_seconds,
             transfer_seconds=self.transfer_seconds,
             contact_seconds=self.contact_seconds,
             digest=self.digest,
+            direction=self.direction or None,
             quarantine_seconds=QUARANTINE_SECONDS,
         )
 

@@ -157,7 +157,7 @@ def declared_page(
 def kernels_of(layer: Any) -> str:
     """The class that writes and reads a layer's pages, with its module; empty where there is no
     such layer in this process, or it has no kernels of its own."""
-    kernels = getattr(layer, "impl", None)
+    kernels: object = getattr(layer, "impl", None)
     kind = type(kernels)
     return f"{kind.__module__}.{kind.__qualname__}" if kernels is not None else ""
 
