@@ -30,6 +30,7 @@ def pages(
             states=tokens,
             content=content,
             dtype=DType.FLOAT32,
+            kernels="CPUAttentionBackendImpl",
         )
         for name in names
     )

@@ -49,8 +49,9 @@ class Fleet:
         options: ConnectorOptions,
         order: str = "BLHNC",
         tp: tuple[int, int] = (0, 1),
+        block_tokens: int | None = None,
     ) -> Engine:
-        engine = Engine.start(self.fabric, name, options, order, tp=tp)
+        engine = Engine.start(self.fabric, name, options, order, tp=tp, block_tokens=block_tokens)
         if engine.desk.recall is not None:
             engine.desk.recall.stores.holds = Pool()
         self.engines.append(engine)
@@ -147,6 +148,37 @@ def test_a_prefix_in_a_peers_host_memory_is_pulled_though_the_peer_sleeps(
     untouched = sorted(set(range(NUM_BLOCKS)) - {b for ids in HERE for b in ids[:4]})
     assert all((view[untouched] == 0).all() for view in asker.views.values())
     wait_for(lambda: num_leases(lender) == 0)
+
+
+def of_unequal_blocks(fleet: Fleet, lends: int, asks: int, ids: BlockIds) -> tuple[Engine, Engine]:
+    """A lender and an asker whose kernels keep so many tokens per block in order."""
+    lender = fleet.start("lender-0-0", LENDS, block_tokens=lends)
+    computes(lender, ids=ids)
+    options = replace(ASKS, peers=(address_of(lender),))
+    asker = fleet.start("asker-0-0", options, block_tokens=asks)
+    wait_for(lambda: len(asker_of(asker)._well()) == 1)
+    return lender, asker
+
+
+def test_a_prefix_of_a_peer_with_longer_blocks_is_cut_anew(fleet: Fleet):
+    there = ((0, 4, 5), (7, 8, 9))
+    lender, asker = of_unequal_blocks(fleet, 8, 4, there)
+    count = asked(asker)
+    assert count == 16
+    found = pulled(asker, count)
+    assert (found.received, found.failed) == ({"d"}, frozenset())
+    for group, names in enumerate((("w.0", "w.1"), ("f.0", "f.1"))):
+        for name in names:
+            for token in range(9 if group == 0 else 0, count):
+                ours = asker.views[name][HERE[group][token // 4], :, token % 4]
+                theirs = lender.views[name][there[group][token // 8], :, token % 8]
+                assert torch.equal(ours, theirs), (name, token)
+
+
+def test_a_peer_with_shorter_blocks_has_nothing_for_longer_ones(fleet: Fleet):
+    """A question names what ends at the asker's blocks."""
+    _, asker = of_unequal_blocks(fleet, 4, 8, THERE)
+    assert asked(asker) == 0
 
 
 def test_only_what_the_engine_lacks_is_pulled(fleet: Fleet):

@@ -24,6 +24,7 @@ from kvstow.adapters.vllm.protocol import (
     StepResults,
 )
 from kvstow.adapters.vllm.scheduler import SchedulerSide
+from kvstow.errors import StoreError
 from kvstow.testing.servers import Valkey
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
@@ -152,6 +153,23 @@ def test_a_block_that_lacks_tokens_behind_a_window_is_not_used():
         found = pulled(prefill, decode)
         assert found.failed == {"d"}
         assert found.counts["pull refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (None, 4, "tokens per state is 4 in the source, 1 in the destination"),
+        (4, 8, "has 8 tokens per block, the store 4"),
+    ],
+)
+def test_a_store_of_opaque_or_of_other_blocks_is_refused_in_words(
+    tmp_path: Path, before: int | None, after: int, says: str
+):
+    """What an earlier version has written, whose pages were all opaque, is not read."""
+    kept = replace(SETTINGS, host_bytes=1 << 20, disk_path=str(tmp_path), disk_bytes=1 << 20)
+    Engine.start(Fabric(), "engine-0-0", kept, "BLHNC", block_tokens=before).hands.close()
+    with pytest.raises(StoreError, match=says):
+        Engine.start(Fabric(), "engine-0-0", kept, "BLHNC", block_tokens=after)
 
 
 def pulled(prefill: Engine, decode: Engine) -> StepResults:
