@@ -14,6 +14,7 @@ recall      one per engine: which beginnings of requests come back, which blocks
 stored      which rows the tiers of all ranks keep; keys of requests
 stores      rows on their way to the tiers: held, in turn, within a bandwidth
 offers      workers of other processes, told of an offer before the engine's next step
+generations one per rank: leases of its blocks, and which of them a pull has filled
 worker      one per rank: an agent over the engine's memory, pulls and leases
 tiers       one per rank: rows stored and loaded
 peers/      prefixes of other engines: rows lent to them, theirs asked for by key

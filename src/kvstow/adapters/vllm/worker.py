@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from secrets import token_bytes
 
-import numpy as np
-
+from kvstow.adapters.vllm.generations import LeasedGenerations
 from kvstow.adapters.vllm.offers import OfferInbox
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers.asking import PeerAsker
@@ -33,12 +32,9 @@ from kvstow.adapters.vllm.scheduler import held
 from kvstow.adapters.vllm.tiers import WorkerTiers
 from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
-from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import fingerprint
-from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import UNKNOWN, EndReason
 from kvstow.transfer.pull import Transfer
 from kvstow.transfer.ticket import Ticket
@@ -56,37 +52,6 @@ GRACE_SECONDS = 10.0
 """A ticket may be shown before the producer's worker has heard of it: ask again so long."""
 
 RETRY_SECONDS = 0.1
-
-
-class LeasedGenerations(Generations):
-    """The workers' generations: counters that peers read, set by the scheduler's leases.
-
-        lease A given out at generation 7      counter 7
-        lease A over, nobody else              counter 8    tickets of A are refused from now on
-        lease B of the same unbroken time      counter 7    its bytes are the ones that A covered
-        next time                              counter 8 … never 7 again
-
-    The scheduler's side never reuses a generation (see `PinnedBlocks`), so a counter that equals
-    a ticket's generation always means that the bytes are still those of the ticket.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
-        self._unfilled = tuple(np.zeros(len(table), bool) for table in self.generations)
-
-    def distrust(self, group: int, ids: Ints) -> None:
-        self._unfilled[group][ids] = True
-
-    def trust(self, group: int, ids: Ints) -> None:
-        self._unfilled[group][ids] = False
-
-    def unfilled(self, group: int, ids: Ints) -> Ints:
-        """Those of a pull's blocks that it has not filled, though it was accepted."""
-        return ids[self._unfilled[group][ids]]
-
-    def set(self, group: int, ids: Ints, generations: Ints) -> None:
-        """These blocks are, from now on, of these generations."""
-        self.generations[group][ids] = generations
 
 
 @dataclass(slots=True, eq=False)
