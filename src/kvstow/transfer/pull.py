@@ -163,15 +163,28 @@ def begin(
     endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan, wanted: tuple[Sample, ...]
 ) -> None:
     """Tell a source what we want of it, and which way. Raises TransferError."""
-    assert source.peer.path is not None
-    way = order.direction or source.peer.path.direction
-    if plan.route is None:
-        way = "read"
+    way = _way(endpoint, order, source, plan)
     slot_bytes = _slot_bytes(endpoint, source) if way == "staged" else 0
     if source.peer.card is not None and source.peer.card.stage is None:
         slot_bytes = 0  # its rows are read where they lie
     is_ordered = way == "write" or slot_bytes > 0
     source.begin(way, plan, _where(order) if is_ordered else None, slot_bytes, wanted)
+
+
+def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
+    """The way that is forced, or was found to be the fastest for so many copies."""
+    path, card = source.peer.path, source.peer.card
+    assert path is not None
+    assert card is not None
+    if plan.route is None:
+        return "read"
+    way = order.direction or path.direction
+    if order.direction or not path.seconds_per_write or None in (endpoint.stage, card.stage):
+        return way
+    offered = source.ticket.blocks_of(order.num_tokens)
+    return path.direction_of(
+        plan.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
+    )
 
 
 def _slot_bytes(endpoint: Endpoint, source: Source) -> int:

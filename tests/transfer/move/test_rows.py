@@ -176,11 +176,13 @@ def test_rows_are_read_directly_where_there_is_no_memory_for_slots(pair):
     assert "slots to cut rows in: full" in forced["error"]
 
 
-def test_rows_on_a_device_are_read_directly_unless_something_is_forced(pair):
+def test_rows_of_a_device_are_cut_by_the_same_prices(pair):
     producer, consumer = pair
     priced(consumer, producer, link=1e-3, here=1e-6)
+    consumer.agent.endpoint.scratch()  # made before: there is no device here
     consumer.agent.endpoint.kind = "VRAM"
-    assert consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)["directions"] == ["read"]
+    assert consumer.pull([producer.offer(SOURCE, TOKENS)], TARGET)["directions"] == ["rows"]
+    assert consumer.check(TARGET, 0, TOKENS) == ""
 
 
 def test_an_aborted_pull_by_rows_leaves_its_rows_quiet_and_its_slots_free(pair, fabric):

@@ -1,8 +1,25 @@
 """The way that is chosen between two agents."""
 
-import pytest
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
 
-from kvstow.transfer.peers.probe import chosen
+import numpy as np
+import pytest
+from msgspec import structs
+
+from kvstow.plan.group import grouped
+from kvstow.plan.layout import Layout
+from kvstow.plan.manifest import encode
+from kvstow.plan.pack import Site, packed
+from kvstow.plan.retention import Full
+from kvstow.route.copies import Copies
+from kvstow.transfer.move.staged import SLOTS
+from kvstow.transfer.peers import probe
+from kvstow.transfer.peers.endpoint import PROBE_BYTES
+from kvstow.transfer.peers.probe import Path, chosen
+from kvstow.transfer.transport.local import Fabric
+from transfer_node import Node, attention, rows_for
 
 
 @pytest.mark.parametrize(
@@ -21,3 +38,136 @@ def test_the_fastest_way_is_chosen_and_the_simpler_one_where_there_is_little_to_
 ):
     assert chosen(read, write, staged).direction == expected
     assert chosen(read, write, staged, "write").direction == "write"
+
+
+def copies(count: int, nbytes: int) -> Copies:
+    starts = np.arange(count) * nbytes
+    return Copies(starts, starts, np.full(count, nbytes))
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "way"),
+    [
+        (20480, 8 << 10, "staged"),  # Llama-70B, tp 8 to 4: 1.3 GB/s written, 6 staged
+        (47104, 16 << 10, "staged"),
+        (47104, 32 << 10, "write"),  # 5 GB/s written: staged is not twice as fast
+        (512, 1 << 20, "write"),
+        (1, 1, "staged"),
+        (0, 0, "write"),
+    ],
+)
+def test_so_many_small_copies_are_staged_that_writing_them_is_slower(count, nbytes, way):
+    # what one H200 gave between two processes
+    path = Path(
+        direction="write",
+        read_rate=2.3e9,
+        write_rate=68e9,
+        staged_rate=6.3e9,
+        seconds_per_write=6e-6,
+    )
+    assert path.direction_of(copies(count, nbytes)) == way
+
+
+def test_a_price_that_was_not_measured_changes_nothing():
+    for direction in ("read", "write", "staged"):
+        path = Path(direction=direction, read_rate=1.0, write_rate=1.0, staged_rate=9e9)
+        assert path.direction_of(copies(1000, 1)) == direction
+
+
+# ── agents ────────────────────────────────────────────────────────────────────────────
+
+
+TOKENS = 30
+OPTIONS = {"slot_bytes": 256}
+
+
+def layout(block_tokens: int, num_slabs: int = 12) -> Layout:
+    layers = [attention(f"layers.{i}", Full(), block_tokens) for i in range(3)]
+    return packed(grouped(layers), num_slabs=num_slabs, site=Site(model="probed"))
+
+
+SHORT, LONG = layout(4), layout(16)
+SOURCE = rows_for(SHORT, TOKENS, 1)
+
+
+@pytest.fixture
+def met() -> Iterator[Callable[[Layout], tuple[Node, Node]]]:
+    """A function that makes a producer with short blocks, and a consumer with this layout which
+    takes its memory for a device's and finds writing to be fast."""
+    nodes: list[Node] = []
+
+    def made(where: Layout) -> tuple[Node, Node]:
+        fabric = Fabric()
+        pair = (
+            Node(encode(SHORT), fabric, name="producer", options=OPTIONS),
+            Node(encode(where), fabric, name="consumer", options=OPTIONS),
+        )
+        nodes.extend(pair)
+        pair[0].fill(SOURCE)
+        pair[1].agent.endpoint.kind = "VRAM"
+        with (
+            mock.patch.object(probe, "PREFER_READ", 1e-6),
+            mock.patch.object(probe, "STAGED_SHARE", 1e-9),
+        ):
+            pair[1].agent.connect(pair[0].address)
+        return pair
+
+    yield made
+    for node in nodes:
+        node.close()
+
+
+def priced(consumer: Node, producer: Node, seconds: float) -> None:
+    """Give the agent prices as if it had measured them."""
+    peer = consumer.agent.connect(producer.address)
+    assert peer.path is not None
+    peer.path = replace(
+        peer.path, write_rate=50e9, staged_rate=5e9, seconds_per_write=seconds, forced=False
+    )
+
+
+def test_what_a_write_costs_is_measured_on_a_device_where_layouts_differ(met):
+    for where, is_measured in ((LONG, True), (SHORT, False)):
+        producer, consumer = met(where)
+        path = consumer.agent.connect(producer.address).path
+        assert path.direction == "write"
+        assert (path.seconds_per_write > 0) == is_measured
+
+
+def test_slots_that_are_smaller_than_a_probe_do_not_hinder_a_device_s_first_contact(met):
+    producer, consumer = met(SHORT)
+    assert SLOTS * OPTIONS["slot_bytes"] < PROBE_BYTES
+    assert consumer.agent.connect(producer.address).path.staged_rate > 0
+
+
+@pytest.mark.parametrize(("seconds", "way"), [(1e-3, "staged"), (1e-12, "write")])
+def test_many_copies_are_staged_where_that_is_cheaper_than_writing_them(met, seconds, way):
+    producer, consumer = met(LONG)
+    into = rows_for(LONG, TOKENS, 2)
+    priced(consumer, producer, seconds)
+    stats = consumer.pull([producer.offer(SOURCE, TOKENS)], into)
+    assert stats["directions"] == [way], stats
+    assert consumer.check(into, 0, TOKENS) == ""
+
+
+def test_a_forced_way_is_taken_whatever_it_costs(met):
+    producer, consumer = met(LONG)
+    priced(consumer, producer, 1e-3)
+    for way in ("write", "read", "staged"):
+        stats = consumer.pull(
+            [producer.offer(SOURCE, TOKENS)], rows_for(LONG, TOKENS, 2), direction=way
+        )
+        assert stats.get("directions") == [way], stats
+
+
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+def test_nothing_is_staged_where_one_side_has_no_slots(met, who):
+    producer, consumer = met(LONG)
+    priced(consumer, producer, 1e-3)
+    if who == "consumer":
+        consumer.agent.endpoint.stage = None
+    else:
+        peer = consumer.agent.connect(producer.address)
+        peer.card = structs.replace(peer.card, stage=None)
+    stats = consumer.pull([producer.offer(SOURCE, TOKENS)], rows_for(LONG, TOKENS, 2))
+    assert stats["directions"] == ["write"]

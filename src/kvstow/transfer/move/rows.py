@@ -28,16 +28,13 @@ def chosen_rows(
 ) -> Story[RowReads | None]:
     """How to read whole rows instead, if that is forced, or cheaper by what was measured.
 
-    Places of the copies are offsets in the two arenas. On a device rows are cut only if that is
-    forced: it has not been measured there.
+    Places of the copies are offsets in the two arenas.
     """
     blocks = source.ticket.blocks
     if forced == "rows":
         return row_reads(source.layout, blocks, copies)
-    if forced is not None or endpoint.kind != "DRAM":
-        return None
-    if len(copies) <= sum(map(len, blocks.values())):
-        return None  # equal rows
+    if forced is not None or len(copies) <= sum(map(len, blocks.values())):
+        return None  # another way is forced, or rows are equal
     rows = row_reads(source.layout, blocks, copies)
     try:
         scratch = endpoint.scratch()

@@ -1,7 +1,7 @@
 """Which way the bytes go: measured at first contact, because it can be a factor of 300."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,14 @@ class Path:
     """The chosen direction, and the rates it was chosen by, in bytes per second.
 
     `staged_rate` is 0 where both sides' rows are in host memory: nothing to gain.
+    `seconds_per_write` is what each written copy costs more, 0 where it was not measured.
     """
 
     direction: Way
     read_rate: float
     write_rate: float
     staged_rate: float = 0.0
+    seconds_per_write: float = 0.0
     forced: bool = False
 
     @property
@@ -57,6 +59,15 @@ class Path:
                 return self.write_rate
             case "staged":
                 return self.staged_rate
+
+    def direction_of(self, copies: Copies) -> Way:
+        """The direction for these copies: staged instead of written, where there are so many
+        that writing them is slower."""
+        if not self.seconds_per_write:
+            return self.direction
+        write = len(copies) * self.seconds_per_write + copies.total / self.write_rate
+        is_slower = write * self.staged_rate > PREFER_READ * copies.total
+        return "staged" if is_slower else self.direction
 
 
 def chosen(
@@ -90,14 +101,17 @@ def measured_path(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Story[Pat
     read = yield from _rate(endpoint, "read", card, kinds, Copies.one(theirs, ours, size))
     staged = 0.0
     if "VRAM" in kinds:
-        ours = endpoint.stage.arena.address if endpoint.stage else ours
-        theirs = card.stage.address if card.stage else theirs
-        copies = Copies.one(theirs, ours, size)
+        mine, its = endpoint.card.stage or endpoint.card.probe, card.stage or card.probe
+        copies = Copies.one(its.address, mine.address, min(size, mine.nbytes, its.nbytes))
         staged = yield from _rate(endpoint, "read", card, Kinds(), copies)
     peer.send(AskProbe(size))
     told = yield from peer.mailbox.wait(TellProbe)
     write = told.nbytes / told.seconds if told.seconds > 0 else 0.0
-    return chosen(read, write, STAGED_SHARE * staged)
+    path = chosen(read, write, STAGED_SHARE * staged)
+    if path.direction != "write" or not staged or peer.fingerprint == endpoint.fingerprint:
+        return path
+    link = yield from _measured_writes(endpoint, peer.name, card, kinds, write)
+    return replace(path, seconds_per_write=link.seconds_per_copy)
 
 
 def written_probe(endpoint: Endpoint, peer: "Incoming", nbytes: int) -> Story[None]:
@@ -129,6 +143,17 @@ def measured_reads(endpoint: Endpoint, peer: "Outgoing", card: Card) -> Story[Li
         many = yield from _rate(endpoint, "read", card, kinds, _scattered(*ends))
         peer.link = _speed(peer.name, one, many, _scattered(*ends))
     return peer.link
+
+
+def _measured_writes(
+    endpoint: Endpoint, name: str, card: Card, kinds: Kinds, one: float
+) -> Story[LinkSpeed]:
+    """What writes between us and a peer cost, whose rate for a long one is known: measured by
+    ours to it, because a link is taken to be alike in both directions. Raises TransferError."""
+    size = min(PROBE_BYTES, card.probe.nbytes)
+    copies = _scattered(endpoint.probe.data_ptr(), card.probe.address, size)
+    many = yield from _rate(endpoint, "write", card, kinds, copies)
+    return _speed(name, one, many, copies)
 
 
 def measured_copies(endpoint: Endpoint) -> Story[LinkSpeed]:
