@@ -119,7 +119,6 @@ def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
     present = (True,) * 6, (True,) * 4 + (False,) * 2
     recall.answer(KeysPresent(request="d", present=present))
     assert recall.matched("d", 0) == 16
-    assert not recall.loads_at_once("d")
 
 
 def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
@@ -149,93 +148,18 @@ def test_an_answer_of_long_ago_does_not_hide_what_was_stored_since():
     assert recall.matched("d", 0) == 24
 
 
-# ── at once, or beside the engine's steps ─────────────────────────────────────────────────
-
 ONE = replace(smollm2("BLHNC", 100), groups=(pages(["a"], Full(), heads=1, tokens=4, content=8),))
 BLOCKS = ((1, 2, 3, 4, 5, 6, 7),)
 
-
-def alone(num_blocks: int = 1000) -> Recall:
-    recall, _ = made(declared=ONE, num_blocks=num_blocks)
-    every = tuple(keys())
-    recall.known.told("0", {0: (every, bytes([Level.HOST] * 6))})
-    return recall
-
-
-def at_once(recall: Recall, id: str) -> bool:
-    recall.arrived(asked(id))
-    assert recall.matched(id, 0) == 24
-    return recall.loads_at_once(id)
-
-
-def test_a_request_that_is_alone_is_loaded_before_its_step():
-    recall = alone()
-    assert at_once(recall, "d")
-    assert recall.taken("d", BLOCKS, 24).at_once
-
-
-def test_nobody_waits_for_the_load_of_another_request():
-    recall = alone()
-    recall.scheduled({"running": 1})
-    assert not at_once(recall, "d")
-    recall.scheduled({})
-    recall.admitted()
-    assert not at_once(recall, "e")
-    recall.scheduled({"f": 40})
-    recall.finished("f", 0, ((),))
-    assert at_once(recall, "g")
+# ── the engine's steps ────────────────────────────────────────────────────────────────────
 
 
 def test_a_step_has_as_many_prompt_tokens_as_its_prompts_and_not_those_that_decode():
-    recall = alone()
+    recall, _ = made()
     recall.scheduled({"prompt": 40, "another": 16, "decoding": 1, "drafting": 5})
     assert recall.prompt_tokens == 56
     recall.scheduled({"decoding": 1})
     assert recall.prompt_tokens == 0
-
-
-def test_of_two_requests_in_one_step_one_is_loaded_before_it():
-    recall = alone()
-    assert at_once(recall, "d")
-    recall.taken("d", BLOCKS, 24)
-    assert not at_once(recall, "e")
-
-
-def test_several_groups_are_never_loaded_before_their_step():
-    """vLLM cannot be told which blocks of several groups have failed."""
-    recall, _ = made()
-    recall.known.told("0", kept(ALL, ALL))
-    assert not at_once(recall, "d")
-
-
-def test_what_is_computed_with_a_load_is_stored_when_it_is_known_to_have_succeeded():
-    recall = alone()
-    recall.stores.holds = pool = Pool()
-    tokens = [*LONG, 1, 2, 3]
-    recall.arrived(asked("d", tokens))
-    recall.matched("d", 0)
-    recall.taken("d", BLOCKS, 24)
-    recall.computed("d", 28, BLOCKS)
-    assert pool.held == {7}
-    assert recall.stores.take() is None
-    recall.confirmed("d", ok=True)
-    order = recall.stores.take()
-    assert order is not None
-    assert order.rows == {0: ((keys(tokens)[6],), (7,))}
-
-
-def test_what_is_computed_with_a_failed_load_is_stored_when_it_is_computed_again():
-    recall = alone()
-    recall.stores.holds = pool = Pool()
-    recall.arrived(asked("d", [*LONG, 1, 2, 3]))
-    recall.matched("d", 0)
-    recall.taken("d", BLOCKS, 24)
-    recall.computed("d", 28, BLOCKS)
-    recall.confirmed("d", ok=False)
-    assert pool.held == set()
-    assert recall.is_due("d", 28)
-    recall.computed("d", 28, BLOCKS)
-    assert pool.held == {7}
 
 
 # ── going out ─────────────────────────────────────────────────────────────────────────────

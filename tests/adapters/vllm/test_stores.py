@@ -95,31 +95,3 @@ def test_a_bandwidth_is_kept_and_no_more_than_a_second_is_saved_up():
         order = made.take()
         given.append(len(order.rows[0][0]) if order else 0)
     assert given == [2, 1, 1, 2, 1]
-
-
-def test_rows_computed_with_a_load_in_doubt_wait_until_it_is_known_to_have_succeeded():
-    made, pool, _ = queue()
-    made.add(row(1))
-    made.doubt()
-    made.add(row(2))
-    order = made.take()
-    assert order is not None
-    assert order.rows[0][1] == (1,)
-    assert made.take() is None
-    made.settle(ok=True)
-    order = made.take()
-    assert order is not None
-    assert order.rows[0][1] == (2,)
-    assert pool.held == {1, 2}
-
-
-def test_rows_computed_with_a_failed_load_are_never_stored():
-    made, pool, _ = queue()
-    made.doubt()
-    made.add(row(2))
-    made.settle(ok=False)
-    assert made.take() is None
-    assert pool.held == set()
-    assert not made.contains(0, b"key 2")
-    made.add(row(2))
-    assert made.take() is not None

@@ -213,32 +213,6 @@ def test_rows_that_were_pushed_out_of_host_memory_are_known_to_be_gone(ranks: li
     assert rank.ask(other, id="third") == 16
 
 
-def test_a_request_that_is_alone_is_loaded_when_the_order_returns(ranks: list[Rank]):
-    rank = Rank.start(on_host(), one_group(num_blocks=24))
-    ranks.append(rank)
-    kept = rank.fill(2)
-    assert rank.compute(PROMPT, ((7, 8, 9, 10, 11),)) == 4
-    rank.clear()
-    assert rank.ask(PROMPT) == 16
-    assert rank.recall.loads_at_once("d")
-    rank.tiers.load(rank.recall.taken("d", ((1, 2, 3, 4, 5),), 16))
-    for there, here in ((7, 1), (8, 2), (9, 3), (10, 4)):
-        assert torch.equal(rank.views["layers.0"][here], kept["layers.0"][there])
-    assert [job.error for job in rank.tiers.loaded()] == [None]
-
-
-def test_a_load_at_once_of_rows_that_went_away_has_failed_when_the_step_ends(ranks: list[Rank]):
-    rank = Rank.start(on_host(), one_group(num_blocks=24))
-    ranks.append(rank)
-    rank.compute(PROMPT, ((7, 8, 9, 10, 11),))
-    assert rank.ask(PROMPT) == 16
-    rank.tiers._host.evict(0, rank.tiers._host.keys(0)[:1])
-    rank.tiers.load(rank.recall.taken("d", ((1, 2, 3, 4, 5),), 16))
-    (job,) = rank.tiers.loaded()
-    assert job.error is not None
-    assert (rank.views["layers.0"][5] == 0).all()
-
-
 def test_a_window_that_moves_on_comes_back_at_every_length_it_has_passed(ranks: list[Rank]):
     """Of the blocks that a window has let go, those were stored while it passed them."""
     rank = Rank.start(on_host(), hybrid("BLHNC", 24))

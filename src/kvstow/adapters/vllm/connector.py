@@ -135,7 +135,6 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
         self._report = OffloadReport()
-        self._invalid: set[int] = set()
         self._requests: dict[str, Any] = {}
         """Requests of the engine that may be stored while they run."""
         self._events: TierEvents | None = None
@@ -231,15 +230,11 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         for what, count in results.counts.items():
             self._stats[what] += count
         self._report = OffloadReport.of(self._worker_side.endpoint.agent, results)
-        self._invalid = set(results.invalid)
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._invalid
 
     def build_connector_worker_meta(self) -> KvstowReport | None:
         return KvstowReport(self._report) if self._report else None
@@ -293,9 +288,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Loads are beside the steps, never before one: an engine that plans ahead cannot undo
+        a step that has computed with a load that failed."""
         count = self._scheduler_side.matched(request.request_id, num_computed_tokens)
-        beside = bool(count) and not self._scheduler_side.loads_at_once(request.request_id)
-        return count, beside
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = self._taken(blocks.get_block_ids())

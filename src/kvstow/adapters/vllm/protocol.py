@@ -162,15 +162,11 @@ class StoreBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadBlocks:
-    """Bring rows back into these blocks; `num_tokens` tokens are waiting for it.
-
-    One that is loaded `at_once` is computed with in the same step.
-    """
+    """Bring rows back into these blocks; `num_tokens` tokens are waiting for it."""
 
     request: str
     rows: Mapping[int, KeyedBlocks]
     num_tokens: int
-    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,17 +192,14 @@ class StepOrders:
 class StepResults:
     """What came of it, by request: blocks no longer needed here, loads over, loads failed.
 
-    `confirmed` says of loads that were computed with at once whether they succeeded; `invalid`
-    are the blocks of those that did not. `stored` are the jobs of stores that are over, `kept`
-    tells where rows are kept now, as far as that has changed. `found` is what peers have said.
+    `stored` are the jobs of stores that are over, `kept` tells where rows are kept now, as far as
+    that has changed. `found` is what peers have said.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     present: tuple[KeysPresent, ...] = ()
-    confirmed: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    invalid: frozenset[int] = frozenset()
     stored: tuple[int, ...] = ()
     kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -218,11 +211,10 @@ class StepResults:
 class OffloadReport:
     """What the tiers of some ranks have done and found in a step: `StepResults` of all of them.
 
-    By request `present` and `confirmed`, by rank `kept`; `stored` counts ranks by job.
+    By request `present`, by rank `kept`; `stored` counts ranks by job.
     """
 
     present: Mapping[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
-    confirmed: Mapping[str, bool] = field(default_factory=dict[str, bool])
     kept: Mapping[str, KeyLevels] = field(default_factory=dict[str, KeyLevels])
     stored: Mapping[int, int] = field(default_factory=dict[int, int])
     changes: tuple[TierChange, ...] = ()
@@ -233,7 +225,6 @@ class OffloadReport:
         """The report of one rank."""
         return OffloadReport(
             present={answer.request: answer for answer in results.present},
-            confirmed=results.confirmed,
             kept={rank: results.kept} if results.kept else {},
             stored=dict.fromkeys(results.stored, 1),
             changes=results.changes,
@@ -241,21 +232,16 @@ class OffloadReport:
         )
 
     def __bool__(self) -> bool:
-        told = self.present or self.confirmed or self.kept or self.stored or self.changes
-        return bool(told or self.found)
+        return bool(self.present or self.kept or self.stored or self.changes or self.found)
 
     def joined(self, other: "OffloadReport") -> "OffloadReport":
-        """The report of both: what all ranks have, what has succeeded on all."""
+        """The report of both: what all ranks have."""
         alike = {
             name: here.both(other.present[name]) if name in other.present else here
             for name, here in self.present.items()
         }
-        confirmed = dict(other.confirmed)
-        for request, ok in self.confirmed.items():
-            confirmed[request] = ok and confirmed.get(request, True)
         return OffloadReport(
             present={**other.present, **alike},
-            confirmed=confirmed,
             kept={**self.kept, **other.kept},
             stored=Counter(self.stored) + Counter(other.stored),
             changes=self.changes + other.changes,

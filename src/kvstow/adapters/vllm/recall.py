@@ -48,7 +48,6 @@ class RecalledRequest:
     answer: KeysPresent | None = None
     length: int = 0
     """Tokens that can be loaded, as the engine was told last."""
-    at_once: bool = False
     tried: bool = False
     """A load was ordered, and nothing computed since: there is no second one."""
     explained: bool = False
@@ -74,11 +73,6 @@ class Recall:
         self._unit = lcm(*(group.block_tokens for group in groups))
         self._sizes = {group.block_tokens for group in groups}
         self._requests: dict[str, RecalledRequest] = {}
-        self._running: set[str] = set()
-        """Requests of the last step that have not ended."""
-        self._admitted = False
-        """Whether the step that is being planned has a request that the last one had not."""
-        self._unconfirmed: set[str] = set()
         self.known = StoredKeys(len(groups))
         self.journal = _journal(options, identity, self._unit)
         self.stores = StoreQueue(
@@ -155,13 +149,7 @@ class Recall:
             request.explained = True
             self.journal.looked_up(request.request, far)
         request.length = far
-        request.at_once = near == far and len(self._groups) == 1 and self._is_alone
         return max(0, far - num_computed)
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether no other request would wait for a load before the next step computes."""
-        return not self._running and not self._admitted
 
     def _limit(self, request: RecalledRequest) -> int:
         """What could be loaded at most: the last token is always computed."""
@@ -186,19 +174,11 @@ class Recall:
             lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, each >= least)]
         return int(lengths.max(initial=0))
 
-    def loads_at_once(self, id: str) -> bool:
-        """Whether what `matched` told is loaded before the step computes, and not beside it."""
-        return id in self._requests and self._requests[id].at_once
-
     def taken(self, id: str, ids: BlockIds, num_external: int) -> LoadBlocks:
         """The engine has given blocks for `num_external` tokens: what to bring where."""
         request = self._requests[id]
         request.tried = True
         request.passed = [request.length // group.block_tokens for group in self._groups]
-        if request.at_once:
-            self._unconfirmed.add(id)
-            self.stores.doubt()
-            self._admitted = True
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
             keys = request.keys.of(group.block_tokens, request.length)
@@ -206,28 +186,13 @@ class Recall:
             first = (request.length - num_external) // group.block_tokens
             places = [k for k in (*sinks, *rest) if k >= first and ids[g][k] > 0]
             rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
-        return LoadBlocks(request=id, rows=rows, num_tokens=num_external, at_once=request.at_once)
-
-    def admitted(self) -> None:
-        """The engine computes a request in the step that it plans."""
-        self._admitted = True
-
-    def confirmed(self, id: str, *, ok: bool) -> None:
-        """A load before a step has succeeded on all ranks, or has not."""
-        self._unconfirmed.discard(id)
-        if not ok:
-            for request in self._requests.values():
-                request.passed = [0] * len(self._groups)
-        if not ok or not self._unconfirmed:
-            self.stores.settle(ok=ok)
+        return LoadBlocks(request=id, rows=rows, num_tokens=num_external)
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
     def scheduled(self, num_tokens: Mapping[str, int]) -> None:
         """The engine has planned a step with so many tokens of these requests."""
-        self._running = set(num_tokens)
         self.prompt_tokens = sum(count for count in num_tokens.values() if count >= PROMPT_TOKENS)
-        self._admitted = False
 
     def is_due(self, id: str, num_tokens: int) -> bool:
         """Whether some block is full, with so many tokens, that was not when last looked at."""
@@ -288,7 +253,6 @@ class Recall:
     def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:
         of those, too, that were cached or loaded when it began, and that a tier may have lost."""
-        self._running.discard(id)
         request = self._requests.get(id)
         if request is None or not num_tokens:
             self._requests.pop(id, None)

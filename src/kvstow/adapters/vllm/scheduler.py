@@ -193,8 +193,6 @@ class SchedulerSide:
             return
         for answer in report.present.values():
             self.recall.answer(answer)
-        for request, ok in report.confirmed.items():
-            self.recall.confirmed(request, ok=ok)
         for rank, kept in report.kept.items():
             self.recall.known.told(rank, kept)
         for job, ranks in report.stored.items():
@@ -220,12 +218,6 @@ class SchedulerSide:
             return own
         return None if self._peers.waits(request, num_computed + own) else own
 
-    def loads_at_once(self, request: str) -> bool:
-        """Whether what `matched` told is there when the next step computes."""
-        if self.recall is None or request in self._incoming:
-            return False
-        return self.recall.loads_at_once(request)
-
     def allocated(self, request: str, ids: BlockIds, num_external: int) -> None:
         """The engine has given the request blocks, for `num_external` tokens to be loaded.
 
@@ -234,17 +226,13 @@ class SchedulerSide:
         if num_external == 0:
             self._loading.discard(request)
             self._give_back(request)
-            if self.recall is not None:
-                self.recall.admitted()
             return
+        self._loading.add(request)
         handover = self._incoming.pop(request, None)
         if handover is None:
             assert self.recall is not None
-            order = self.recall.taken(request, ids, num_external)
-            self._loads.append(order)
-            self._loading |= set() if order.at_once else {request}
+            self._loads.append(self.recall.taken(request, ids, num_external))
             return
-        self._loading.add(request)
         self._pulls.append(
             PullBlocks(
                 request=request,

@@ -58,8 +58,6 @@ class StoreQueue:
         self.num_ranks = 1
         self._keys: set[tuple[int, bytes]] = set()
         self._waiting: deque[RowToStore] = deque()
-        self._doubtful: list[RowToStore] = []
-        self._in_doubt = False
         self._jobs: dict[int, list[RowToStore]] = {}
         self._ranks_left: dict[int, int] = {}
         self._bytes_under_way = 0
@@ -81,24 +79,7 @@ class StoreQueue:
         assert self.holds is not None
         self.holds.hold([row.block])
         self._keys.add((row.group, row.key))
-        (self._doubtful if self._in_doubt else self._waiting).append(row)
-
-    # ── loads that a step computes with before it is known whether they succeed ───────
-
-    def doubt(self) -> None:
-        """Rows added from now on may be computed from a failed load: they wait for `settle`."""
-        self._in_doubt = True
-
-    def settle(self, *, ok: bool) -> None:
-        """The load has succeeded, or what was computed with it is worth nothing."""
-        rows, self._doubtful = self._doubtful, []
-        self._in_doubt = False
-        if ok:
-            self._waiting.extend(rows)
-        else:
-            self._let_go(rows)
-
-    # ── in turn ───────────────────────────────────────────────────────────────────
+        self._waiting.append(row)
 
     def take(self) -> StoreBlocks | None:
         """The next job for the workers; None where there is nothing to do or no room for more."""

@@ -323,21 +323,16 @@ class WorkerTiers:
         self._stores.append(job)
 
     def load(self, order: LoadBlocks) -> None:
-        """Begin to bring rows back: before what the engine is given to compute from now on, or
-        beside it."""
+        """Begin to bring rows back, beside what the engine computes."""
         job = LoadJob(order=order)
         for group, (keys, ids) in _filled(order.rows):
             try:
-                job.parts.append(self._load(group, keys, np.array(ids), at_once=order.at_once))
+                job.parts.append(self._load(group, keys, np.array(ids)))
             except StoreError as error:
                 job.error = error
         self._loads.append(job)
 
-    def _load(
-        self, group: int, keys: Sequence[bytes], ids: np.ndarray, *, at_once: bool
-    ) -> MoverJob:
-        if at_once:
-            return self._mover.direct.load(group, keys, ids, before_compute=True)
+    def _load(self, group: int, keys: Sequence[bytes], ids: np.ndarray) -> MoverJob:
         if self._direct and self._host.contains(self._groups[group], keys).all():
             return self._mover.direct.load(group, keys, ids)
         return self._mover.load(group, keys, ids)
@@ -351,9 +346,7 @@ class WorkerTiers:
         return ended
 
     def loaded(self) -> list[LoadJob]:
-        """Loads that are over since the last time, and all that were computed with already."""
-        if any(job.order is not None and job.order.at_once for job in self._loads):
-            self._mover.direct.wait()
+        """Loads that are over since the last time."""
         self._poll()
         ended, self._loads = _parted(self._loads)
         for job in ended:

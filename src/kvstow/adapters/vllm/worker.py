@@ -129,8 +129,6 @@ class WorkerSide:
         """Per request, leases that still need its blocks."""
         self._sent: set[str] = set()
         self._present: list[KeysPresent] = []
-        self._confirmed: dict[str, bool] = {}
-        self._invalid: set[int] = set()
         self._stored: list[int] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -178,7 +176,7 @@ class WorkerSide:
         if self._offload is not None:
             for lookup in step.lookups:
                 self._offload.look_up(lookup)
-            for load in sorted(step.loads, key=lambda load: not load.at_once):
+            for load in step.loads:
                 self._offload.load(load)
         if self._asker is not None:
             for ask in step.asks:
@@ -221,8 +219,6 @@ class WorkerSide:
             received=frozenset(self._received),
             failed=frozenset(self._failed),
             present=tuple(self._present),
-            confirmed=dict(self._confirmed),
-            invalid=frozenset(self._invalid),
             stored=tuple(self._stored),
             kept=self._offload.kept() if self._offload else {},
             counts=dict(self._counts),
@@ -230,9 +226,9 @@ class WorkerSide:
             found=found,
         )
         self._was_news = bool(results.received)
-        for told in (self._sent, self._received, self._failed, self._present, self._counts):
+        for told in (self._sent, self._received, self._failed, self._counts):
             told.clear()
-        for told in (self._confirmed, self._invalid, self._stored):
+        for told in (self._present, self._stored):
             told.clear()
         return results
 
@@ -270,19 +266,13 @@ class WorkerSide:
                 self._counts["damaged rows"] += job.num_damaged
 
     def _loaded(self, order: LoadBlocks, error: StoreError | None) -> None:
-        if order.at_once:
-            self._confirmed[order.request] = error is None
-        else:
-            self._received.add(order.request)
+        self._received.add(order.request)
         if error is None:
             self._counts["restored tokens"] += order.num_tokens
             return
         log.warning("request %s: restore failed: %s", order.request, error)
         self._counts["restore failed"] += 1
-        if order.at_once:
-            self._invalid.update(*(ids for _, ids in order.rows.values()))
-        else:
-            self._failed.add(order.request)
+        self._failed.add(order.request)
 
     def _let_go(self, request: str) -> None:
         """One lease less; the last one frees the request's blocks."""

@@ -92,13 +92,8 @@ class DirectCopies:
         self._submit(job, moves, reservation.ids, finish)
         return job
 
-    def load(
-        self, group: int, keys: Sequence[bytes], ids: Ints, *, before_compute: bool = False
-    ) -> MoverJob:
-        """Copy rows that the host tier has to blocks that nothing else reads or writes.
-
-        With `before_compute` the current stream's further work starts after the copy.
-        """
+    def load(self, group: int, keys: Sequence[bytes], ids: Ints) -> MoverJob:
+        """Copy rows that the host tier has to blocks that nothing else reads or writes."""
         job = _begun(JobKind.LOAD, group, keys, ids)
         there = self._host_group[group]
         holding = ExitStack()
@@ -112,7 +107,7 @@ class DirectCopies:
                 self._discard(job, there, chosen(keys, mask & ~job.moved))
             self._host.count_load(there, len(keys), int(job.moved.sum()))
 
-        self._submit(job, moves, rows, finish, join=before_compute)
+        self._submit(job, moves, rows, finish)
         return job
 
     def _discard(self, job: MoverJob, group: int, damaged: Sequence[bytes]) -> None:
@@ -121,13 +116,7 @@ class DirectCopies:
             self._host.discard(group, damaged)
 
     def _submit(
-        self,
-        job: MoverJob,
-        moves: Copies,
-        rows: Ints,
-        finish: Callable[[Sums | None], None],
-        *,
-        join: bool = False,
+        self, job: MoverJob, moves: Copies, rows: Ints, finish: Callable[[Sums | None], None]
     ) -> None:
         outward = not job.kind.inward
         ends = (self._arena, self._host.arena) if outward else (self._host.arena, self._arena)
@@ -139,8 +128,6 @@ class DirectCopies:
                 handle = copy(ends[0], ends[1], moves, stream=stream)
                 group = self._host_group[job.group]
                 sums = self._checks.begin(group, rows, here, there, moves.nbytes)
-            if join:
-                handle.join()
         except Exception as error:
             self._end(job, finish, None, error)
             return
