@@ -61,7 +61,7 @@ CASES = {
 }
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 PULL_SECONDS = 1.0
-PATIENCE = 10.0
+PATIENCE = 15.0
 SLOT_BYTES = 32 << 20
 
 
@@ -379,7 +379,7 @@ def main() -> None:
     for path, env in (("one host", {}), ("tcp", TCP)) if on_host else (("one GPU", {}),):
         for case in CASES:
             setup = json.dumps([case, device, asked.all_ways, asked.repeats, asked.seconds])
-            one = found[f"{path}: {case}"] = in_process(setup, env, 30 + asked.seconds)
+            one = found[f"{path}: {case}"] = in_process(setup, env, 45 + asked.seconds)
             print(f"{path}: {case}", *told(one), sep="\n  ", flush=True)
             write(asked.json, found)
 
