@@ -298,6 +298,20 @@ def test_a_body_that_is_no_json_object_is_a_bad_request(body: bytes):
     run(story)
 
 
+def test_a_body_of_any_depth_is_carried_or_is_a_bad_request():
+    async def story() -> None:
+        prefill, decode = Engine("p", tickets=True), Engine("d")
+        async with running([prefill], [decode]) as front:
+            found: list[int] = []
+            for depth in range(800, 1010, 3):
+                body = b'{"prompt": "x", "deep": ' + b"[" * depth + b"]" * depth + b"}"
+                found.append((await front.client.post(COMPLETIONS, data=body)).status)
+            assert found == sorted(found)
+            assert set(found) <= {200, 400}
+
+    run(story)
+
+
 def test_a_body_that_is_too_long_is_refused():
     async def story() -> None:
         decode = Engine("d")
@@ -548,6 +562,20 @@ def test_token_ids_and_chats_are_found_too_and_adapters_and_salts_kept_apart():
             assert await front.text(**mine) == "d2"
             others = [await front.text(**mine | {"cache_salt": "x"}) for _ in range(3)]
             assert sorted(others) == ["d0", "d1", "d2"]
+
+    run(story)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, True, 1.0, "x", None])
+def test_what_is_no_token_is_left_to_the_engine_to_refuse(token: object):
+    async def story() -> None:
+        decode = Engine("d")
+        async with running([], [decode], by_prefix=True) as front:
+            decode.holds(PROMPT)
+            await heard(front, decode)
+            ids = [ord(letter) for letter in PROMPT]
+            assert await front.text(prompt=[*ids, token]) == "d"
+        assert decode.asked[0]["prompt"] == [*ids, token]
 
     run(story)
 

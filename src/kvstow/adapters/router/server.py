@@ -338,7 +338,10 @@ def _why(error: Exception) -> str:
 
 
 def _is_tokens(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    """Whether these are ids that an engine could have; others are left to it to refuse."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(each) is int and 0 <= each < 1 << 32 for each in value)
 
 
 def _passed_on(request: web.Request) -> dict[str, str]:
