@@ -131,12 +131,15 @@ def answer(server: Server, tokens: list[int], **more: Any) -> list[int]:
 
 def handed_over(prefill: Server, decode: Server, length: int, seed: int) -> list[int]:
     """Hand so many tokens over, and compare with how prefill itself goes on, one token at a time;
-    the prompt."""
+    the prompt. In both cases the same tokens are computed at once: numbers depend on that."""
     tokens = random.Random(seed).choices(range(10, 49_000), k=length)
-    first, *rest = answer(prefill, tokens)
-    tickets = prefill.tickets([*tokens, first])
-    found = answer(decode, [*tokens, first], kv_transfer_params=tickets)
-    assert found[: len(rest)] == rest, length
+    begun = answer(prefill, tokens)[:1]
+    tickets = prefill.tickets(tokens)
+    if tickets["kvstow"]["num_tokens"] < length:  # with windows, prefill stops one token short
+        tickets = prefill.tickets([*tokens, *begun])
+    told = answer(prefill, tokens)
+    found = answer(decode, [*tokens, *begun], kv_transfer_params=tickets)
+    assert found[: len(told) - 1] == told[1:], length
     return tokens
 
 
