@@ -91,6 +91,11 @@ class BareS3:
 
         self._all(one(name, row) for name, row in zip(names, rows, strict=True))
 
+    def remove(self, names: list[str]) -> None:
+        import obstore
+
+        obstore.delete(self._store, names)
+
     def _all(self, work) -> None:
         gate = asyncio.Semaphore(64)
 
@@ -127,6 +132,9 @@ class BareRedis:
             for row, data in zip(rows[at : at + 16], pipe.execute(), strict=True):
                 row[:] = np.frombuffer(data, np.uint8)
 
+    def remove(self, names: list[str]) -> None:
+        self._redis.unlink(*names)
+
 
 class BareMooncake:
     """Mooncake's client alone: batches of 16 rows through registered memory, copied out."""
@@ -147,6 +155,9 @@ class BareMooncake:
 
     def get(self, names: list[str], rows: list[np.ndarray]) -> None:
         self._each(names, rows, put=False)
+
+    def remove(self, names: list[str]) -> None:
+        self._store.batch_remove(names, True)
 
     def _each(self, names: list[str], rows: list[np.ndarray], *, put: bool) -> None:
         size = rows[0].nbytes
@@ -228,6 +239,7 @@ def rates(name: str, server: ServerProcess, num_rows: int, rounds: int) -> dict[
             for what, took in taken.items():
                 seconds.setdefault(what, []).append(took)
         client.delete([tier._name(0, key) for key in keys])  # pyright: ignore
+        bare.remove(names)
         tier.evict(0, [])
     found: dict[str, object] = {"rows": num_rows, "row_bytes": nbytes, "rounds": rounds}
     for verb in ("put", "get", "get_cold"):

@@ -102,6 +102,17 @@ def test_a_writer_above_a_limit_is_refused_with_the_numbers(valkey_url, caplog, 
     tier.close()
 
 
+def test_rows_that_wait_to_be_written_count_against_a_limit(valkey_url):
+    nbytes = WriterLayout.of(layout_of(block_tokens=2)).objects(0).nbytes
+    tier = tier_of(valkey_url, tenant_bytes=4 * nbytes)
+    taken = tier.store(0, KEYS[:8], [numbered_row(tier, 0, n) for n in range(8)])
+    assert tier.flush(20)
+    assert (taken.sum(), tier.counts.stored_rows) == (4, 4)
+    assert tier.writes.dropped == {"quota": 4}
+    assert sum(row.facts.nbytes for row in rows_in(tier.client)) == 4 * nbytes
+    tier.close()
+
+
 def test_a_new_writer_learns_from_the_collector_how_full_a_store_is(valkey_url):
     first = tier_of(valkey_url)
     stored(first, range(6))

@@ -30,6 +30,9 @@ class Watched:
         self.asked = Counter()
         self.gates = {}
 
+    def memory(self, nbytes):
+        return self.client.memory(nbytes)
+
     def __getattr__(self, verb):
         method = getattr(self.client, verb)
 
@@ -73,9 +76,9 @@ def test_a_store_that_is_dead_from_the_start_is_misses_and_dropped_rows(tmp_path
     with Store(host="1MiB", remote=url) as store:
         assert store.save(arena, blocks, PROMPT) > 0
         assert store.stored_tokens(PROMPT) == TOKENS  # host memory has it
+        store.flush(20)  # until then rows are being read, and not evicted
         store.host.evict(0, KEYS)
         assert store.stored_tokens(PROMPT) == 0
-        store.flush(20)
         assert store.remote.breaker.is_open
         assert set(store.remote.writes.dropped) == {"unreachable"}
 

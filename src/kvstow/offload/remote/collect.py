@@ -177,13 +177,14 @@ class Quota:
         with self._lock:
             self._added += nbytes
 
-    def refusal(self, nbytes: int) -> str:
-        """Why so many bytes more are too much, with the numbers; empty where they are not."""
-        options = self._options
-        mine = self._usage.tenants.get(options.tenant, 0) + self._added
+    def refusal(self, nbytes: int, waiting: int = 0) -> str:
+        """Why so many bytes more are too much, beside those that wait to be written, with the
+        numbers; empty where they are not."""
+        options, added = self._options, self._added + waiting
+        mine = self._usage.tenants.get(options.tenant, 0) + added
         for what, used, limit in (
             (f"tenant {options.tenant!r}", mine, options.tenant_bytes),
-            ("the store", self._usage.nbytes + self._added, options.max_bytes),
+            ("the store", self._usage.nbytes + added, options.max_bytes),
         ):
             if limit is not None and used + nbytes > limit:
                 return f"{what} has {used:,} of {limit:,} bytes, {nbytes:,} more do not fit"

@@ -23,8 +23,8 @@ from kvstow.offload.tier import Bytes
 from kvstow.plan.view import Ints
 
 LOT_BYTES = 16 << 20
-"""Objects are fetched in lots of about so many bytes, `LOTS` at a time: one is verified while the
-next one comes."""
+"""Objects are fetched in lots of so many bytes, `LOTS` at a time: one is verified while the next
+one comes."""
 LOTS = 4
 
 
@@ -214,16 +214,16 @@ class Fetcher:
 
 
 def _lots(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
-    """The objects in lots of about `LOT_BYTES`, whole ones and ranges apart."""
+    """The objects in lots of at most `LOT_BYTES` or one object, whole ones and ranges apart."""
     lots: list[list[_Wanted]] = []
     for whole in (True, False):
         nbytes = LOT_BYTES
         for each in (each for each in wanted if (each.bands is None) == whole):
-            if nbytes >= LOT_BYTES:
-                lots.append([])
-                nbytes = 0
-            lots[-1].append(each)
             nbytes += each.nbytes
+            if nbytes > LOT_BYTES:
+                lots.append([])
+                nbytes = each.nbytes
+            lots[-1].append(each)
     return lots
 
 

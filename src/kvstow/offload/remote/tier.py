@@ -8,7 +8,6 @@ Everything that is not a verified row is a miss with a counted reason (`misses`)
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Event, Lock, Thread
@@ -26,7 +25,7 @@ from kvstow.offload.remote.fetch import LOTS, Fetcher
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.prices import PrefillRate
 from kvstow.offload.remote.url import RemoteOptions, opened
-from kvstow.offload.remote.writes import WriteQueue
+from kvstow.offload.remote.writes import Admission, WriteQueue
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -51,6 +50,9 @@ ROOM_BYTES = 16 << 20
 
 SPARE_BYTES = 64 << 20
 """So many bytes are kept for objects to come."""
+
+SOME_BYTES = 4 << 20
+"""Rows are handed to the writing threads so many bytes at a time."""
 
 REFRESH_SECONDS = 15.0
 """How often the directory of writers is read again, and the own entry renewed."""
@@ -80,7 +82,7 @@ class RemoteTier:
         self._own = WriterLayout.of(layout.identified(known))
         self.layout = self._own.layout
         self._objects = [self._own.objects(g) for g in range(len(self.layout.groups))]
-        self._rooms = {each.nbytes: _Room(each.nbytes) for each in self._objects}
+        self._rooms = {each.nbytes: _Room(each.nbytes, self.client) for each in self._objects}
         self._directory = Directory(self.client, self.options.tenant, known)
         self.misses = Tallies()
         """Rows that were asked for and not given, by reason."""
@@ -105,6 +107,8 @@ class RemoteTier:
             max_bytes=self.options.queue,
             before=self._publish,
             written=self._count_written,
+            done=self._give_back,
+            refusal=self._quota.refusal,
         )
         self.prefill_rate = PrefillRate(self.options.prefill)
         self._closing = Event()
@@ -249,25 +253,31 @@ class RemoteTier:
         taken = np.zeros(len(keys), bool)
         objects = self._objects[group]
         room = self._rooms[objects.nbytes]
+        blobs: list[Blob] = []
         for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
             name = self._name(group, key)
-            if self.writes.is_known(name):
-                taken[i] = True
-            elif refusal := self._quota.refusal(objects.nbytes):
-                self.writes.drop("quota", refusal)
-            elif self.writes.admits(objects.nbytes):
-                taken[i] = self.writes.put(Blob(name, objects.written(key, row, room.take())))
+            admission = self.writes.admit(name, objects.nbytes)
+            taken[i] = admission is not Admission.DROPPED
+            if admission is Admission.TAKEN:
+                blobs.append(Blob(name, objects.written(key, row, room.take())))
+            if len(blobs) * objects.nbytes >= SOME_BYTES:
+                self.writes.put(blobs)
+                blobs = []
+        self.writes.put(blobs)
         return taken
 
     def _name(self, group: int, key: bytes) -> str:
         return self._directory.row_name(self._own.fingerprint, group, key)
 
-    def _count_written(self, new: Sequence[Blob], others: Sequence[Blob]) -> None:
-        """Rows were written, others were there already or were refused."""
+    def _count_written(self, new: Sequence[Blob]) -> None:
         nbytes = sum(blob.data.nbytes for blob in new)
         self._quota.add(nbytes)
         self._counter.add(Counts(stored_rows=len(new), stored_bytes=nbytes))
-        for blob in (*new, *others):
+
+    def _give_back(self, blobs: Sequence[Blob]) -> None:
+        """Objects need their memory no more. If a store that failed still reads it, what it gets
+        is another object's, and no reader takes it for a row."""
+        for blob in blobs:
             self._rooms[blob.data.nbytes].give(blob.data)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
@@ -312,24 +322,28 @@ class _Room:
     """Memory for objects of one size, made in large pieces, which have large pages, and used again
     when objects are written: memory that nobody has touched yet costs as much as the checksums."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._free: deque[Bytes] = deque(maxlen=max(1, SPARE_BYTES // nbytes))
+    def __init__(self, nbytes: int, client: BlobClient) -> None:
+        self._nbytes, self._client = nbytes, client
+        self._pieces: list[Bytes] = []
+        self._free: list[Bytes] = []
+        self._lock = Lock()
 
     def take(self) -> Bytes:
         """Memory for one more object."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            pass
-        count = max(1, ROOM_BYTES // self._nbytes)
-        memory = np.empty((count, self._nbytes), np.uint8)
-        self._free.extend(memory[1:])
-        return memory[0]
+        with self._lock:
+            if not self._free and len(self._pieces) * ROOM_BYTES < SPARE_BYTES:
+                count = max(1, ROOM_BYTES // self._nbytes)
+                memory = self._client.memory(count * self._nbytes)
+                self._pieces.append(memory)
+                starts = range(0, memory.nbytes, self._nbytes)
+                self._free = [memory[start : start + self._nbytes] for start in starts]
+            return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
 
     def give(self, memory: Bytes) -> None:
         """Nobody needs that memory any more."""
-        self._free.append(memory)
+        with self._lock:
+            if any(memory.base is piece for piece in self._pieces):
+                self._free.append(memory)
 
 
 def loadable(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:

@@ -7,6 +7,7 @@ what is there already is not sent again. What is refused, and why, is counted.
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from threading import Condition, Lock, Thread
 from time import monotonic
 
@@ -27,8 +28,24 @@ RECENT_SECONDS = 60.0
 """So many names that were written or seen so lately are not sent again."""
 
 
+class Admission(Enum):
+    """What becomes of a row that is to be written."""
+
+    KNOWN = auto()
+    """It waits, is being written, or was lately."""
+    TAKEN = auto()
+    """There is room for it: `put` must follow."""
+    DROPPED = auto()
+    """It is not written, and counted."""
+
+
 class WriteQueue:
-    """Blobs that threads of its own bring to a store."""
+    """Blobs that threads of its own bring to a store.
+
+    `before` is called before each batch, `written` with the blobs that are new in the store, and
+    `done` with all of a batch when their memory is needed no more. `refusal` says why so many bytes
+    are too much, beside as many that wait.
+    """
 
     def __init__(
         self,
@@ -37,15 +54,17 @@ class WriteQueue:
         *,
         max_bytes: int,
         num_threads: int = 2,
-        before: Callable[[], None] = lambda: None,
-        written: Callable[[Sequence[Blob], Sequence[Blob]], None] = lambda new, others: None,
+        before: Callable[[], None],
+        written: Callable[[Sequence[Blob]], None],
+        done: Callable[[Sequence[Blob]], None],
+        refusal: Callable[[int, int], str],
     ) -> None:
         self._client, self._breaker = client, breaker
         self._max_bytes = max_bytes
-        self._before, self._written = before, written
+        self._before, self._written, self._after, self._refusal = before, written, done, refusal
         self._waiting: deque[Blob] = deque()
         self._names: set[str] = set()
-        """Of blobs that wait or are being written."""
+        """Of blobs that were taken and are not written yet."""
         self._nbytes = 0
         self._recent: OrderedDict[str, float] = OrderedDict()
         """When objects were written or seen, the oldest first."""
@@ -65,14 +84,8 @@ class WriteQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait or are being written."""
+        """Bytes that were taken and are not written yet."""
         return self._nbytes
-
-    def is_known(self, name: str) -> bool:
-        """Whether the object waits, is being written, or was lately."""
-        with self._lock:
-            seen = self._recent.get(name, float("-inf"))
-            return name in self._names or monotonic() - seen < RECENT_SECONDS
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -89,31 +102,38 @@ class WriteQueue:
         if not silent:
             log.warning("%s: rows are not written: %s", self._client.where, message)
 
-    def admits(self, nbytes: int) -> bool:
-        """Whether a blob of so many bytes would be taken now; if not, it counts as dropped.
+    def admit(self, name: str, nbytes: int) -> Admission:
+        """Whether a blob may come: one that is taken has a place in the queue from now on.
 
-        One alone always is.
+        One alone always fits.
         """
-        if self._closed or self._breaker.is_open:
-            self.drop("unreachable", self._breaker.reason or "the tier is closed")
-            return False
-        if self._nbytes and self._nbytes + nbytes > self._max_bytes:
-            self.drop("queue full", f"{self._nbytes} of {self._max_bytes} bytes wait already")
-            return False
-        return True
-
-    def put(self, blob: Blob) -> bool:
-        """Whether the blob will be written, unless the store fails. Never waits."""
-        if not self.admits(blob.data.nbytes):
-            return False
         with self._lock:
-            if blob.name in self._names:
-                return True
-            self._waiting.append(blob)
-            self._names.add(blob.name)
-            self._nbytes += blob.data.nbytes
+            seen = self._recent.get(name, float("-inf"))
+            if name in self._names or monotonic() - seen < RECENT_SECONDS:
+                return Admission.KNOWN
+            reason, message = self._too_much(nbytes)
+            if not reason:
+                self._names.add(name)
+                self._nbytes += nbytes
+                return Admission.TAKEN
+        self.drop(reason, message)
+        return Admission.DROPPED
+
+    def _too_much(self, nbytes: int) -> tuple[str, str]:
+        """Why so many bytes more are not taken, in a word and in full; empty where they are."""
+        if self._closed or self._breaker.is_open:
+            return "unreachable", self._breaker.reason or "the tier is closed"
+        if refusal := self._refusal(nbytes, self._nbytes):
+            return "quota", refusal
+        if self._nbytes and self._nbytes + nbytes > self._max_bytes:
+            return "queue full", f"{self._nbytes} of {self._max_bytes} bytes wait already"
+        return "", ""
+
+    def put(self, blobs: Sequence[Blob]) -> None:
+        """Write blobs that were taken, unless the store fails. Never waits."""
+        with self._lock:
+            self._waiting.extend(blobs)
             self._changed.notify_all()
-            return True
 
     def forget(self, names: Sequence[str]) -> None:
         """These objects are not there: the next time they come they are sent again."""
@@ -177,8 +197,7 @@ class WriteQueue:
             self.drop(reason, f"{reason} for {count} of {len(new)} rows", count)
         with self._lock:
             _note(self._recent, [blob.name for blob in batch if blob.name not in refused])
-        made = [blob for blob in new if blob.name not in refused]
-        self._written(made, [blob for blob in batch if blob.name in there | refused.keys()])
+        self._written([blob for blob in new if blob.name not in refused])
 
     def _there(self, names: Sequence[str]) -> set[str]:
         """Which objects are there already. Those that were absent lately are not asked for: to
@@ -190,6 +209,7 @@ class WriteQueue:
         return {name for name, is_there in zip(asked, answers, strict=True) if is_there}
 
     def _done(self, batch: Sequence[Blob]) -> None:
+        self._after(batch)
         with self._lock:
             for blob in batch:
                 self._names.discard(blob.name)

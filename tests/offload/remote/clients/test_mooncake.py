@@ -128,6 +128,23 @@ def test_objects_that_somebody_else_is_making_are_missing_or_whole(server):
         client.close()
 
 
+def test_bytes_that_were_read_stay_as_they_are_while_more_is_read(server):
+    client, _ = opened(server.url + "&stage=16MiB")
+    rows = [np.full(3 << 20, n, np.uint8) for n in range(12)]
+    lent = client.memory(3 << 20)
+    lent[:] = 99
+    blobs = [Blob(f"row {n}", row) for n, row in enumerate(rows)]
+    assert client.put([*blobs, Blob("lent", lent)]) == {}
+    kept = [client.get([blob.name], 3 << 20)[0][7:] for blob in blobs]
+    for _ in range(8):  # memory that is let go of is used again
+        assert (client.get(["lent"], 3 << 20)[0] == 99).all()
+        (parts,) = client.get_ranges([("lent", [(0, 1 << 20)])])
+        assert (parts[0] == 99).all()
+    for n, row in enumerate(kept):
+        assert (row == n).all()
+    client.close()
+
+
 def fill(client):
     """Make objects until not even a small one fits; what was made is promised to a reader."""
     for nbytes in (4 << 20, 256 << 10, 16 << 10, 1 << 10, 256):

@@ -59,6 +59,10 @@ class BlobClient(Protocol):
         """The store, for messages; without passwords."""
         ...
 
+    def memory(self, nbytes: int) -> Bytes:
+        """Memory that `put` sends from without another copy. It lasts as long as the client."""
+        ...
+
     def put(self, blobs: Sequence[Blob]) -> Refused:
         """Objects that are not there now, because the store refused them."""
         ...

@@ -9,11 +9,14 @@ Mooncake answers a batch with a number per object. Those below are about that ob
 negative one is about the store.
 """
 
-import ctypes
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Container, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import LifoQueue
 from threading import Lock
 from typing import Any, cast
+from weakref import finalize
 
 import numpy as np
 
@@ -52,17 +55,43 @@ NOT_READ = {OTHER_SIZE, NOT_FOUND, -703, -707, -712, -800, -801}
 """Answers to a read: larger than was asked for; no such object; being written; no longer promised
 when it came; its machine is gone; its machine does not answer; other bytes than were written."""
 
-STAGE_BYTES = 64 << 20
-"""Registered memory that reads and writes go through."""
+STAGE_BYTES = 128 << 20
+"""Registered memory that reads go through, and objects that lie elsewhere when they are put."""
+
+STAGES = 4
+"""As many calls use a part of it each."""
 
 
-@dataclass(slots=True, eq=False)
-class _Stage:
-    """Registered memory that one call at a time uses."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Registered:
+    """Memory that the store reads from and writes to."""
 
     memory: Bytes
     address: int
-    lock: Lock = field(default_factory=Lock)
+
+
+class _Copies:
+    """Copies of stages, in memory that is used again when the last array on a copy is gone.
+
+    A stage itself is never handed out: a read that Mooncake gave up may still write to it, after
+    its bytes were verified. Memory that nobody has touched yet costs more than the copy.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: deque[Bytes] = deque(maxlen=STAGES)
+
+    def copied(self, data: Bytes) -> Bytes:
+        """A copy of at most `nbytes` bytes."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = np.empty(self._nbytes, np.uint8)
+        # Through a memoryview, so that arrays on the copy refer to it and not to the memory.
+        copy: Bytes = np.frombuffer(memory.data, np.uint8, data.nbytes)
+        copy[:] = data
+        finalize(copy, self._free.append, memory).atexit = False
+        return copy
 
 
 class MooncakeClient:
@@ -85,54 +114,80 @@ class MooncakeClient:
         status = self._store.setup(local, metadata, 0, 16 << 20, protocol, device, master)
         if status:
             raise StoreUnreachable(f"{self.where}: setup ended with {status}")
-        self._out, self._in = (self._registered(stage_bytes // 2) for _ in range(2))
+        self._putting, self._getting = Lock(), Lock()
+        """One call at a time: Mooncake's polls until all its bytes have moved, and two take each
+        other's processor. Copies and checksums go on meanwhile."""
+        self._lent: list[Bytes] = []
+        self._stages: LifoQueue[_Registered] = LifoQueue()
+        self._stage_bytes = stage_bytes // STAGES
+        self._copies = _Copies(self._stage_bytes)
+        for _ in range(STAGES):
+            self._stages.put(self._registered(self._stage_bytes))
 
-    def _registered(self, nbytes: int) -> "_Stage":
-        memory: Bytes = np.zeros(nbytes, np.uint8)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory.data))
+    def _registered(self, nbytes: int) -> _Registered:
+        memory: Bytes = np.empty(nbytes, np.uint8)
+        address = memory.ctypes.data
         if status := self._store.register_buffer(address, nbytes):
             raise StoreUnreachable(f"{self.where}: {nbytes} bytes not registered: {status}")
-        return _Stage(memory, address)
+        return _Registered(memory, address)
+
+    @contextmanager
+    def _stage(self) -> Generator[_Registered]:
+        """A stage that nobody else uses meanwhile."""
+        stage = self._stages.get()
+        try:
+            yield stage
+        finally:
+            self._stages.put(stage)
+
+    def memory(self, nbytes: int) -> Bytes:
+        self._lent.append(self._registered(nbytes).memory)
+        return self._lent[-1]
 
     def put(self, blobs: Sequence[Blob]) -> Refused:
-        answers: list[int] = []
-        with self._out.lock:
-            for lot in _lots([blob.data.nbytes for blob in blobs], self._out.memory.nbytes):
-                names, places, sizes = self._placed([blobs[i] for i in lot])
-                answers += self._store.batch_put_from(names, places, sizes)
-        return self._refused([blob.name for blob in blobs], answers, NOT_MADE)
+        near = [(blob, blob.data.ctypes.data) for blob in blobs if self._is_lent(blob.data)]
+        far = [blob for blob in blobs if not self._is_lent(blob.data)]
+        refused: Refused = {}
+        with self._stage() as stage:
+            if near:
+                refused |= self._put(near)
+            for lot in _lots([blob.data.nbytes for blob in far], self._stage_bytes):
+                refused |= self._put(_copied([far[i] for i in lot], stage))
+        return refused
 
-    def _placed(self, blobs: Sequence[Blob]) -> tuple[list[str], list[int], list[int]]:
-        """Blobs copied into the stage: their names, addresses and sizes."""
-        at, places = 0, list[int]()
-        for blob in blobs:
-            self._out.memory[at : at + blob.data.nbytes] = blob.data
-            places.append(self._out.address + at)
-            at += blob.data.nbytes
-        names = [self._prefix + blob.name for blob in blobs]
-        return names, places, [blob.data.nbytes for blob in blobs]
+    def _is_lent(self, memory: Bytes) -> bool:
+        return any(memory.base is lent or memory is lent for lent in self._lent)
+
+    def _put(self, placed: Sequence[tuple[Blob, int]]) -> Refused:
+        """Send blobs from registered addresses."""
+        names = [blob.name for blob, _ in placed]
+        keys = [self._prefix + name for name in names]
+        places, sizes = [at for _, at in placed], [blob.data.nbytes for blob, _ in placed]
+        with self._putting:
+            answers = self._store.batch_put_from(keys, places, sizes)
+        return self._refused(names, answers, NOT_MADE)
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         found: list[Bytes | None] = []
-        with self._in.lock:
-            for lot in _lots([most] * len(names), self._in.memory.nbytes):
-                keys = [self._prefix + names[i] for i in lot]
-                starts = [i * most for i in range(len(keys))]
-                places = [self._in.address + start for start in starts]
-                answers = self._store.batch_get_into(keys, places, [most] * len(keys))
-                got = self._in.memory[: most * len(keys)].copy()
-                found += [
-                    got[start : start + answer] if answer >= 0 else None
-                    for start, answer in zip(starts, self._checked(answers, NOT_READ), strict=True)
-                ]
+        for lot in _lots([most] * len(names), self._stage_bytes):
+            keys = [self._prefix + names[i] for i in lot]
+            starts = [i * most for i in range(len(keys))]
+            with self._stage() as stage:
+                places = [stage.address + start for start in starts]
+                with self._getting:
+                    answers = self._store.batch_get_into(keys, places, [most] * len(keys))
+                got = self._copies.copied(stage.memory[: most * len(keys)])
+            found += [
+                got[start : start + answer] if answer >= 0 else None
+                for start, answer in zip(starts, self._checked(answers, NOT_READ), strict=True)
+            ]
         return found
 
     def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
         sizes = [sum(end - start for start, end in ranges) for _, ranges in wanted]
         found: list[list[Bytes] | None] = []
-        with self._in.lock:
-            for lot in _lots(sizes, self._in.memory.nbytes):
-                found += self._ranges_of([wanted[i] for i in lot])
+        for lot in _lots(sizes, self._stage_bytes):
+            found += self._ranges_of([wanted[i] for i in lot])
         return found
 
     def _ranges_of(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
@@ -142,21 +197,22 @@ class MooncakeClient:
             for start, end in ranges:
                 places[-1].append(at)
                 at += end - start
-        answers = self._store.get_into_ranges(
-            [self._in.address],
-            [[self._prefix + name for name, _ in wanted]],
-            [places],
-            [[[start for start, _ in ranges] for _, ranges in wanted]],
-            [[[end - start for start, end in ranges] for _, ranges in wanted]],
-        )[0]
-        got = self._in.memory[:at].copy()
+        keys = [self._prefix + name for name, _ in wanted]
+        starts = [[start for start, _ in ranges] for _, ranges in wanted]
+        sizes = [[end - start for start, end in ranges] for _, ranges in wanted]
+        with self._stage() as stage:
+            with self._getting:
+                (answers,) = self._store.get_into_ranges(
+                    [stage.address], [keys], [places], [starts], [sizes]
+                )
+            got = self._copies.copied(stage.memory[:at])
         found: list[list[Bytes] | None] = []
-        for starts, sizes in zip(places, answers, strict=True):
+        for mine, answer in zip(places, answers, strict=True):
             missing = any(
-                size < 0 and size != OTHER_SIZE for size in self._checked(sizes, NOT_READ)
+                size < 0 and size != OTHER_SIZE for size in self._checked(answer, NOT_READ)
             )
             parts = [
-                got[start : start + max(size, 0)] for start, size in zip(starts, sizes, strict=True)
+                got[start : start + max(size, 0)] for start, size in zip(mine, answer, strict=True)
             ]
             found.append(None if missing else parts)
         return found
@@ -171,8 +227,10 @@ class MooncakeClient:
         return self._refused(names, known, NOT_REMOVED)
 
     def close(self) -> None:
-        with self._in.lock, self._out.lock:
-            self._store.close()
+        """Let go of the store when no call uses its memory any more."""
+        for _ in range(STAGES):
+            self._stages.get()
+        self._store.close()
 
     def _checked(self, answers: Sequence[int], known: Container[int]) -> Sequence[int]:
         """The answers; StoreUnreachable for a negative one that is not known."""
@@ -187,6 +245,16 @@ class MooncakeClient:
         """The objects with a negative answer, and what each means."""
         pairs = zip(names, self._checked(answers, known), strict=True)
         return {name: known[answer] for name, answer in pairs if answer < 0}
+
+
+def _copied(blobs: Sequence[Blob], stage: _Registered) -> list[tuple[Blob, int]]:
+    """Blobs with their addresses in a stage that they fit into."""
+    at, placed = 0, list[tuple[Blob, int]]()
+    for blob in blobs:
+        stage.memory[at : at + blob.data.nbytes] = blob.data
+        placed.append((blob, stage.address + at))
+        at += blob.data.nbytes
+    return placed
 
 
 def _lots(sizes: Sequence[int], most: int) -> list[range]:

@@ -4,8 +4,14 @@ Every verb is one pipeline. Names are keys behind a prefix. Servers that evict b
 (`maxmemory-policy allkeys-lru`) are fine: a row that is gone is a miss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from io import BufferedReader
+from itertools import islice
+from socket import SO_SNDTIMEO, SOL_SOCKET, socket
+from ssl import SSLSocket
+from struct import Struct
 from typing import Any, cast
 
 import numpy as np
@@ -29,12 +35,19 @@ except ImportError:
 SCAN = 1000
 """Keys per step of a listing."""
 
+MOST_PARTS = 1024
+"""Pieces of memory that the kernel sends with one call."""
+
+NOTHING = (b"$-1\r\n", b"_\r\n")
+"""Answers to a command that found nothing, or made nothing since it was there."""
+
 
 class RedisClient:
     """Keys of one database that begin with one prefix."""
 
     def __init__(self, url: str, prefix: str, *, seconds: float) -> None:
         self._prefix = f"{prefix}:" if prefix else ""
+        self._seconds = seconds
         # A client for each thread that asks: a pool of connections, none of them shared.
         self._redis: Any = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
@@ -45,28 +58,50 @@ class RedisClient:
         where = self._redis.connection_pool.connection_kwargs
         self.where = f"redis://{where.get('host', '')}:{where.get('port', '')}/{prefix}"
 
+    def memory(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
+
     def put(self, blobs: Sequence[Blob]) -> Refused:
-        pipe = self._redis.pipeline(transaction=False)
+        """Make objects with one call of the kernel for many of them: `redis` hands its lock to
+        another thread several times per object, and each time waits to get it back."""
+        parts: list[memoryview | bytes] = []
         for blob in blobs:
-            pipe.set(self._prefix + blob.name, blob.data.data, nx=True)
+            name = (self._prefix + blob.name).encode()
+            head = b"*4\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
+            parts += [
+                head % (len(name), name, blob.data.nbytes),
+                blob.data.data,
+                b"\r\n$2\r\nNX\r\n",
+            ]
         refused: Refused = {}
-        for blob, answer in zip(blobs, self._sent(pipe, raises=False), strict=True):
-            if isinstance(answer, redis.OutOfMemoryError):
-                refused[blob.name] = NO_ROOM
-            elif isinstance(answer, redis.RedisError):
-                raise StoreUnreachable(f"{self.where}: {answer}")
+        with self._connected() as connection:
+            _send(connection._sock, parts, self._seconds)
+            with connection._sock.makefile("rb") as answers:
+                lines = [answers.readline() for _ in blobs]
+            for blob, line in zip(blobs, lines, strict=True):
+                if line.startswith(b"-OOM"):
+                    refused[blob.name] = NO_ROOM
+                elif line not in (b"+OK\r\n", *NOTHING):
+                    raise _unexpected(line)
         return refused
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         """Whole objects, read from the socket to where they stay: `redis` copies them twice more
         on the way, which costs more than everything else."""
-        connection: Any = None
-        try:
-            connection = self._redis.connection_pool.get_connection()
+        with self._connected() as connection:
             commands = [("GET", self._prefix + name) for name in names]
             connection.send_packed_command(connection.pack_commands(commands))
             with connection._sock.makefile("rb") as answers:
-                found = [_bulk(answers) for _ in names]
+                return [_bulk(answers) for _ in names]
+
+    @contextmanager
+    def _connected(self) -> Generator[Any]:
+        """A connection of the pool, for commands whose answers are read here; it is closed when
+        something goes wrong."""
+        connection: Any = None
+        try:
+            connection = self._redis.connection_pool.get_connection()
+            yield connection
         except (redis.RedisError, OSError, ValueError) as error:
             if connection is not None:
                 connection.disconnect()
@@ -74,7 +109,6 @@ class RedisClient:
         finally:
             if connection is not None:
                 self._redis.connection_pool.release(connection)
-        return found
 
     def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
         pipe = self._redis.pipeline(transaction=False)
@@ -136,13 +170,38 @@ class RedisClient:
             raise StoreUnreachable(f"{self.where}: {error}") from error
 
 
+def _send(to: socket, parts: Sequence[memoryview | bytes], seconds: float) -> None:
+    """Send all parts; the kernel waits for the other side, for so many seconds at a time."""
+    if isinstance(to, SSLSocket):
+        for part in parts:
+            to.sendall(part)
+        return
+    limit = Struct("ll").pack(int(seconds), int(seconds % 1 * 1e6))
+    to.setsockopt(SOL_SOCKET, SO_SNDTIMEO, limit)
+    to.settimeout(None)
+    try:
+        left = deque(memoryview(part) for part in parts)
+        while left:
+            sent = to.sendmsg(islice(left, MOST_PARTS))
+            while left and sent >= left[0].nbytes:
+                sent -= left.popleft().nbytes
+            if sent:
+                left[0] = left[0][sent:]
+    finally:
+        to.settimeout(seconds)
+
+
+def _unexpected(line: bytes) -> ValueError:
+    return ValueError(line.decode(errors="replace").strip() or "the connection was closed")
+
+
 def _bulk(answers: BufferedReader) -> Bytes | None:
     """The next answer, a string of bytes or none; ValueError for anything else."""
     line = answers.readline()
-    if line in (b"$-1\r\n", b"_\r\n"):
+    if line in NOTHING:
         return None
     if not (line.startswith(b"$") and line.endswith(b"\r\n")):
-        raise ValueError(line.decode(errors="replace").strip() or "the connection was closed")
+        raise _unexpected(line)
     data: Bytes = np.empty(int(line[1:]), np.uint8)
     if answers.readinto(data.data) != data.nbytes or answers.read(2) != b"\r\n":
         raise ValueError("the connection was closed")

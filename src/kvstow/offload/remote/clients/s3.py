@@ -61,6 +61,9 @@ class S3Client:
         self._thread.start()
         self._seconds = seconds
 
+    def memory(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
+
     def put(self, blobs: Sequence[Blob]) -> Refused:
         """S3 makes an object or raises: a batch of which one fails counts as failed."""
 
