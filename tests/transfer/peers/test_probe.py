@@ -48,7 +48,7 @@ def copies(count: int, nbytes: int) -> Copies:
 @pytest.mark.parametrize(
     ("count", "nbytes", "way"),
     [
-        (20480, 8 << 10, "staged"),  # Llama-70B, tp 8 to 4: 1.3 GB/s written, 6 staged
+        (20480, 8 << 10, "staged"),  # Llama-70B, tp 8 to 4
         (47104, 16 << 10, "staged"),
         (47104, 32 << 10, "write"),  # 5 GB/s written: staged is not twice as fast
         (512, 1 << 20, "write"),
@@ -57,7 +57,7 @@ def copies(count: int, nbytes: int) -> Copies:
     ],
 )
 def test_so_many_small_copies_are_staged_that_writing_them_is_slower(count, nbytes, way):
-    # what one H200 gave between two processes
+    # rates that first contact found on one H200, the staged one an estimate; 6 µs by its writes
     path = Path(
         direction="write",
         read_rate=2.3e9,
