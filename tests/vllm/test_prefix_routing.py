@@ -5,6 +5,7 @@ is said by its counters, and by both servers' counts of requests and of tokens t
 have to compute. Requests go one by one, so that no server is ever busier than the other.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -353,3 +354,58 @@ def test_a_late_router_without_replay_knows_nothing_and_takes_turns(
     with router(engines, logs, replay=False) as front:
         chosen = [front.ask(prompt=forked(seed)).engine for seed in range(60, 64)]
     assert chosen in ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
+# ── Dynamo ────────────────────────────────────────────────────────────────────────────
+
+
+def test_dynamos_selector_chooses_the_engine_that_holds_the_prefix_in_any_tier(filled: Filled):
+    """It comes late, as routers do: what it knows of host memory and disks is replayed to it."""
+    sys.path.append(str(Path(__file__).parents[2] / ".venv-dynamo"))
+    llm = pytest.importorskip(
+        "dynamo.llm", reason="run scripts/test-dynamo first, which unpacks it"
+    )
+    wanted = {
+        (which, medium): filled.take(which, medium) for which in (0, 1) for medium in (DISK, HOST)
+    }
+    tiers = {DEVICE: (2, 2, 2), HOST: (0, 2, 2), DISK: (0, 0, 2)}
+
+    async def scores(service: Any, tokens: list[int]) -> dict[int, tuple[int, int, int]]:
+        """Per engine, blocks on the device, with the host's, with the disk's."""
+        found = await service.overlap_scores({"model_name": "smollm2", "token_ids": tokens})
+        names = "device_blocks", "host_pinned_blocks", "disk_blocks"
+        return {
+            each["worker_id"]: tuple(each[name] for name in names)  # pyright: ignore
+            for each in found["workers"]
+            if each["disk_blocks"]
+        }
+
+    async def story() -> None:
+        service = llm.SelectionService()
+        for which, engine in enumerate(filled.engines):
+            await service.upsert_worker(
+                {
+                    "worker_id": which,
+                    "model_name": "smollm2",
+                    "endpoint": engine.server.url,
+                    "block_size": BLOCK,
+                    "kv_events_endpoints": {0: engine.events},
+                    "replay_endpoint": engine.replay,
+                    "data_parallel_size": 1,
+                }
+            )
+        await asyncio.sleep(2)  # its subscriptions
+        for which, engine in enumerate(filled.engines):  # a live batch shows the gap before it
+            engine.server.text(prompt(300 + which), max_tokens=2)
+            wanted[which, DEVICE] = 300 + which
+        limit = time.monotonic() + 120
+        for (which, medium), seed in wanted.items():
+            tokens = forked(seed)
+            while (found := await scores(service, tokens)) != {which: tiers[medium]}:
+                assert time.monotonic() < limit, (seed, medium, found)
+                await asyncio.sleep(0.2)
+            chosen = await service.select({"model_name": "smollm2", "token_ids": tokens})
+            assert chosen["worker_id"] == which, (seed, medium)
+        service.shutdown()
+
+    asyncio.run(story())
