@@ -29,11 +29,12 @@ def tier_engines(
 def measured(
     engine: Remote, prompts: Prompts, length: int, forget: Callable[[Remote], None], files: Any
 ) -> dict[str, Any]:
-    """A prompt that comes back whole once, is damaged, and must be computed."""
+    """A prompt whose rows are damaged must be computed, with the text of one that is computed; the
+    next time it comes back whole, with the text of one that is cached."""
     prompt = prompts(length + 1)
-    right = engine.first({"prompt": prompt})["text"]
+    texts = [engine.first({"prompt": prompt})["text"] for _ in ("computed", "cached")]
     result = {}
-    for name in ("whole", "damaged"):
+    for name, right in zip(("damaged", "whole"), texts, strict=True):
         forget(engine)
         written = damage(files()) if name == "damaged" else 0
         before = engine.counts()

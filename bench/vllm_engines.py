@@ -151,7 +151,8 @@ def fill_weights(model: Any) -> None:
     import torch
 
     parameters = dict(model.named_parameters())
-    neutral = 0.0 if "Gemma" in type(model).__name__ else 1.0  # Gemma's norms add one
+    gemma = "Gemma" in type(model).__name__
+    neutral = 0.0 if gemma else 1.0  # its norms add one
     device = next(iter(parameters.values())).device
     generator = torch.Generator(device=device).manual_seed(7)
     with torch.no_grad():
@@ -159,7 +160,9 @@ def fill_weights(model: Any) -> None:
             if parameter.dim() < 2:
                 parameter.fill_(neutral if "norm" in name else 0.0)
                 continue
-            scale = 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5
+            scale = 2.0 / parameter.shape[-1] ** 0.5
+            if "embed" in name:  # Gemma multiplies them by the width's root
+                scale = scale / 2 if gemma else 1.0
             noise = torch.empty_like(parameter, dtype=torch.float32)
             parameter.copy_(noise.normal_(0.0, scale, generator=generator))
 

@@ -70,6 +70,7 @@ class Settings:
     lengths: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32000)
     slow: tuple[int, ...] = (2048, 8192)
     repeats: int = 4
+    rounds: int = 4
     in_flight: tuple[int, ...] = (1, 4, 16)
     burst: int = 24
     burst_tokens: int = 4096
@@ -169,7 +170,7 @@ def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[s
     """Milliseconds per token of requests that decode while others come in: with prefixes cached
     here, and handed over, in turns; the median of each."""
     result: dict[str, list[float]] = {}
-    for name in ("cached", "handed over") * settings.repeats:
+    for name in ("cached", "handed over") * settings.rounds:
         running = [{"prompt": settings.prompts(256), "max_tokens": 200} for _ in range(8)]
         prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
         if name == "cached":
@@ -490,9 +491,10 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
     made = Settings(options, Prompts(config["vocab_size"]))
     if chosen.quick:
         made = replace(made, lengths=(2048, 8192, 16384), repeats=3, in_flight=(1, 16), burst=16)
+        made = replace(made, rounds=1, used=2500)
     if chosen.cpu:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
-        made = Settings(small, made.prompts, (64, 700), (64,), 2, (1, 4), 4, 200, 20, 300)
+        made = Settings(small, made.prompts, (64, 700), (64,), 2, 1, (1, 4), 4, 200, 20, 300)
         made = replace(made, failing=700, filling=20, tier_bytes=8 << 20, unequal=(64, 700))
     return made
 
