@@ -22,6 +22,7 @@ import recorded_vllm
 from kvstow.adapters.vllm.layout import declared_layout
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
+from waiting import stop
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -269,7 +270,7 @@ def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair
     params = prefill.tickets(prompt)
     pid, _ = worker_of(prefill)
     accepted = decode.counts().get("pull accepted", 0)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(TimeoutError):
             decode.ask(prompt, kv_transfer_params=params, patience=4)
@@ -287,7 +288,7 @@ def test_a_prefill_server_that_hangs_costs_no_more_than_the_time_of_a_transfer(p
     params = prefill.tickets(prompt)
     pid, _ = worker_of(prefill)
     before = decode.counts()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == expected
     finally:
@@ -315,7 +316,7 @@ def test_a_prefill_server_killed_in_a_transfer_costs_only_time(
     params = prefill.tickets(prompt)
     pid, _ = worker_of(prefill)
     before = decode.counts()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(decode.text, prompt, max_tokens=12, kv_transfer_params=params)
         time.sleep(3)

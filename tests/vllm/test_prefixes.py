@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from serving import Launch, Server, free_port, running
 
+from waiting import stop
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 BLOCK = 128
@@ -113,9 +115,9 @@ def test_a_prefix_that_another_engine_has_computed_is_pulled_and_the_text_is_equ
 def test_an_engine_answers_while_its_peer_hangs(pair: Pair):
     a, b = pair.servers
     before = b.counts().get("peers had it", 0)
-    for pid in a.worker_pids():
-        os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in a.worker_pids():
+            stop(pid)
         texts = [b.text(prompt(seed), max_tokens=12) for seed in (2, 3)]
     finally:
         for pid in a.worker_pids():
