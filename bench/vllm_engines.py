@@ -70,6 +70,13 @@ SMALL = {  # for a try on a machine without a GPU
     "query_pre_attn_scalar": 32,
     "torch_dtype": "float32",
 }
+
+
+def made_small(config: dict[str, Any]) -> dict[str, Any]:
+    """The model made small, by the sizes that it has: Llama's layers get no window."""
+    return config | {name: size for name, size in SMALL.items() if name in config}
+
+
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -214,6 +221,13 @@ class Engine:
             if sample.name == "kvstow_total"
         }
 
+    def preemptions(self) -> float:
+        """How often vLLM has taken a running request's blocks away, by its own counter."""
+        from prometheus_client import REGISTRY
+
+        samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+        return sum(s.value for s in samples if s.name == "vllm:num_preemptions_total")
+
     def close(self) -> float:
         """Shut down; the seconds that it took."""
         started = time.perf_counter()
@@ -299,7 +313,13 @@ class Remote:
         return self.run([job])["jobs"][0]
 
     def counts(self) -> dict[str, float]:
-        self._pipe.send(("counts",))
+        return self._asked("counts")
+
+    def preemptions(self) -> float:
+        return self._asked("preemptions")
+
+    def _asked(self, question: str) -> Any:
+        self._pipe.send((question,))
         return self.answer(60)
 
     def answer(self, seconds: float) -> Any:

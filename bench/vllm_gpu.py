@@ -37,12 +37,12 @@ import vllm_damage
 from machine import machine
 from vllm_engines import (
     MODELS,
-    SMALL,
     TEXT_TOKENS,
     EngineOptions,
     Prompts,
     Remote,
     connector,
+    made_small,
     spread,
     use,
     versions,
@@ -448,7 +448,7 @@ def planned(
 ) -> list[tuple[list[Remote], Callable[[list[Remote]], None]]]:
     """The runs of one part and their engines, whose processes import vLLM side by side. One
     model's failures are enough."""
-    config = MODELS[model] | (SMALL if chosen.cpu else {})
+    config = made_small(MODELS[model]) if chosen.cpu else MODELS[model]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     settings = settings_of(chosen, config)

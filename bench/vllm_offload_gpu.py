@@ -26,11 +26,11 @@ from machine import machine
 from vllm_engines import (
     BLOCK,
     MODELS,
-    SMALL,
     EngineOptions,
     Prompts,
     Remote,
     connector,
+    made_small,
     spread,
     use,
     versions,
@@ -189,7 +189,7 @@ def main() -> None:
     document: dict[str, Any] = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
     document |= {"machine": machine(), "versions": versions()}
     for name in chosen.models:
-        config = MODELS[name] | (SMALL if chosen.cpu else {})
+        config = made_small(MODELS[name]) if chosen.cpu else MODELS[name]
         options = EngineOptions(memory_bytes=8 << 30, eager=chosen.eager)
         settings = Settings(options, Prompts(config["vocab_size"]), rounds=chosen.rounds)
         if chosen.cpu:

@@ -41,7 +41,7 @@ def launches(smollm2: Path, logs: Path) -> list[Launch]:
     settings = {
         "digest": "always",
         "lease_seconds": LEASE_SECONDS,
-        "transfer_seconds": 40,
+        "transfer_seconds": 120,
         "manifest_file": str(logs / "manifest"),
     }
     return [
@@ -281,7 +281,8 @@ def test_a_client_that_leaves_while_its_request_loads_leaves_nothing_behind(pair
     assert decode.await_count("pull accepted", accepted + 1) >= accepted + 1
 
 
-def test_a_prefill_server_that_hangs_costs_no_more_than_the_time_of_a_transfer(pair: list[Server]):
+def test_a_prefill_server_that_hangs_is_given_up_and_met_again(pair: list[Server]):
+    """It leaves 30 heartbeats unanswered, one a second: sooner than a transfer may take."""
     prefill, decode = pair
     prompt = tokens(3 * BLOCK, seed=31)
     expected = alone(pair, prompt)
@@ -293,8 +294,8 @@ def test_a_prefill_server_that_hangs_costs_no_more_than_the_time_of_a_transfer(p
         assert decode.text(prompt, max_tokens=12, kv_transfer_params=params) == expected
     finally:
         os.kill(pid, signal.SIGCONT)
-    late = before.get("pull timeout", 0) + 1
-    assert decode.await_count("pull timeout", late) == late
+    gone = before.get("pull peer", 0) + 1
+    assert decode.await_count("pull peer", gone) == gone
     other = tokens(3 * BLOCK, seed=32)
     assert handed_over(pair, other) == alone(pair, other)
 
@@ -322,7 +323,8 @@ def test_a_prefill_server_killed_in_a_transfer_costs_only_time(
         time.sleep(3)
         prefill.kill()
         assert answer.result() == expected
-    assert decode.await_count("pull peer", before.get("pull peer", 0) + 1) >= 1
+    gone = before.get("pull peer", 0) + 1
+    assert decode.await_count("pull peer", gone) == gone
 
 
 def test_a_ticket_of_an_earlier_start_is_not_honoured(

@@ -6,8 +6,8 @@ With two ranks the workers are processes of their own, which vLLM tells nothing 
 from collections.abc import Iterator
 
 import pytest
-from tiny import SMALL, Remote, started
-from vllm_engines import LLAMA, Prompts
+from tiny import Remote, started
+from vllm_engines import LLAMA, SMALL, Prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

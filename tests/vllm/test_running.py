@@ -2,11 +2,12 @@
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import SMALL, Remote, started
-from vllm_engines import GEMMA, LLAMA, Prompts
+from tiny import Remote, started
+from vllm_engines import GEMMA, LLAMA, SMALL, Prompts
 
 from kvstow.offload.host.shared import parts, remove
 
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 BLOCK = 32
 NUM_BLOCKS = 36
-"""Of each group: hardly more than one prompt of 1,024 tokens needs."""
+"""Hardly more than one prompt of 1,024 tokens needs; one of them is vLLM's null block."""
 DRAW = Prompts(SMALL["vocab_size"])
 
 
@@ -53,16 +54,28 @@ def grown(engine: Remote, before: dict[str, float], what: str) -> float:
     return engine.counts().get(what, 0.0) - before.get(what, 0.0)
 
 
-def test_requests_that_do_not_fit_together_say_what_each_says_alone(llama: Remote):
-    """They wait for each other's blocks, or are preempted."""
-    prompts = [DRAW(300) for _ in range(4)]
-    jobs = [{"prompt": prompt, "max_tokens": 150} for prompt in prompts]
-    before = llama.counts()
-    together = [job["text"] for job in llama.run(jobs, len(jobs), 600)["jobs"]]
-    forget(llama)
-    assert together == [text(llama, prompt, max_tokens=150) for prompt in prompts]
+def test_a_preempted_request_comes_back_from_host_memory_and_says_the_same(
+    llama: Remote, tmp_path: Path
+):
+    """Six requests of up to 15 blocks in a pool of 35. No two prompts begin alike, so what is
+    restored was stored by the same request, before vLLM took its blocks away."""
+    jobs = [{"prompt": DRAW(300), "max_tokens": 150} for _ in range(6)]
+    before, preempted = llama.counts(), llama.preemptions()
+    together = texts(llama, jobs)
+    assert llama.preemptions() > preempted
     assert grown(llama, before, "restored tokens") > 0
     assert grown(llama, before, "restore failed") == 0
+    roomy = started(tmp_path, LLAMA, 6 * NUM_BLOCKS)
+    try:
+        assert texts(roomy, jobs) == together
+        assert roomy.preemptions() == 0
+    finally:
+        roomy.close()
+
+
+def texts(engine: Remote, jobs: list[dict[str, Any]]) -> list[list[int]]:
+    """What the engine says to all of them at once."""
+    return [job["text"] for job in engine.run(jobs, len(jobs), 600)["jobs"]]
 
 
 def test_what_a_request_has_generated_comes_back_too(llama: Remote):

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from vllm_engines import SMALL, EngineOptions, Remote, connector
+from vllm_engines import EngineOptions, Remote, connector, made_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def started(
     folder: Path, config: dict[str, Any], num_blocks: int, *, ranks: int = 1, **options: Any
 ) -> Remote:
     """An engine of a model of that shape, made small, with kvstow's connector."""
-    folder.joinpath("config.json").write_text(json.dumps(config | SMALL))
+    folder.joinpath("config.json").write_text(json.dumps(made_small(config)))
     given = FewBlocks(num_blocks=num_blocks, ranks=ranks)
     engine = Remote(5900, str(folder), given, connector("kvstow", **options))
     engine.imported()
