@@ -1,6 +1,6 @@
 """Prompts that come back from host memory inside vLLM on one GPU: kvstow and OffloadingConnector.
 
-    python bench/vllm_offload_gpu.py --json FILE [--models dense] [--rounds 4] [--eager]
+    python bench/vllm_offload_gpu.py --json FILE [--models dense] [--rounds 2] [--eager]
 
 Three engines share a GPU and take turns: one without a connector, one with kvstow's host tier, one
 with vLLM's OffloadingConnector. In every round each computes the same prompts, asks for them again
@@ -47,9 +47,9 @@ class Settings:
     prompts: Prompts
     host_bytes: int = 40 << 30
     lengths: tuple[int, ...] = (2048, 8192, 16384)
-    repeats: int = 2
-    rounds: int = 4
-    others: int = 48
+    repeats: int = 4
+    rounds: int = 2
+    others: int = 24
     other_tokens: int = 4000
     burst: int = 8
     burst_tokens: int = 4096
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["dense"])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--try", dest="cpu", action="store_true", help="tiny models, on a CPU")
     chosen = parser.parse_args()
