@@ -419,6 +419,21 @@ def test_a_prefill_beyond_its_time_limit_is_given_up_and_another_one_asked():
     run(story)
 
 
+def test_a_sole_prefill_that_is_healthy_and_never_answers_costs_one_request_the_time_limit():
+    """An engine that is stuck behind a server that is well; the next ones do not wait for it."""
+
+    async def story() -> None:
+        prefill, decode = Engine("p", tickets=True), Engine("d")
+        prefill.hangs = True
+        async with running([prefill], [decode], prefill=0.5, rest=3600) as front:
+            assert [await front.text() for _ in range(6)] == ["d"] * 6
+            assert await front.counts() == {"prefill": 1.0, "plain": 6.0}
+        assert len(prefill.asked) == 1
+        assert prefill.health_asked >= 1
+
+    run(story)
+
+
 def test_an_instance_that_nobody_listens_at_is_passed_over():
     async def story() -> None:
         with socket.socket() as probe:
