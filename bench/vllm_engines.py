@@ -214,12 +214,9 @@ class Engine:
         """The connector's counters, by what they count."""
         from prometheus_client import REGISTRY
 
-        return {
-            sample.labels["what"]: sample.value
-            for family in REGISTRY.collect()
-            for sample in family.samples
-            if sample.name == "kvstow_total"
-        }
+        from kvstow.observe import vllm_counts
+
+        return vllm_counts(REGISTRY.collect())
 
     def preemptions(self) -> float:
         """How often vLLM has taken a running request's blocks away, by its own counter."""

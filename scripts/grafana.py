@@ -1,21 +1,21 @@
 """Writes deploy/grafana.json: a dashboard of every metric that kvstow has.
 
 One panel per metric, made from the list in `kvstow.observe`, so that the dashboard names no
-metric that does not exist and leaves none out; the counter on vLLM's own /metrics has three, by
-what it counts. Run it again after a metric was added.
+metric that does not exist and leaves none out. Run it again after a metric was added.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter
 from prometheus_client.metrics_core import Metric
 
 from kvstow.observe import (
     TIER_COUNTS,
     TIER_GAUGES,
     TIER_REASONS,
-    VLLM_COUNTER,
+    VLLM_COUNTERS,
     RouterMetrics,
     Telemetry,
     TierMetrics,
@@ -32,30 +32,22 @@ BY = {
     "kvstow_transfer_messages": "reason",
     "kvstow_transfer_lease_ends": "reason",
     "kvstow_router_requests": "outcome",
-    "kvstow_router_faults": "exported_instance",  # Prometheus has an `instance` of its own
+    "kvstow_router_faults": "kind",
     "kvstow_router_prompt_tokens": "where",
     "kvstow_router_answers": "url",
     "kvstow_router_prefix_blocks": "url",
     **{f"kvstow_tier_{name}": "reason" for name in TIER_REASONS},
+    **{each.family: each.label for each in VLLM_COUNTERS if each.label},
 }
 """The label by which a metric is split."""
-
-IN_VLLM = {
-    "vLLM: pulls by outcome, leases by end": ("(pull|lease) .*", "(pull seconds)", "cps"),
-    "vLLM: bytes pulled": (".* bytes", "", "Bps"),
-    "vLLM: tokens, rows, descriptors, seconds": (
-        ".*(tokens|rows|descriptors|seconds|failed|refused)",
-        "(pull [a-r]|lease ).*",
-        "cps",
-    ),
-}
-"""Panels of the connector's counter: which `what` they show, which they do not, the unit."""
 
 
 def metrics() -> list[Metric]:
     """Every metric, by its family, in the order of the list."""
     telemetry = Telemetry()
     RouterMetrics(telemetry.registry)
+    for each in VLLM_COUNTERS:
+        Counter(each.family, f"vLLM: {each.text}", each.labels, registry=telemetry.registry)
     TransferMetrics(telemetry.registry)
     none = dict.fromkeys((*TIER_COUNTS, *TIER_GAUGES), 0.0)
     TierMetrics(telemetry.registry).watch("disk", lambda: none)
@@ -79,7 +71,7 @@ def expression(metric: Metric) -> tuple[str, str]:
 def unit(metric: Metric) -> str:
     """Grafana's name of the metric's unit."""
     if metric.name.endswith("seconds"):
-        return "s"
+        return "s" if metric.type == "histogram" else "short"  # seconds per second
     is_bytes = metric.name.endswith(("bytes", "capacity"))
     if metric.type == "counter":
         return "Bps" if is_bytes else "cps"
@@ -90,12 +82,6 @@ def of_metric(metric: Metric) -> dict[str, Any]:
     asked, line = expression(metric)
     legend = line if " " in line else "{{" + line + "}}"
     return panel(metric.documentation, metric.name, asked, legend, unit(metric))
-
-
-def in_vllm(title: str, shown: str, hidden: str, unit: str) -> dict[str, Any]:
-    chosen = f'what=~"{shown}", what!~"{hidden}"'
-    asked = f"sum by (what) (rate({VLLM_COUNTER}_total{{{chosen}}}[$__rate_interval]))"
-    return panel(title, f"{VLLM_COUNTER}_total", asked, "{{what}}", unit)
 
 
 def panel(title: str, name: str, asked: str, legend: str, unit: str) -> dict[str, Any]:
@@ -116,8 +102,6 @@ def place(number: int) -> dict[str, int]:
 def dashboard() -> dict[str, Any]:
     """The dashboard, as Grafana imports it: the router's panels, vLLM's, agents', tiers'."""
     made = [of_metric(metric) for metric in metrics()]
-    last = max(i for i, each in enumerate(made) if "kvstow_router" in each["description"])
-    made[last + 1 : last + 1] = [in_vllm(title, *how) for title, how in IN_VLLM.items()]
     return {
         "title": "kvstow",
         "uid": "kvstow",

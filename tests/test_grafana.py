@@ -11,7 +11,7 @@ from kvstow.observe import (
     TIER_COUNTS,
     TIER_GAUGES,
     TIER_REASONS,
-    VLLM_COUNTER,
+    VLLM_COUNTERS,
     RouterMetrics,
     Telemetry,
     TierMetrics,
@@ -31,7 +31,9 @@ def exposed() -> set[str]:
         counter.labels("x").inc()
     router.answers.labels("x", "x").inc()
     router.prefix_blocks.labels("x", "x").set(1)
-    Counter(VLLM_COUNTER, "x", ["what"], registry=telemetry.registry).labels("x").inc()
+    for each in VLLM_COUNTERS:
+        made = Counter(each.family, "x", each.labels, registry=telemetry.registry)
+        (made.labels("x") if each.labels else made).inc()
     metrics = TransferMetrics(telemetry.registry)
     for counter in (metrics.transfers, metrics.bytes, metrics.served_bytes, metrics.descriptors):
         counter.labels("x").inc()

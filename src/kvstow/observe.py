@@ -146,9 +146,90 @@ class TransferMetrics:
         self.peers = Gauge("kvstow_transfer_peers", "Peers connected", registry=registry)
 
 
-VLLM_COUNTER = "kvstow"
-VLLM_COUNTER_TEXT = "What the kvstow connector did: pulls by outcome, leases by end, bytes"
-"""The one counter on vLLM's own /metrics, by `what`; vLLM makes it, in its own registry."""
+@dataclass(frozen=True, slots=True)
+class VllmCounter:
+    """A counter on vLLM's own /metrics; vLLM makes it, in its own registry.
+
+    `what` is how the connector calls it inside. With a `label` it is a beginning, and the rest is
+    the label's value.
+    """
+
+    name: str
+    text: str
+    what: str
+    label: str = ""
+
+    @property
+    def family(self) -> str:
+        """Its name in Prometheus, without `_total`."""
+        return f"kvstow_vllm_{self.name}"
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of its own labels, beside vLLM's."""
+        return [self.label] if self.label else []
+
+    def value_in(self, what: str) -> str | None:
+        """The label's value; "" where there is no label, None where another counter is meant."""
+        if what == self.what:
+            return ""
+        return what.removeprefix(self.what) if self.label and what.startswith(self.what) else None
+
+
+VLLM_COUNTERS = (
+    VllmCounter("pull_seconds", "Seconds from pull to acceptance", "pull seconds"),
+    VllmCounter("pull_descriptors", "Descriptors of accepted pulls", "descriptors"),
+    VllmCounter("pulled_bytes", "Bytes of accepted pulls", "pulled bytes"),
+    VllmCounter("pulled_tokens", "Tokens of accepted pulls", "pulled tokens"),
+    VllmCounter("pulls", "Pulls that ended: accepted, or the kind of fault", "pull ", "outcome"),
+    VllmCounter("offered_requests", "Requests whose answers carry tickets", "offered"),
+    VllmCounter("not_offered_requests", "Requests that asked for tickets in vain", "not offered"),
+    VllmCounter("refused_requests", "Requests whose tickets were refused", "refused"),
+    VllmCounter("lease_ends", "Leases that ended, by reason", "lease ", "reason"),
+    VllmCounter("peer_questions", "Requests for which peers were asked", "peers asked"),
+    VllmCounter("peer_tickets", "Requests for which a peer had something", "peers had it"),
+    VllmCounter("stored_rows", "Rows stored in host memory", "stored rows"),
+    VllmCounter("not_stored_rows", "Rows for which there was no time or room", "not stored rows"),
+    VllmCounter("store_failures", "Jobs of rows that could not be stored", "store failed"),
+    VllmCounter("restored_tokens", "Tokens loaded from tiers", "restored tokens"),
+    VllmCounter("restore_failures", "Loads that failed, and were computed", "restore failed"),
+    VllmCounter("damaged_rows", "Rows that were damaged in host memory", "damaged rows"),
+    VllmCounter("not_noted_prompts", "Prompts that the journal missed", "not noted prompts"),
+    VllmCounter(
+        "remote_missed_rows",
+        "Rows that a remote store did not give, by reason",
+        "remote missed_rows: ",
+        "reason",
+    ),
+    VllmCounter(
+        "remote_dropped_rows",
+        "Rows that a remote store was not given, by reason",
+        "remote dropped_rows: ",
+        "reason",
+    ),
+)
+"""What the connector counts. Exact names come before beginnings that they share."""
+
+
+def vllm_counter(what: str) -> tuple[VllmCounter, str]:
+    """The counter of what the connector calls so, and its label's value; KeyError for none."""
+    for counter in VLLM_COUNTERS:
+        value = counter.value_in(what)
+        if value is not None:
+            return counter, value
+    raise KeyError(what)
+
+
+def vllm_counts(families: Iterable[Metric]) -> dict[str, float]:
+    """What the connectors of all engines have counted, by what they call it."""
+    known = {counter.family + "_total": counter for counter in VLLM_COUNTERS}
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        counter = known.get(sample.name)
+        if counter is not None and sample.value:
+            what = counter.what + sample.labels.get(counter.label, "")
+            found[what] = found.get(what, 0.0) + sample.value
+    return found
 
 
 class RouterMetrics:
@@ -164,7 +245,7 @@ class RouterMetrics:
         self.faults = Counter(
             "kvstow_router_faults",
             "Attempts that failed, by kind of instance",
-            ["instance"],
+            ["kind"],
             registry=registry,
         )
         self.tokens = Counter(

@@ -14,7 +14,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.cli.dash import Watch, dashboard
 from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
-from kvstow.observe import VLLM_COUNTER, RouterMetrics
+from kvstow.observe import RouterMetrics, vllm_counter
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.models import model_layers
@@ -110,8 +110,13 @@ def test_the_page_follows_transfers_leases_failures_and_slabs(opened, width):
 def test_a_router_and_vllm_are_shown_by_what_they_count(opened):
     registry = CollectorRegistry()
     RouterMetrics(registry).requests.labels("tickets").inc(12)
-    connector = Counter(VLLM_COUNTER, "x", ["engine", "what"], registry=registry)
-    connector.labels("0", "pulled bytes").inc(3 << 20)
+    pulled, _ = vllm_counter("pulled bytes")
+    Counter(pulled.family, "x", ["engine"], registry=registry).labels("0").inc(3 << 20)
+    pulls, outcome = vllm_counter("pull accepted")
+    made = Counter(pulls.family, "x", ["engine", pulls.label], registry=registry)
+    made.labels("0", outcome).inc()
+    failed, _ = vllm_counter("store failed")
+    Counter(failed.family, "x", ["engine"], registry=registry).labels("0")
     server, thread = start_http_server(0, "127.0.0.1", registry)
     try:
         with (
@@ -119,7 +124,9 @@ def test_a_router_and_vllm_are_shown_by_what_they_count(opened):
             opened(url, width=360, allowed=(url, "data:")) as page,
         ):
             told(page, "router requests, tickets\t12")
-            told(page, "pulled bytes\t3 MiB")
+            told(page, "vllm pulled bytes\t3 MiB")
+            told(page, "vllm pulls, accepted\t1")
+            assert "store failures" not in page.inner_text("body")
             assert page.locator(".tile, canvas:visible").count() == 0
             assert page.evaluate("document.documentElement.scrollWidth") <= 360
     finally:

@@ -16,6 +16,10 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstow.observe import vllm_counts
+
 START_SECONDS = 600
 ANSWER_SECONDS = 600
 
@@ -96,12 +100,7 @@ class Server:
     def counts(self) -> dict[str, float]:
         """The connector's counters on /metrics, by what they count."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return {
-            line.split('what="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.startswith("kvstow_total{")
-        }
+            return vllm_counts(text_string_to_metric_families(answer.read().decode()))
 
     def await_count(self, what: str, least: float = 1, seconds: float = 60) -> float:
         """The counter, as soon as it is not below `least`; what there is after `seconds`."""

@@ -17,7 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from serving import START_SECONDS, Launch, environment
+
+from kvstow.observe import vllm_counts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -90,12 +93,7 @@ def said(command: str) -> dict[str, object]:
 
 def counted(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        line.split('what="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("kvstow_total{")
-    }
+        return vllm_counts(text_string_to_metric_families(answer.read().decode()))
 
 
 def test_two_servers_and_a_router_as_the_guide_starts_them(smollm2: Path, logs: Path):

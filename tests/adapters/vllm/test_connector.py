@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter
 from typer.testing import CliRunner
 
 from kvstow.adapters.vllm.events import check_published
@@ -44,6 +46,16 @@ class StandInBase:
 
     def _get_connector_metadata(self) -> Any:
         return self._metadata
+
+
+class StandInMetrics:
+    """What `KVConnectorPromMetrics` does for its subclasses."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, Any]
+    ) -> None:
+        self._counter_cls = metric_types[Counter]
+        self.per_engine_labelvalues = per_engine
 
 
 class Role(Enum):
@@ -81,7 +93,7 @@ def stand_ins() -> dict[str, ModuleType]:
             },
         },
         f"{BASE}.metrics": {
-            "KVConnectorPromMetrics": type("KVConnectorPromMetrics", (), {}),
+            "KVConnectorPromMetrics": StandInMetrics,
             "KVConnectorStats": type("KVConnectorStats", (), {}),
         },
         "vllm.v1.request": {"RequestStatus": Status},
@@ -573,3 +585,31 @@ def test_the_log_says_at_debug_level_why_a_request_found_no_more(
     assert lines[1].startswith(
         "request d: 8 of 17 tokens are found: differs: token 9 is 7, and 509"
     )
+
+
+def test_counts_come_to_vllms_metrics_by_engine_each_under_its_name(connector: ModuleType):
+    registry = CollectorRegistry()
+    engines = {0: ["m", "0"], 1: ["m", "1"]}
+    kinds = {Counter: partial(Counter, registry=registry)}
+    metrics = connector.KvstowMetrics(vllm_config(), kinds, ["model_name", "engine"], engines)
+    assert registry.get_sample_value("kvstow_vllm_pulled_bytes_total", labels("1")) == 0.0
+    metrics.observe({"pull accepted": 2, "pull seconds": 0.5, "pulled bytes": 100}, 0)
+    metrics.observe({"pull accepted": 1, "pull fence": 1, "remote missed_rows: budget": 3}, 1)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total") and sample.value
+    }
+    assert found == {
+        ("kvstow_vllm_pulls_total", "m", "0", "accepted"): 2,
+        ("kvstow_vllm_pulls_total", "m", "1", "accepted"): 1,
+        ("kvstow_vllm_pulls_total", "m", "1", "fence"): 1,
+        ("kvstow_vllm_pull_seconds_total", "m", "0"): 0.5,
+        ("kvstow_vllm_pulled_bytes_total", "m", "0"): 100,
+        ("kvstow_vllm_remote_missed_rows_total", "m", "1", "budget"): 3,
+    }
+
+
+def labels(engine: str) -> dict[str, str]:
+    return {"model_name": "m", "engine": engine}

@@ -44,7 +44,7 @@ from kvstow.adapters.vllm.recall import Recall
 from kvstow.adapters.vllm.scheduler import SchedulerSide
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.events.format import CacheEvent
-from kvstow.observe import VLLM_COUNTER, VLLM_COUNTER_TEXT
+from kvstow.observe import VLLM_COUNTERS, vllm_counter
 from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Full
@@ -98,7 +98,7 @@ class KvstowStats(KVConnectorStats):
 
 
 class KvstowMetrics(KVConnectorPromMetrics):
-    """The same counts on vLLM's /metrics: `kvstow_total{what=…}`."""
+    """The same counts on vLLM's /metrics, each under its name: `kvstow_vllm_…_total`."""
 
     def __init__(
         self,
@@ -108,15 +108,23 @@ class KvstowMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counter: Any = self._counter_cls(
-            name=VLLM_COUNTER,
-            documentation=VLLM_COUNTER_TEXT,
-            labelnames=[*labelnames, "what"],
-        )
+        self._counters: dict[str, Any] = {
+            each.name: self._counter_cls(
+                name=each.family,
+                documentation=each.text,
+                labelnames=[*labelnames, *each.labels],
+            )
+            for each in VLLM_COUNTERS
+        }
+        for each in (each for each in VLLM_COUNTERS if not each.label):
+            for values in per_engine_labelvalues.values():
+                self._counters[each.name].labels(*values)  # 0 from the beginning
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for what, count in transfer_stats_data.items():
-            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
+            counter, value = vllm_counter(what)
+            labels = [*self.per_engine_labelvalues[engine_idx], *([value] if value else [])]
+            self._counters[counter.name].labels(*labels).inc(count)
 
 
 class KvstowConnector(KVConnectorBase_V1, SupportsHMA):

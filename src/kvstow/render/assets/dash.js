@@ -186,14 +186,14 @@ const failureTable = (failures) =>
 /** What a router, or vLLM with kvstow's connector, counts on its /metrics. */
 function counterTable(reading) {
   const found = (reading.metrics ?? []).filter(
-    ({ name, labels }) => name.startsWith("kvstow_") && !("tier" in labels),
+    ({ name, labels, value }) => name.startsWith("kvstow_") && !("tier" in labels) && value,
   );
   const what = ({ name, labels: { engine, model_name, ...rest } }) =>
     [name.replace(/^kvstow_/, "").replace(/_?total$/, "").replaceAll("_", " "), ...Object.values(rest)]
       .filter(Boolean)
       .join(", ");
-  const shown = ({ name, labels, value }) =>
-    `${name} ${labels.what}`.includes("bytes") ? human(value) : Number(value.toPrecision(9)).toLocaleString("en-US");
+  const shown = ({ name, value }) =>
+    name.includes("bytes") ? human(value) : Number(value.toPrecision(9)).toLocaleString("en-US");
   return found.length
     ? table(
         ["what", "so far"],
