@@ -1,4 +1,4 @@
-"""Two engines that know of each other's prefixes: by key, by events, and through a router."""
+"""Two engines that take prefixes from each other's host memory, and `kvstow why` of one of them."""
 
 import json
 import os
@@ -34,12 +34,11 @@ def forked(seed: int, tail: int) -> list[int]:
 
 
 class Pair:
-    """Two servers, each of which lends to and asks the other, and where their events are."""
+    """Two servers, each of which lends to and asks the other."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.stores = [folder / "a", folder / "b"]
         lend = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-        self.events = [[f"tcp://*:{free_port()}" for _ in range(2)] for _ in range(2)]
         self.launches = [
             Launch(
                 model=model,
@@ -48,7 +47,6 @@ class Pair:
                     "host_bytes": 12 * ROW,
                     "disk_path": str(self.stores[i]),
                     "disk_bytes": 1 << 30,
-                    "events": True,
                     "journal": "tokens",
                     "lend": lend[i],
                     "peers": [lend[1 - i]],
@@ -57,17 +55,6 @@ class Pair:
                     "contact_seconds": 60.0,
                 },
                 environment={"VLLM_LOGGING_LEVEL": "DEBUG"},
-                options=(
-                    "--kv-events-config",
-                    json.dumps(
-                        {
-                            "enable_kv_cache_events": True,
-                            "publisher": "zmq",
-                            "endpoint": self.events[i][0],
-                            "replay_endpoint": self.events[i][1],
-                        }
-                    ),
-                ),
             )
             for i in range(2)
         ]
