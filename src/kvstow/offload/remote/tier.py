@@ -332,7 +332,7 @@ class _Room:
         """Memory for one more object."""
         with self._lock:
             if not self._free and len(self._pieces) * ROOM_BYTES < SPARE_BYTES:
-                count = max(1, ROOM_BYTES // self._nbytes)
+                count = max(1, round(ROOM_BYTES / self._nbytes))
                 memory = self._client.memory(count * self._nbytes)
                 self._pieces.append(memory)
                 starts = range(0, memory.nbytes, self._nbytes)
