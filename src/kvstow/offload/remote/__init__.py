@@ -12,5 +12,6 @@ prices     what loading and computing cost, both measured
 calls      time limits and the circuit breaker
 writes     rows on their way out: bounded, and dropped rather than waited for
 collect    limits, and the collector of old rows
+renewal    rows that are there already, kept from a collector that is about to remove them
 inspect    what a store holds, every row verified
 """

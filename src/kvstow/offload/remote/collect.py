@@ -6,8 +6,9 @@
 
 The collector runs beside writers and readers, as often as one likes (`kvstow store prune URL`). It
 removes rows and nothing else: manifests stay, so that a row that is being written is not orphaned.
-A row that is younger than a minute is never removed. One that is removed while somebody reads it,
-or writes it again, is a miss, and a miss is always allowed. Two collectors at once do no harm.
+A row that is younger than ten minutes is never removed, and writers see to it (`renewal`) that what
+they say is stored is younger than five: it stays for five minutes at least. One that is removed
+while somebody reads it is a miss, and a miss is always allowed. Two collectors exclude each other.
 
 Its count is left in the store as `usage`. Writers with a limit read it every some seconds, add what
 they have written since, and write no more when that is too much.
@@ -25,12 +26,13 @@ import numpy as np
 from kvstow.errors import StoreError
 from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing
 from kvstow.offload.remote.directory import ROWS
+from kvstow.offload.remote.renewal import Mark
 from kvstow.offload.remote.url import RemoteOptions
 
 USAGE = "usage"
 _HEX = re.compile("(?:[0-9a-f]{2}){1,32}")
 MOST_USAGE_BYTES = 1 << 20
-YOUNG_SECONDS = 60.0
+YOUNG_SECONDS = 600.0
 DELETE = 1000
 
 
@@ -95,19 +97,29 @@ def collect(
     """Remove rows, the oldest first, until the store and each tenant are within bounds.
 
     `older_than` is an age in seconds: older rows go in any case. Leaves the count for writers.
+    Raises AnotherCollector while one is at work.
     """
     now = clock()
-    rows = sorted(rows_in(client), key=lambda row: row.facts.modified)
-    gone = _victims(rows, now, most, most_by_tenant, older_than)
     removed: set[str] = set()
-    for at in range(0, len(gone), DELETE):
-        names = {row.facts.name for row in gone[at : at + DELETE]}
-        removed |= names - client.delete(list(names)).keys()
+    with Mark(listed(client)) as mark:
+        rows = sorted(_marked(client, mark), key=lambda row: row.facts.modified)
+        gone = _victims(rows, now, most, most_by_tenant, older_than)
+        for at in range(0, len(gone), DELETE):
+            mark.keep()
+            names = {row.facts.name for row in gone[at : at + DELETE]}
+            removed |= names - client.delete(list(names)).keys()
     left = _counted([row for row in rows if row.facts.name not in removed], now)
     client.delete([USAGE])
     client.put([Blob(USAGE, np.frombuffer(json.dumps(asdict(left)).encode(), np.uint8))])
     nbytes = sum(row.facts.nbytes for row in gone if row.facts.name in removed)
     return Collected(len(removed), nbytes, left)
+
+
+def _marked(client: BlobClient, mark: Mark) -> Iterator[RowFacts]:
+    """All rows, with the mark kept meanwhile."""
+    for row in rows_in(client):
+        mark.keep()
+        yield row
 
 
 def _victims(

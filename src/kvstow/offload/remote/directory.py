@@ -18,7 +18,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreFull
+from kvstow.offload.remote.clients.base import THERE, Blob, BlobClient, StoreFull
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import Bytes
@@ -105,7 +105,8 @@ class Directory:
         log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
 
     def _make(self, name: str, data: Bytes) -> None:
-        for _, reason in self._client.put([Blob(name, data)]).items():
+        reason = self._client.put([Blob(name, data)]).get(name, THERE)
+        if reason != THERE:
             raise StoreFull(f"{self._client.where}: {name} of {data.nbytes} bytes: {reason}")
 
     def refresh(self) -> None:

@@ -6,7 +6,7 @@ what is there already is not sent again. What is refused, and why, is counted.
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from threading import Condition, Lock, Thread
 from time import monotonic
@@ -14,11 +14,14 @@ from time import monotonic
 from kvstow.offload.remote.calls import Breaker
 from kvstow.offload.remote.clients.base import (
     NO_ROOM,
+    THERE,
     Blob,
     BlobClient,
+    Listing,
     StoreFull,
     StoreUnreachable,
 )
+from kvstow.offload.remote.renewal import COLLECTING, promised
 
 log = logging.getLogger("kvstow.offload")
 
@@ -190,23 +193,40 @@ class WriteQueue:
         if self._breaker.is_open:
             raise StoreUnreachable(self._breaker.reason)
         self._before()
-        there = self._there([blob.name for blob in batch])
-        new = [blob for blob in batch if blob.name not in there]
+        ages = self._ages([blob.name for blob in batch])
+        new = [blob for blob in batch if blob.name not in ages]
         refused = self._client.put(new) if new else {}
-        for reason, count in Counter(refused.values()).items():
-            self.drop(reason, f"{reason} for {count} of {len(new)} rows", count)
+        met = [name for name, reason in refused.items() if reason == THERE]
+        ages |= dict.fromkeys(met, float("inf")) | self._ages(met)
+        lost = {name: reason for name, reason in refused.items() if reason != THERE}
+        lost |= dict.fromkeys(self._not_promised(batch, ages), COLLECTING)
+        for reason, count in Counter(lost.values()).items():
+            self.drop(reason, f"{reason} for {count} of {len(batch)} rows", count)
         with self._lock:
-            _note(self._recent, [blob.name for blob in batch if blob.name not in refused])
+            _note(self._recent, [blob.name for blob in batch if blob.name not in lost])
         self._written([blob for blob in new if blob.name not in refused])
 
-    def _there(self, names: Sequence[str]) -> set[str]:
-        """Which objects are there already. Those that were absent lately are not asked for: to
-        send one in vain does no harm."""
+    def _ages(self, names: Sequence[str]) -> dict[str, float]:
+        """How old the objects are that are there already, 0 where nobody removes them by age.
+        Those that were absent lately are not asked for: to send one in vain does no harm."""
         since = monotonic() - RECENT_SECONDS
         with self._lock:
             asked = [name for name in names if self._absent.pop(name, float("-inf")) < since]
-        answers: list[bool] = self._client.exists(asked).tolist() if asked else []
-        return {name for name, is_there in zip(asked, answers, strict=True) if is_there}
+        if not asked:
+            return {}
+        if isinstance(self._client, Listing):
+            ages = self._client.ages(asked)
+        else:
+            there: list[bool] = self._client.exists(asked).tolist()
+            ages = [0.0 if is_there else None for is_there in there]
+        return {name: age for name, age in zip(asked, ages, strict=True) if age is not None}
+
+    def _not_promised(self, batch: Sequence[Blob], ages: Mapping[str, float]) -> set[str]:
+        """Of objects that were there, the names of those that a collector may be removing."""
+        found = [blob for blob in batch if blob.name in ages]
+        if not found or not isinstance(self._client, Listing):
+            return set()
+        return {blob.name for blob in found} - promised(self._client, found, ages)
 
     def _done(self, batch: Sequence[Blob]) -> None:
         self._after(batch)

@@ -25,6 +25,9 @@ Refused = dict[str, str]
 
 NO_ROOM, BUSY = "no room", "busy"
 
+THERE = "there"
+"""Why an object was not made that is there already. Mooncake does not say."""
+
 
 class StoreUnreachable(StoreError):
     """A store that does not answer, or answers with an error."""
@@ -64,7 +67,7 @@ class BlobClient(Protocol):
         ...
 
     def put(self, blobs: Sequence[Blob]) -> Refused:
-        """Objects that are not there now, because the store refused them."""
+        """Objects that were not made, because the store refused them or has them."""
         ...
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
@@ -85,9 +88,18 @@ class BlobClient(Protocol):
 
 
 @runtime_checkable
-class Listing(Protocol):
-    """A client that can say what is there."""
+class Listing(BlobClient, Protocol):
+    """A client that can say what is there, and since when: its store can be collected."""
 
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
         """Every object whose name begins with `prefix`, in any order."""
+        ...
+
+    def ages(self, names: Sequence[str]) -> list[float | None]:
+        """Seconds since objects were modified, by the same clock; None for those that are not
+        there."""
+        ...
+
+    def renew(self, blobs: Sequence[Blob]) -> Refused:
+        """Make objects that are there count as modified now; they have the same bytes."""
         ...

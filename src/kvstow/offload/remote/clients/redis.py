@@ -19,6 +19,7 @@ import numpy as np
 from kvstow.errors import BackendMissing
 from kvstow.offload.remote.clients.base import (
     NO_ROOM,
+    THERE,
     Blob,
     BlobFacts,
     Range,
@@ -79,11 +80,20 @@ class RedisClient:
             with connection._sock.makefile("rb") as answers:
                 lines = [answers.readline() for _ in blobs]
             for blob, line in zip(blobs, lines, strict=True):
-                if line.startswith(b"-OOM"):
+                if line in NOTHING:
+                    refused[blob.name] = THERE
+                elif line.startswith(b"-OOM"):
                     refused[blob.name] = NO_ROOM
-                elif line not in (b"+OK\r\n", *NOTHING):
+                elif line != b"+OK\r\n":
                     raise _unexpected(line)
         return refused
+
+    def renew(self, blobs: Sequence[Blob]) -> Refused:
+        pipe = self._redis.pipeline(transaction=False)
+        for blob in blobs:
+            pipe.touch(self._prefix + blob.name)
+        self._sent(pipe)
+        return {}
 
     def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
         """Whole objects, read from the socket to where they stay: `redis` copies them twice more
@@ -127,6 +137,18 @@ class RedisClient:
         for name in names:
             pipe.exists(self._prefix + name)
         return np.array(self._sent(pipe), bool)
+
+    def ages(self, names: Sequence[str]) -> list[float | None]:
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(self._prefix + name)
+            pipe.object("IDLETIME", self._prefix + name)
+        answers = self._sent(pipe, raises=False)
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        return [
+            (float(idle) if isinstance(idle, int) else 0.0) if there == 1 else None
+            for there, idle in pairs
+        ]
 
     def delete(self, names: Sequence[str]) -> Refused:
         pipe = self._redis.pipeline(transaction=False)

@@ -8,12 +8,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
+from time import time
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstow.errors import BackendMissing
-from kvstow.offload.remote.clients.base import Blob, BlobFacts, Range, Refused, StoreUnreachable
+from kvstow.offload.remote.clients.base import (
+    THERE,
+    Blob,
+    BlobFacts,
+    Range,
+    Refused,
+    StoreUnreachable,
+)
 from kvstow.offload.tier import Bools, Bytes
 
 try:
@@ -67,11 +75,23 @@ class S3Client:
     def put(self, blobs: Sequence[Blob]) -> Refused:
         """S3 makes an object or raises: a batch of which one fails counts as failed."""
 
-        async def put(blob: Blob) -> None:
-            with suppress(AlreadyExistsError):
+        async def put(blob: Blob) -> bool:
+            try:
                 await obstore.put_async(
                     self._store, blob.name, blob.data.data, mode="create", use_multipart=False
                 )
+            except AlreadyExistsError:
+                return False
+            return True
+
+        made = zip(blobs, self._each(put, blobs), strict=True)
+        return {blob.name: THERE for blob, is_new in made if not is_new}
+
+    def renew(self, blobs: Sequence[Blob]) -> Refused:
+        async def put(blob: Blob) -> None:
+            await obstore.put_async(
+                self._store, blob.name, blob.data.data, mode="overwrite", use_multipart=False
+            )
 
         self._each(put, blobs)
         return {}
@@ -99,14 +119,17 @@ class S3Client:
         return self._each(get, wanted)
 
     def exists(self, names: Sequence[str]) -> Bools:
-        async def head(name: str) -> bool:
-            try:
-                await obstore.head_async(self._store, name)
-            except FileNotFoundError:
-                return False
-            return True
+        return np.array([age is not None for age in self.ages(names)], bool)
 
-        return np.array(self._each(head, names), bool)
+    def ages(self, names: Sequence[str]) -> list[float | None]:
+        async def head(name: str) -> float | None:
+            try:
+                found = await obstore.head_async(self._store, name)
+            except FileNotFoundError:
+                return None
+            return time() - found["last_modified"].timestamp()
+
+        return self._each(head, names)
 
     def delete(self, names: Sequence[str]) -> Refused:
         async def delete(some: list[str]) -> None:
