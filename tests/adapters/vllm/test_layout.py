@@ -13,6 +13,7 @@ from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
     DeclaredRegion,
     _spec,
+    adopted,
     axes_of,
     declared_groups,
     declared_layout,
@@ -66,6 +67,32 @@ def test_memory_that_is_as_declared_is_adopted(order: str, heads: int, num_block
     views["b"].fill_(3.0)
     assert (arena.tensor("b") == 3.0).all()
     assert (arena.tensor("a") == 0.0).all()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LBNHC", "BLNHC", "LHBNC", "BHLNC"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_tokens_in_order_are_found_where_the_engine_sees_them(
+    order: str, heads: int, num_blocks: int
+):
+    declared, _ = engine_memory(order, heads, num_blocks)
+    ordered = tuple(replace(page, in_token_order=True) for page in declared.groups[0])
+    declared = replace(declared, groups=(ordered,))
+    views = engine_views(order, heads, num_blocks)
+    arena = adopted(declared, views)
+    for name, view in views.items():
+        view.copy_(torch.arange(view.numel()).reshape(view.shape) + (1000 if name == "b" else 0))
+    for name, view in views.items():
+        assert torch.equal(arena.tensor(name), view)
+        assert arena.layout.layers[name][1].states == 4
+
+
+def engine_views(order: str, heads: int, num_blocks: int) -> dict[str, torch.Tensor]:
+    """Two layers in one allocation as `[block, head, token, content]`."""
+    sizes = {"L": 2, "B": num_blocks, "H": heads, "N": 4, "C": 6}
+    dense = torch.zeros([sizes[letter] for letter in order])
+    logical = dense.permute([order.index(letter) for letter in "LBHNC"])
+    return {"a": logical[0], "b": logical[1]}
 
 
 def engine_memory(
