@@ -17,8 +17,12 @@ from kvstow.observe import Telemetry, TransferMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
+from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
+from kvstow.transfer.channel.curve import Keys
+from kvstow.transfer.transport.local import Fabric
 from planning import attention
+from transfer_node import Node, hybrid_layout
 from waiting import wait_for
 
 KEY = "correct horse battery"
@@ -107,6 +111,22 @@ def test_other_machines_are_not_served_without_a_key(tmp_path):
     )
     assert done.exit_code == 2
     assert "a key of 5 characters" in done.output
+
+
+def test_agents_with_keys_are_shown_to_a_page_that_has_some(tmp_path):
+    fresh = Keys.fresh()
+    keys = Keys(public=fresh.public, secret=fresh.secret, peers=frozenset([fresh.public]))
+    node = Node(encode(hybrid_layout()), Fabric(), name="guarded", keys=keys)
+    without, watch = Watch([node.address]), Watch([node.address], keys=keys)
+    with closing(node), closing(without), closing(watch):
+        for each in (without, watch):
+            each.start()
+        wait_for(lambda: sources(watch)[0].get("agent") == "guarded")
+        wait_for(lambda: "did not answer" in sources(without)[0].get("error", ""))
+    file = tmp_path / "keys.json"
+    file.write_text("{}")
+    done = CliRunner().invoke(app, ["dash", node.address, "--keys-file", str(file)])
+    assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("source", ["ftp://127.0.0.1/x", "redis://a:1", "no/such/store"])

@@ -14,14 +14,18 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 import typer
 
 from kvstow.cli import options
 from kvstow.cli.output import MISUSED, note, refuse
+from kvstow.cli.peers import KeysFile, read_keys
 from kvstow.errors import KvstowError
+
+if TYPE_CHECKING:
+    from kvstow.transfer.channel.curve import Keys
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -61,7 +65,12 @@ KeyFile = Annotated[
 ]
 
 
-def dash(sources: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile = None) -> None:
+def dash(
+    sources: Sources,
+    listen: Listen = "127.0.0.1:8643",
+    key_file: KeyFile = None,
+    keys_file: KeysFile = None,
+) -> None:
     """A live page: tiers, transfers, failures, leases, slabs."""
     host, port = _address(listen)
     key = _key(key_file)
@@ -73,7 +82,7 @@ def dash(sources: Sources, listen: Listen = "127.0.0.1:8643", key_file: KeyFile 
             "hint: --key-file FILE, or --listen 127.0.0.1:8643",
             code=MISUSED,
         )
-    watch = Watch(sources)
+    watch = Watch(sources, keys=read_keys(keys_file))
     server = dashboard(watch, (host, port), key=key)
     watch.start()
     shown = f"[{host}]" if ":" in host else host
@@ -259,11 +268,14 @@ class Watch:
     """Asks every source once a second, in a thread of its own.
 
     A source is an agent's address (`tcp://…`), a Prometheus endpoint (`http://…`) or the
-    directory of a store.
+    directory of a store. `keys` are for agents that use keys.
     """
 
-    def __init__(self, sources: Iterable[str], *, seconds: float = 1.0) -> None:
+    def __init__(
+        self, sources: Iterable[str], *, seconds: float = 1.0, keys: "Keys | None" = None
+    ) -> None:
         self._sources = tuple(sources)
+        self._keys = keys
         self._seconds = seconds
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -298,7 +310,7 @@ class Watch:
     def _run(self) -> None:
         from kvstow.transfer.channel.status import Asker
 
-        asker = Asker()
+        asker = Asker(self._keys)
         try:
             while not self._stop.is_set():
                 for source in self._sources:

@@ -12,6 +12,7 @@ from kvstow.errors import SpecError, TransferError
 from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
+    from kvstow.transfer.channel.curve import Keys
     from kvstow.transfer.channel.status import Asker
 
 Agents = Annotated[
@@ -60,7 +61,9 @@ def peers(
     """
     addresses = [each for agent in agents for each in _found(agent)]
     documents: list[dict[str, Any]] = []
-    asker = _asker(keys_file)
+    from kvstow.transfer.channel.status import Asker
+
+    asker = Asker(read_keys(keys_file))
     try:
         while True:
             documents = [_asked(asker, address) for address in addresses]
@@ -79,13 +82,12 @@ def peers(
         raise typer.Exit(FAILED)
 
 
-def _asker(keys_file: Path | None) -> "Asker":
-    """Who asks; ends with 2 where the file has no keys."""
+def read_keys(file: Path | None) -> "Keys | None":
+    """The keys in a file; ends with 2 where it has none."""
     from kvstow.transfer.channel.curve import Keys
-    from kvstow.transfer.channel.status import Asker
 
     try:
-        return Asker(Keys.read(keys_file) if keys_file is not None else None)
+        return Keys.read(file) if file is not None else None
     except SpecError as error:
         refuse(str(error), code=MISUSED)
 

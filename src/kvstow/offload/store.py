@@ -68,7 +68,8 @@ class Store:
     computation makes the rows, unless the layout that is bound does. Sizes are numbers or words
     such as "8GiB". Several ranks may be given one directory; each has a folder of its own there.
     A remote store (`s3://…`, `redis://…`, `mooncake://…`, see `offload.remote.url`) is shared by
-    all ranks and machines, whatever their layout.
+    all ranks and machines, whatever their layout. Stored prompts are noted for `kvstow why` in the
+    directory `journal_path`, or on `disk`; without either, nothing is noted.
 
     Threads must not use one store at once; several stores may share a directory, in one process
     or in many.
@@ -85,6 +86,7 @@ class Store:
         policy: PolicyName = "lru",
         files: Files | None = None,
         journal: JournalKind = "digests",
+        journal_path: str | Path | None = None,
     ) -> None:
         if host is None and disk is None and remote is None:
             raise StoreError(
@@ -102,8 +104,9 @@ class Store:
         self._policy: PolicyName = policy
         self._files = files
         self.journal: Journal | None = None
-        if self._path is not None and journal != "off":
-            self.journal = Journal(self._path, tokens=journal == "tokens")
+        noted = self._path if journal_path is None else Path(journal_path)
+        if noted is not None and journal != "off":
+            self.journal = Journal(noted, tokens=journal == "tokens")
         self._lock = RLock()
         self.host: HostTier | None = None
         self.disk: DiskTier | None = None

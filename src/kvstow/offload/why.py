@@ -64,7 +64,10 @@ def why_ended(
     if own and (shared or own[0].tokens is not None):
         return about.differs(_nearest(own, prompt))
     if journal is None or not journal.path.exists():
-        text = f"nothing behind token {found_tokens} is stored; no journal says whether it ever was"
+        text = (
+            f"nothing behind token {found_tokens} is stored, and there is no journal that says "
+            "whether it ever was; `Store(journal_path=DIR)` keeps one, --journal DIR names one"
+        )
         return about.said("unknown", text)
     return about.said("never stored", f"no stored prompt begins with the first {unit} tokens")
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvstow.errors import ModelError, PlanError, SpecError, StoreError
-from kvstow.testing.servers import Valkey
+from kvstow.testing.servers import Mooncake, Seaweed, Valkey
 
 if find_spec("sglang"):  # without SGLang these tests are collected, and not run
     import sglang_engine as sgl
@@ -45,6 +45,15 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 def url(valkey: Valkey) -> str:
     """A remote store that nobody has written to."""
     return f"{valkey.url}?prefix={uuid4().hex}&budget=10"
+
+
+@pytest.fixture(params=[Seaweed, Mooncake])
+def other_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A remote store of another kind that nobody has written to."""
+    if request.param is Mooncake and not find_spec("mooncake"):
+        pytest.skip("Mooncake is not installed; scripts/test-remote installs it")
+    with request.param(tmp_path / "server") as server:
+        yield f"{server.url}&budget=10"
 
 
 def on_disk(path: Path, **more: Any) -> dict[str, Any]:
@@ -226,7 +235,22 @@ def test_another_process_finds_the_pages(tmp_path: Path, url: str, place: str):
         if place == "remote"
         else {"disk": str(tmp_path / "s"), "disk_bytes": "64MiB"}
     )
-    options = sgl.extra_config(model_dir=checkpoint(tmp_path / "model", 0), **places)
+    check_found_by_another_process(
+        sgl.extra_config(model_dir=checkpoint(tmp_path / "model", 0), **places)
+    )
+
+
+def test_another_process_finds_the_pages_on_s3_and_mooncake_and_other_weights_none(
+    tmp_path: Path, other_url: str
+):
+    model, other = (checkpoint(tmp_path / f"model{seed}", seed) for seed in range(2))
+    check_found_by_another_process(sgl.extra_config(model_dir=model, remote=other_url))
+    _, host = sgl.mha("page_first")
+    assert_finds(host, sgl.extra_config(model_dir=other, remote=other_url), 0)
+
+
+def check_found_by_another_process(options: dict[str, Any]) -> None:
+    """Keep two pages and let a second process read them, byte for byte."""
     _, host = sgl.mha("page_first")
     backend = sgl.backend(host, options)
     fill(host, seed=5)

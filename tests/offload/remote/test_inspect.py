@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from kvstow.blocks.prompt import Prompt
 from kvstow.cli import app
 from kvstow.offload.journal import Journal
+from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
 from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.directory import WriterLayout
@@ -144,6 +145,24 @@ def test_why_says_where_reuse_ends_in_a_remote_store(url, tmp_path):
     salted = json.loads(why(url, tokens, "--journal", tmp_path, "--salt", "me").stdout)
     assert (salted["reason"], salted["found_tokens"]) == ("salt", 0)
     assert json.loads(why(url, tokens, "--salt", "me").stdout)["reason"] == "unknown"
+    assert "no journal" in json.loads(why(url, tokens, "--salt", "me").stdout)["text"]
+
+
+def test_a_store_without_a_disk_notes_prompts_where_it_is_told(url, tmp_path):
+    arena, blocks = filled(layout_of())
+    with Store(remote=url, journal_path=tmp_path / "noted") as store:
+        assert store.save(arena, blocks, PLAIN) > 0
+        assert store.flush(20)
+        assert store.remote.evict(0, block_keys(IDENTITY, PLAIN, 4)) == 6
+        assert store.why(PLAIN).reason == "evicted"
+        assert store.why(Prompt.of([5, 5, 5, 5])).reason == "never stored"
+    tokens = PLAIN.tokens.tolist()
+    said = json.loads(why(url, tokens, "--journal", tmp_path / "noted").stdout)
+    assert said["reason"] == "evicted"
+    with Store(remote=url).bind(layout_of()) as store:
+        unknown = store.why(PLAIN)
+        assert unknown.reason == "unknown"
+        assert "there is no journal" in unknown.text
 
 
 def test_why_asks_which_computation_is_meant_where_several_have_written(url, tmp_path):
