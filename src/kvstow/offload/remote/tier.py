@@ -25,7 +25,7 @@ from kvstow.offload.remote.fetch import LOTS, Fetcher
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.prices import PrefillRate
 from kvstow.offload.remote.url import RemoteOptions, opened
-from kvstow.offload.remote.writes import Admission, WriteQueue
+from kvstow.offload.remote.writes import WriteAdmission, WriteQueue
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -257,8 +257,8 @@ class RemoteTier:
         for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
             name = self._name(group, key)
             admission = self.writes.admit(name, objects.nbytes)
-            taken[i] = admission is not Admission.DROPPED
-            if admission is Admission.TAKEN:
+            taken[i] = admission is not WriteAdmission.DROPPED
+            if admission is WriteAdmission.TAKEN:
                 blobs.append(Blob(name, objects.written(key, row, room.take())))
             if len(blobs) * objects.nbytes >= SOME_BYTES:
                 self.writes.put(blobs)

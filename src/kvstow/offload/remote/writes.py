@@ -31,7 +31,7 @@ RECENT_SECONDS = 60.0
 """So many names that were written or seen so lately are not sent again."""
 
 
-class Admission(Enum):
+class WriteAdmission(Enum):
     """What becomes of a row that is to be written."""
 
     KNOWN = auto()
@@ -105,7 +105,7 @@ class WriteQueue:
         if not silent:
             log.warning("%s: rows are not written: %s", self._client.where, message)
 
-    def admit(self, name: str, nbytes: int) -> Admission:
+    def admit(self, name: str, nbytes: int) -> WriteAdmission:
         """Whether a blob may come: one that is taken has a place in the queue from now on.
 
         One alone always fits.
@@ -113,14 +113,14 @@ class WriteQueue:
         with self._lock:
             seen = self._recent.get(name, float("-inf"))
             if name in self._names or monotonic() - seen < RECENT_SECONDS:
-                return Admission.KNOWN
+                return WriteAdmission.KNOWN
             reason, message = self._too_much(nbytes)
             if not reason:
                 self._names.add(name)
                 self._nbytes += nbytes
-                return Admission.TAKEN
+                return WriteAdmission.TAKEN
         self.drop(reason, message)
-        return Admission.DROPPED
+        return WriteAdmission.DROPPED
 
     def _too_much(self, nbytes: int) -> tuple[str, str]:
         """Why so many bytes more are not taken, in a word and in full; empty where they are."""
