@@ -18,7 +18,7 @@ from kvstow.offload.remote import writes as writing
 from kvstow.offload.remote.clients.base import Blob
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
-from kvstow.offload.remote.renewal import AnotherCollector, Mark
+from kvstow.offload.remote.renewal import AnotherCollector, CollectorMark
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
 from offloading import IDENTITY, numbered_row
@@ -275,7 +275,7 @@ def test_a_row_that_is_there_is_promised_only_while_no_collector_is_at_work(url)
     stored(tier, range(2))
     tier.writes.forget([tier._name(0, key) for key in KEYS])
     tier.writes._absent.clear()
-    with Mark(tier.client):
+    with CollectorMark(tier.client):
         with pytest.raises(AnotherCollector, match="another collector has been at work"):
             collect(tier.client)
         stored(tier, range(3))  # the third is new
@@ -290,7 +290,7 @@ def test_a_row_that_is_there_is_promised_only_while_no_collector_is_at_work(url)
 
 def test_a_collector_that_died_keeps_others_out_for_a_while_only(url, monkeypatch):
     client, _ = opened(url)
-    Mark(client).__enter__()  # and never leaves
+    CollectorMark(client).__enter__()  # and never leaves
     with pytest.raises(AnotherCollector):
         collect(client)
     monkeypatch.setattr(renewal, "MARK_SECONDS", -60.0)

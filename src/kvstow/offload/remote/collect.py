@@ -26,7 +26,7 @@ import numpy as np
 from kvstow.errors import StoreError
 from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing
 from kvstow.offload.remote.directory import ROWS
-from kvstow.offload.remote.renewal import Mark
+from kvstow.offload.remote.renewal import CollectorMark
 from kvstow.offload.remote.url import RemoteOptions
 
 USAGE = "usage"
@@ -101,7 +101,7 @@ def collect(
     """
     now = clock()
     removed: set[str] = set()
-    with Mark(listed(client)) as mark:
+    with CollectorMark(listed(client)) as mark:
         rows = sorted(_marked(client, mark), key=lambda row: row.facts.modified)
         gone = _victims(rows, now, most, most_by_tenant, older_than)
         for at in range(0, len(gone), DELETE):
@@ -115,7 +115,7 @@ def collect(
     return Collected(len(removed), nbytes, left)
 
 
-def _marked(client: BlobClient, mark: Mark) -> Iterator[RowFacts]:
+def _marked(client: BlobClient, mark: CollectorMark) -> Iterator[RowFacts]:
     """All rows, with the mark kept meanwhile."""
     for row in rows_in(client):
         mark.keep()

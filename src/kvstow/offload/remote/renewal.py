@@ -39,7 +39,7 @@ class AnotherCollector(StoreError):
     """Another collector is at work on the same store."""
 
 
-class Mark:
+class CollectorMark:
     """A collector's mark, while it is at work. Entering raises AnotherCollector where one is."""
 
     def __init__(self, client: Listing) -> None:
