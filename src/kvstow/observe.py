@@ -195,6 +195,7 @@ VLLM_COUNTERS = (
     VllmCounter("restore_failures", "Loads that failed, and were computed", "restore failed"),
     VllmCounter("damaged_rows", "Rows that were damaged in host memory", "damaged rows"),
     VllmCounter("not_noted_prompts", "Prompts that the journal missed", "not noted prompts"),
+    VllmCounter("remote_stored_rows", "Rows written to a remote store", "remote stored rows"),
     VllmCounter(
         "remote_missed_rows",
         "Rows that a remote store did not give, by reason",

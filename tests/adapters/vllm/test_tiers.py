@@ -258,6 +258,8 @@ def test_rows_of_an_engine_that_has_ended_come_back_from_a_remote_store(
     kept = first.fill(1)
     assert first.compute(PROMPT, THERE) == 6
     first.tiers.close()
+    assert first.tiers.reasons() == {"remote stored rows": 6}
+    assert first.tiers.reasons() == {}  # told once
     for order in ("BLHNC", "LBHNC"):
         ranks.append(Rank.start(remotely(url), hybrid(order, 24)))
         check_came_back(ranks[-1], kept)

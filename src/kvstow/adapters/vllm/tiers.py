@@ -30,7 +30,6 @@ from kvstow.adapters.vllm.stored import Level
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
-from kvstow.observe import Reasons
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
@@ -283,12 +282,15 @@ class WorkerTiers:
         self._kept.touch(group, keys)
 
     def reasons(self) -> Counter[str]:
-        """Rows that the remote store did not give or take since the last time, by reason."""
-        before = self._reasons
-        told: Reasons = self._remote.reasons if self._remote is not None else {}
+        """Rows that the remote store took since the last time, and those that it did not give or
+        take, by reason."""
+        if self._remote is None:
+            return Counter()
+        before, told = self._reasons, self._remote.reasons
         self._reasons = Counter(
             {f"remote {what}: {why}": int(n) for what, by in told.items() for why, n in by.items()}
         )
+        self._reasons["remote stored rows"] = self._remote.counts.stored_rows
         return self._reasons - before
 
     def kept(self) -> KeyLevels:
