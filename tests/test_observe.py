@@ -96,6 +96,11 @@ def test_a_counter_is_named_as_prometheus_wants_it():
     assert len({counter.name for counter in VLLM_COUNTERS}) == len(VLLM_COUNTERS)
 
 
+def test_every_counter_is_in_the_reference():
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
+    assert [each.family for each in VLLM_COUNTERS if f"`{each.family}_total`" not in text] == []
+
+
 def test_counts_of_all_engines_are_read_back_under_their_names():
     registry = CollectorRegistry()
     given = {
