@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -362,9 +363,7 @@ def test_a_late_router_without_replay_knows_nothing_and_takes_turns(
 def test_dynamos_selector_chooses_the_engine_that_holds_the_prefix_in_any_tier(filled: Filled):
     """It comes late, as routers do: what it knows of host memory and disks is replayed to it."""
     sys.path.append(str(Path(__file__).parents[2] / ".venv-dynamo"))
-    llm = pytest.importorskip(
-        "dynamo.llm", reason="run scripts/test-dynamo first, which unpacks it"
-    )
+    llm = import_module("dynamo.llm")
     wanted = {
         (which, medium): filled.take(which, medium) for which in (0, 1) for medium in (DISK, HOST)
     }
