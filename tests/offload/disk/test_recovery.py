@@ -393,6 +393,26 @@ def test_a_data_file_of_another_layout_is_refused_by_name(tmp_path):
         DiskTier(tmp_path / "ours")
 
 
+def test_data_files_that_were_found_are_durable_before_their_rows_are_entered(tmp_path):
+    """Whoever made them may have died before their names were: a power cut would take the rows
+    of everybody who came later."""
+    made_and_closed(tmp_path)
+    (tmp_path / "index.db").unlink()
+    synced: list[str] = []
+    files = FaultyFiles()
+
+    def noted(operation, count):
+        synced.append(operation)
+
+    files.fault = noted
+    tier = DiskTier(tmp_path, files=files)
+    num_files = len(list(tmp_path.glob("segment-*.kv")))
+    assert num_files
+    assert synced.count("sync") == num_files
+    assert "sync_directory" in synced[synced.index("sync") :]
+    tier.close()
+
+
 def test_a_rebuilt_index_says_which_data_file_has_no_header(tmp_path):
     lost = made_and_closed(tmp_path)
     (tmp_path / "index.db").unlink()

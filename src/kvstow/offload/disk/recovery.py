@@ -155,6 +155,7 @@ def _rebuilt(
 ) -> list[DroppedRows]:
     """Enter what the data files say of themselves. Checksums are verified on load, as ever."""
     newest: dict[tuple[int, bytes], tuple[int, SlotRecord]] = {}
+    entered: list[int] = []
     dropped = [DroppedRows("the index was broken, and made again", 0)] if broken else []
     for segment in sorted(files):
         header = _header(segments, segment)
@@ -162,12 +163,14 @@ def _rebuilt(
             dropped.append(DroppedRows(f"{segments.file(segment).name} has no valid header", 0))
             continue
         write.add_segment(segment, header.group, header.slots)
+        entered.append(segment)
         for slot, record in enumerate(_records(segments, segment, header.group, dropped)):
             if record is None or record.group != header.group or not record.key:
                 continue
             name = record.group, record.key
             if name not in newest or newest[name][1].generation < record.generation:
                 newest[name] = place(segment, slot), record
+    segments.make_durable(entered)
     _enter(write, newest)
     return dropped
 

@@ -130,6 +130,13 @@ class Segments:
         with self._lock:
             self._open[segment] = fd
 
+    def make_durable(self, segments: Sequence[int]) -> None:
+        """Data files that were found stay, with all that is in them: whoever made them may have
+        died before their names and bytes were on the medium. Raises OSError."""
+        for segment in segments:
+            self._files.sync(self._fd(segment))
+        self._files.sync_directory(self.path)
+
     def set_aside(self, group: int, places: Sequence[int]) -> list[int]:
         """Those of the ascending places for which there is disk space, set aside if it was not.
 
