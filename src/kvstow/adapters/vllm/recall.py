@@ -1,7 +1,7 @@
 """Which beginnings of requests come back from the tiers, and which blocks go there.
 
     matched    what all ranks have told that they keep → the longest beginning for every group
-    taken      before the step computes, where nobody else would wait for it; else beside it
+    taken      the engine has given blocks: rows come back beside its steps
     computed   blocks that a step fills are queued to be stored while the request runs
 
 Full groups are stored block by block. Of window groups those blocks are stored that a return
