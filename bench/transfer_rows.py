@@ -9,10 +9,13 @@ has processes of its own: what NIXL may use is fixed when it is loaded. The ways
 
     chosen        what the agent takes by its own prices
     read, write   every piece on its own
-    staged        gathered into slots in host memory, read, scattered; a device, or --all-ways
+    gathered      gathered by the producer and then written, whether that pays or not; likewise
+    staged        gathered into slots in host memory, read, scattered; likewise
     rows          rows read whole into slots, cut there
     row writes    rows written whole into a second arena that has the producer's layout, then copied
                   to their places: no way of the agent's, but what one could reach; likewise
+
+"Likewise": on a device, or with --all-ways.
 
 Each way first brings a few tokens, and every byte of them is compared, and of the rows beside
 them. Then all ways take turns. A way that is slow brings fewer tokens or runs less often: `tokens`
@@ -63,6 +66,8 @@ TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 PULL_SECONDS = 1.0
 PATIENCE = 15.0
 SLOT_BYTES = 32 << 20
+GATHERS = {"gathered": True, "write": False}
+"""Ways for which the producer does not choose by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Setup:
     def ways(self) -> tuple[str, ...]:
         if self.device == "cpu" and not self.all_ways:
             return ("chosen", "write", "rows", "read")
-        return ("chosen", "write", "staged", "rows", "row writes", "read")
+        return ("chosen", "gathered", "write", "staged", "rows", "row writes", "read")
 
     @property
     def block_tokens(self) -> tuple[int, int]:
@@ -134,7 +139,8 @@ def scattered(where: kvstow.Layout, num_blocks: int, seed: int) -> dict[int, Blo
 
 
 def produce(setup: Setup) -> None:
-    """Offer so many tokens as a line on stdin says, on all ranks."""
+    """Offer so many tokens as a line on stdin says, on all ranks; it also says whether they are
+    gathered if they are written, or null."""
     size = setup.block_tokens[0]
     with ExitStack() as stack:
         agents: list[kvstow.Agent] = []
@@ -144,7 +150,9 @@ def produce(setup: Setup) -> None:
             agents.append(setup.agent(arena, f"producer-{i}"))
             stack.callback(agents[-1].close)
         for line in sys.stdin:
-            tokens = int(line)
+            tokens, gathers = json.loads(line)
+            for made in agents:
+                made.endpoint.gathers = gathers
             offered = [
                 made.offer_blocks(scattered(made.endpoint.layout, tokens // size, seed=i), tokens)
                 for i, made in enumerate(agents)
@@ -177,10 +185,13 @@ def noted(times: WayTimes) -> Generator[None]:
         times.error = f"{type(error).__name__}: {error}"[:300]
 
 
+Offers = Callable[[int, bool | None], list[kvstow.Ticket]]
+
+
 class Consumer:
     """One arena, its agent, and for row writes one more pair for each rank of the producer."""
 
-    def __init__(self, setup: Setup, offers: Callable[[int], list[kvstow.Ticket]]) -> None:
+    def __init__(self, setup: Setup, offers: Offers) -> None:
         self.setup = setup
         self.offers = offers
         self.arena = setup.arena(setup.destination())
@@ -208,12 +219,12 @@ class Consumer:
 
     def pull(self, way: str, tokens: int, times: WayTimes) -> tuple[float, float]:
         """Seconds from the call to acceptance, and processor seconds in them."""
-        tickets = self.offers(tokens)
+        tickets = self.offers(tokens, GATHERS.get(way))
         started, busy = time.perf_counter(), time.process_time()
         if way == "row writes":
             found = self._row_writes(tickets, tokens)
         else:
-            direction = None if way == "chosen" else way
+            direction = {"chosen": None, "gathered": "write"}.get(way, way)
             found = [
                 self.agent.pull(
                     tickets,
@@ -284,8 +295,8 @@ def consume(setup: Setup) -> dict[str, Any]:
     assert child.stdin is not None
     assert child.stdout is not None
 
-    def offers(tokens: int) -> list[kvstow.Ticket]:
-        print(tokens, file=child.stdin, flush=True)
+    def offers(tokens: int, gathers: bool | None) -> list[kvstow.Ticket]:
+        print(json.dumps([tokens, gathers]), file=child.stdin, flush=True)
         return [kvstow.Ticket.parse(text) for text in child.stdout.readline().split()]
 
     consumer = Consumer(setup, offers)

@@ -68,6 +68,7 @@ NOT_QUICK = (
     "plan/models/test_against_transformers.py", "plan/models/test_every_family.py",
     "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
     "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",
+    "transfer/move/test_gather.py",
 )  # fmt: skip
 """Tests that start processes, load models, build pages or run for seconds: not in `--quick`."""
 

@@ -4,6 +4,7 @@ The consumer is this process, the producer's ranks are agents of another. Needs 
 run without it. `KVSTOW_TEST_DEVICE=cpu` tries the same with arenas in host memory.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,10 @@ DEVICE = os.environ.get("KVSTOW_TEST_DEVICE", "cuda:0")
 SLOT_BYTES = 8192
 """A few rows: staged pulls and rows that are cut take several pieces."""
 
-WAYS = (None, "write", "staged", "rows", "read")
+WAYS = (None, "write", "gathered", "staged", "rows", "read")
+GATHERS = {"write": False, "gathered": True}
+"""Both are written; whether the producer gathers first is said to it. Else it chooses itself."""
+
 CASES = {  # heads and dim; the producer's ranks, tokens per block and order; the consumer's; tokens
     "heads of two ranks": ((2, 8), (2, 16, "BLHNC"), (1, 16, "BLHNC"), 90),
     "heads for two ranks": ((2, 8), (1, 16, "BLHNC"), (2, 16, "BLHNC"), 90),
@@ -88,16 +92,20 @@ def agent(where, name):
 
 
 def produce():
-    """Offer the request of the case on stdin, on those ranks that the consumer's rank 0 needs."""
+    """Offer the request of the case on stdin, on those ranks that the consumer's rank 0 needs; and
+    gather what is written, or not, if the line says so."""
     with ExitStack() as stack:
         current, agents = "", []
         for line in sys.stdin:
-            if line != current:
+            case, gathers = json.loads(line)
+            if case != current:
                 stack.close()
-                current, agents = line, list(offering(line.strip()))
+                current, agents = case, list(offering(case))
                 for made, _ in agents:
                     stack.callback(made.close)
-            num_tokens = CASES[line.strip()][3]
+            for made, _ in agents:
+                made.endpoint.gathers = gathers
+            num_tokens = CASES[case][3]
             print(*(made.offer_blocks(blocks, num_tokens) for made, blocks in agents), flush=True)
 
 
@@ -120,8 +128,8 @@ def producer():
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
-    def tickets(case):
-        print(case, file=child.stdin, flush=True)
+    def tickets(case, gathers):
+        print(json.dumps([case, gathers]), file=child.stdin, flush=True)
         line = child.stdout.readline()
         assert line, f"the producer has ended with {child.wait(10)}"
         return [Ticket.parse(text) for text in line.split()]
@@ -155,12 +163,17 @@ def pulled(tickets, case):
     found = {}
     try:
         for way in WAYS:
+            direction = "write" if way == "gathered" else way
             pull = made.pull(
-                tickets(case), into=into, direction=way, digest="always", deadline=30.0
+                tickets(case, GATHERS.get(way)),
+                into=into,
+                direction=direction,
+                digest="always",
+                deadline=30.0,
             )
             found[way] = stats = pull.wait(60)
             assert stats.digest == "passed", (case, way)
-            assert way is None or set(stats.directions) == {way}, (case, way, stats)
+            assert way is None or set(stats.directions) == {direction}, (case, way, stats)
             wrong = wrong_values(arena, into, CASES[case][3])
             assert wrong == 0, f"{case}: {way}: {wrong} values are wrong"
             arena.fill(0, into[0].ids, CANARY)
@@ -186,6 +199,16 @@ def test_cut_rows_and_staged_ones_take_few_descriptors():
     assert counts["read"] == counts["write"] > 500
     assert counts["rows"] <= 2 * 33  # rows of two ranks, of 8 tokens each
     assert counts["staged"] < counts["read"] // 8
+
+
+def test_gathered_writes_take_few_descriptors():
+    needs_nixl()
+    with producer() as tickets:
+        found = pulled(tickets, "longer blocks")
+    counts = {str(way): stats.descriptors for way, stats in found.items()}
+    print(f"descriptors {counts}, chosen {found[None].directions}", flush=True)
+    assert counts["write"] == counts["read"]
+    assert 4 * counts["gathered"] < counts["write"]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from kvstow.transfer.fence import Fence
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.loop import IDLE
+from kvstow.transfer.move import gather
 from kvstow.transfer.move import rows as cut_rows
 from kvstow.transfer.peers import layouts
 from kvstow.transfer.transport import local
@@ -106,6 +107,26 @@ def rows_are_cut_before_they_are_read() -> Generator[None]:
                 return
 
     with changed(cut_rows, "moved", hasty):
+        yield
+
+
+@bug
+def a_slot_is_reused_before_its_writes_are_quiet() -> Generator[None]:
+    """A slot is given back when its writes begin, and is the next one to be taken."""
+    moved = gather.moved
+
+    def early(endpoint: Any, *how: Any, **rest: Any) -> Any:
+        scratch = endpoint._scratch
+        if scratch is not None:
+            place = int(how[-1].source[0]) - scratch.arena.address
+            if 0 <= place < scratch.arena.nbytes:  # and not in a row
+                scratch._free.appendleft(place // scratch.slot_bytes)
+        yield from moved(endpoint, *how, **rest)
+
+    with (
+        changed(gather, "moved", early),
+        changed(gather, "when_quiet", lambda flights, then: None),
+    ):
         yield
 
 

@@ -138,6 +138,8 @@ class World:
 
     def __init__(self, seed: int, folder: str) -> None:
         self.random = Random(seed)
+        self.gathers = seed % 2 == 0
+        """Whether producers gather what they write."""
         self.clock = Clock()
         self.network = Network()
         self.fabric = SimFabric(self, f"{seed}")
@@ -183,6 +185,7 @@ class World:
             telemetry=TELEMETRY,
         )
         self.full = full
+        agent.endpoint.gathers = self.gathers
         worker = agent.endpoint.worker
         assert isinstance(worker, Worker), "the library is not prepared"
         memory = arena.bytes.numpy()

@@ -95,6 +95,12 @@ def merged(copies: Copies, *, by: Side = "destination") -> Copies:
     return Copies(copies.source[first], copies.destination[first], nbytes)
 
 
+def num_stretches(copies: Copies) -> int:
+    """How many stretches of the destination the copies fill; so few are they if what they bring
+    lies in that order too."""
+    return len(merged(Copies(copies.destination, copies.destination, copies.nbytes)))
+
+
 def cut(copies: Copies, most: int) -> Copies:
     """The same copies in pieces of at most `most` bytes each."""
     if not (copies.nbytes > most).any():

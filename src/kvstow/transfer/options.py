@@ -36,8 +36,8 @@ class Options:
     `quarantine_share` of all.
     `direction` forces one way instead of measuring; `engines` is how many engines may
     read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
-    default 32 MiB on a device and none on the host; and of the slots that rows are cut in, by
-    default 8 MiB, which are made when they are first needed.
+    default 32 MiB on a device and none on the host; and of the slots that rows are cut or gathered
+    in, by default 8 MiB, which are made when they are first needed.
     """
 
     lease_seconds: float = 30.0

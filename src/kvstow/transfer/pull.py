@@ -27,6 +27,7 @@ from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.gather import num_writes
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy, Way
@@ -172,7 +173,7 @@ def begin(
 
 
 def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> Way:
-    """The way that is forced, or was found to be the fastest for so many copies."""
+    """The way that is forced, or was found to be the fastest for so many writes."""
     path, card = source.peer.path, source.peer.card
     assert path is not None
     assert card is not None
@@ -182,9 +183,8 @@ def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> 
     if order.direction or not path.seconds_per_write or None in (endpoint.stage, card.stage):
         return way
     offered = source.ticket.blocks_of(order.num_tokens)
-    return path.direction_of(
-        plan.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
-    )
+    copies = plan.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
+    return path.direction_of(num_writes(copies, card.kind), copies.total)
 
 
 def _slot_bytes(endpoint: Endpoint, source: Source) -> int:

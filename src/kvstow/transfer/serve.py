@@ -50,7 +50,8 @@ from kvstow.transfer.loop import (
     result_of,
     together,
 )
-from kvstow.transfer.move.copies import chunk_bytes, moved
+from kvstow.transfer.move.copies import chunk_bytes
+from kvstow.transfer.move.gather import Writes
 from kvstow.transfer.move.staged import gathered, pieces
 from kvstow.transfer.peers.endpoint import Endpoint, Flight, check_blocks
 from kvstow.transfer.peers.incoming import Incoming
@@ -171,16 +172,12 @@ def written(endpoint: Endpoint, serving: Serving, ticket: Ticket, order: Write) 
     route = peer.share(serving.begin.claims).route
     offered, into = ticket.blocks_of(order.num_tokens), _into(serving, order)
     copies = route.copies(offered, into, order.num_tokens, start_token=order.start_token)
-    copies = copies.moved(endpoint.card.base, card.base)
     peer.attach()
-    kinds = endpoint.kinds(card)
 
     def write() -> Story[None]:
-        chunk = chunk_bytes(peer.write_rate, kinds)
-        yield from moved(
-            endpoint, "write", card.engine, kinds, copies, flights=serving.flights, chunk=chunk
-        )
-        serving.send(Written(serving.transfer, copies.total, len(copies)))
+        chunk = chunk_bytes(peer.write_rate, endpoint.kinds(card))
+        count = yield from Writes(endpoint, card, serving.flights, chunk).all(copies)
+        serving.send(Written(serving.transfer, copies.total, count))
 
     return write()
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 from msgspec import structs
 
@@ -13,7 +12,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
-from kvstow.route.copies import Copies
+from kvstow.transfer.move import gather
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.peers import probe
 from kvstow.transfer.peers.endpoint import PROBE_BYTES
@@ -40,11 +39,6 @@ def test_the_fastest_way_is_chosen_and_the_simpler_one_where_there_is_little_to_
     assert chosen(read, write, staged, "write").direction == "write"
 
 
-def copies(count: int, nbytes: int) -> Copies:
-    starts = np.arange(count) * nbytes
-    return Copies(starts, starts, np.full(count, nbytes))
-
-
 @pytest.mark.parametrize(
     ("count", "nbytes", "way"),
     [
@@ -52,11 +46,12 @@ def copies(count: int, nbytes: int) -> Copies:
         (47104, 16 << 10, "staged"),
         (47104, 32 << 10, "write"),  # 5 GB/s written: staged is not twice as fast
         (512, 1 << 20, "write"),
+        (128, 8 << 20, "write"),  # Llama-8B, 16 to 64 tokens, gathered by the producer
         (1, 1, "staged"),
         (0, 0, "write"),
     ],
 )
-def test_so_many_small_copies_are_staged_that_writing_them_is_slower(count, nbytes, way):
+def test_so_many_small_writes_are_staged_that_they_are_slower(count, nbytes, way):
     # rates that first contact found on one H200, the staged one an estimate; 6 µs by its writes
     path = Path(
         direction="write",
@@ -65,13 +60,13 @@ def test_so_many_small_copies_are_staged_that_writing_them_is_slower(count, nbyt
         staged_rate=6.3e9,
         seconds_per_write=6e-6,
     )
-    assert path.direction_of(copies(count, nbytes)) == way
+    assert path.direction_of(count, count * nbytes) == way
 
 
 def test_a_price_that_was_not_measured_changes_nothing():
     for direction in ("read", "write", "staged"):
         path = Path(direction=direction, read_rate=1.0, write_rate=1.0, staged_rate=9e9)
-        assert path.direction_of(copies(1000, 1)) == direction
+        assert path.direction_of(1000, 1000) == direction
 
 
 # ── agents ────────────────────────────────────────────────────────────────────────────
@@ -146,6 +141,19 @@ def test_many_copies_are_staged_where_that_is_cheaper_than_writing_them(met, sec
     into = rows_for(LONG, TOKENS, 2)
     priced(consumer, producer, seconds)
     stats = consumer.pull([producer.offer(SOURCE, TOKENS)], into)
+    assert stats["directions"] == [way], stats
+    assert consumer.check(into, 0, TOKENS) == ""
+
+
+@pytest.mark.parametrize(("kind", "way"), [("DRAM", "staged"), ("VRAM", "write")])
+def test_copies_that_a_producer_gathers_cost_as_few_writes_as_it_makes(met, kind, way):
+    producer, consumer = met(LONG)
+    into = rows_for(LONG, TOKENS, 2)
+    priced(consumer, producer, 1e-7)
+    peer = consumer.agent.connect(producer.address)
+    peer.card = structs.replace(peer.card, kind=kind)
+    with mock.patch.object(gather, "LEAST_SAVED", 16):
+        stats = consumer.pull([producer.offer(SOURCE, TOKENS)], into)
     assert stats["directions"] == [way], stats
     assert consumer.check(into, 0, TOKENS) == ""
 

@@ -74,7 +74,11 @@ def pieces(
     slot_bytes: int,
 ) -> list[Piece]:
     """The copies of a request, in order of destination, in pieces that fit a slot."""
-    copies = route.copies(source, into, tokens[1], start_token=tokens[0])
+    return in_slots(route.copies(source, into, tokens[1], start_token=tokens[0]), slot_bytes)
+
+
+def in_slots(copies: Copies, slot_bytes: int) -> list[Piece]:
+    """The copies in order of destination, in pieces that fit a slot."""
     copies = cut(copies.take(np.argsort(copies.destination, kind="stable")), slot_bytes)
     ends = copies.nbytes.cumsum()
     found: list[Piece] = []
@@ -97,6 +101,8 @@ class Stage:
         self.slot_bytes = slot_bytes
         self.arena = Arena(_flat(SLOTS * slot_bytes), pinned=pinned, device=device)
         self._free = deque(range(SLOTS))
+        self.taken_at = 0.0
+        """When a producer last got one to gather in."""
 
     @property
     def num_free(self) -> int:

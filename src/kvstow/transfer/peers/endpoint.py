@@ -172,6 +172,8 @@ class Endpoint:
         self.stage = _stage(options.slot_bytes, on_device=self.kind == "VRAM")
         self.copy_speed: LinkSpeed | None = None
         """How fast we copy from slots to rows, once that was measured."""
+        self.gathers: bool | None = None
+        """Whether what we write is gathered first; None: where that saves enough."""
         self._scratch: Stage | None = None
         self.worker = ThreadPoolExecutor(1, f"kvstow-{name}-digest", self.use_device)
         self.flights: dict[Flight, None] = {}  # in the order in which they started
@@ -265,7 +267,7 @@ class Endpoint:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots that something is read into or cut from."""
+        """Slots that something is read into or written from."""
         slots = (self.stage, self._scratch)
         return sum(SLOTS - stage.num_free for stage in slots if stage is not None)
 

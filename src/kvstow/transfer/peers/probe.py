@@ -60,13 +60,13 @@ class Path:
             case "staged":
                 return self.staged_rate
 
-    def direction_of(self, copies: Copies) -> Way:
-        """The direction for these copies: staged instead of written, where there are so many
-        that writing them is slower."""
+    def direction_of(self, num_writes: int, nbytes: int) -> Way:
+        """The direction for so many bytes: staged instead of written, where there are so many
+        writes that they are slower."""
         if not self.seconds_per_write:
             return self.direction
-        write = len(copies) * self.seconds_per_write + copies.total / self.write_rate
-        is_slower = write * self.staged_rate > PREFER_READ * copies.total
+        write = num_writes * self.seconds_per_write + nbytes / self.write_rate
+        is_slower = write * self.staged_rate > PREFER_READ * nbytes
         return "staged" if is_slower else self.direction
 
 
