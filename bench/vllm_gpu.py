@@ -13,7 +13,9 @@ failures   what a handed-over request gets whose ticket has expired, is forged, 
 damage     what a prompt gets whose rows were damaged in host memory or on disk
 block sizes
            engines with 16 and with 64 tokens per block, from the one to the other and back: pieces
-           of rows as the agent chooses to move them, and rows that are moved whole and cut there
+           of rows as the agent chooses to move them, the same with every byte compared, and rows
+           that are moved whole and cut there; beside it engines with equal blocks, whose texts say
+           how often texts differ though all bytes are right
 
 All texts are compared with those of an engine that computed the prompt itself. The file is
 written after every variant, and keeps what an earlier run has measured of other parts.
@@ -240,29 +242,38 @@ def begun(engines: list[Remote]) -> None:
 
 # ── block sizes ───────────────────────────────────────────────────────────────────────
 
-BLOCK_SIZES = (16, 64)
-WAYS: dict[str, dict[str, str]] = {"as the agent chooses": {}, "rows": {"direction": "rows"}}
+UNEQUAL, EQUAL = (16, 64), (16, 16)
+WAYS: dict[str, tuple[tuple[int, int], dict[str, str]]] = {
+    "as the agent chooses": (UNEQUAL, {}),
+    "every byte compared": (UNEQUAL, {"digest": "always"}),
+    "rows": (UNEQUAL, {"direction": "rows"}),
+    "equal blocks": (EQUAL, {}),
+}
 
 
-def unequal_pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
-    """Two engines that differ in their tokens per block and have not started."""
+def sized_pair(
+    model: str, settings: Settings, transfer: dict[str, Any], sizes: tuple[int, int]
+) -> list[Remote]:
+    """Two engines with so many tokens per block that have not started."""
     return [
         Remote(5600 + 100 * i, model, replace(settings.options, block_tokens=size), transfer)
-        for i, size in enumerate(BLOCK_SIZES)
+        for i, size in enumerate(sizes)
     ]
 
 
 def measure_block_sizes(
-    engines: list[Remote], *, name: str, settings: Settings, save: Save
+    engines: list[Remote], *, name: str, sizes: tuple[int, int], settings: Settings, save: Save
 ) -> None:
     """Times to first token from each engine to the other, and whether all texts were right."""
     result: dict[str, Any] = {}
     try:
         begun(engines)
         use(engines, settings.prompts, settings.used)
-        for way, sizes in ((1, BLOCK_SIZES), (-1, BLOCK_SIZES[::-1])):
-            prefill, decode = engines[::way]
-            figures = result[f"{sizes[0]} to {sizes[1]}"] = {}
+        for prefill, decode, told in (
+            (*engines, f"{sizes[0]} to {sizes[1]}"),
+            (*engines[::-1], f"{sizes[1]} to {sizes[0]}, back"),
+        ):
+            figures = result[told] = {}
             decode.first(prefilled(prefill, [settings.prompts(settings.first)])[0])
             for length in settings.unequal:
                 figures[str(length)] = unequal(prefill, decode, length, settings)
@@ -418,6 +429,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--quick", action="store_true", help="few lengths, few repeats")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--try", dest="cpu", action="store_true", help="tiny models, on a CPU")
@@ -464,10 +476,11 @@ def planned(
     if part == "block sizes":
         return [
             (
-                unequal_pair(str(folder), settings, connector("kvstow", **way)),
-                partial(measure_block_sizes, name=name, settings=settings, save=save),
+                sized_pair(str(folder), settings, connector("kvstow", **way), sizes),
+                partial(measure_block_sizes, name=name, sizes=sizes, settings=settings, save=save),
             )
-            for name, way in WAYS.items()
+            for name, (sizes, way) in WAYS.items()
+            if name in chosen.ways
         ]
     if model != chosen.models[0]:
         return []
