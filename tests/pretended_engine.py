@@ -132,7 +132,7 @@ class Engine:
 
     def step(self) -> StepResults:
         """What an engine does in a step in which it computes nothing."""
-        step = self.desk.take_step(idle=True)
+        step = self.desk.take_step(computes=False)
         self.hands.begin(step)
         self.hands.save(step)
         results = self.hands.results(idle=True)

@@ -126,7 +126,7 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
     serving.send(Begun(serving.transfer))
     accepted = False
     try:
-        yield from together(bringing, telling)
+        yield from together(bringing, telling)  # bytes first: digests keep the interpreter busy
         server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
@@ -206,10 +206,10 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
     if not wanted:
         return nothing()
     claims = serving.peer.share(serving.begin.claims).claims
-    counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
-    counting.add_done_callback(lambda _: endpoint.wake())
 
     def tell() -> Story[None]:
+        counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
+        counting.add_done_callback(lambda _: endpoint.wake())
         try:
             values = yield from result_of(counting)
         except KvstowError as error:

@@ -73,9 +73,15 @@ def test_tickets_list_the_blocks_of_every_group_and_none_that_are_null():
     assert ticket.blocks[0].index.tolist() == [1, 2]
     assert ticket.blocks[1].ids.tolist() == [1, 3, 2]
     assert ticket.num_tokens == 10
-    step = prefill.take_step(idle=True)
+    step = prefill.take_step(computes=False)
     assert [offer.tickets[0].digest for offer in step.offers] == [ticket.digest]
-    assert prefill.take_step(idle=True) == StepOrders(idle=True)
+    assert prefill.take_step(computes=False) == StepOrders(idle=True)
+
+
+def test_a_step_is_idle_when_it_and_the_one_before_compute_nothing():
+    one = side()
+    computes = (False, True, False, False)
+    assert [one.take_step(computes=each).idle for each in computes] == [True, False, False, True]
 
 
 def test_blocks_beyond_the_computed_tokens_are_not_offered():
@@ -97,7 +103,7 @@ def test_decode_loads_what_it_does_not_have_itself():
     decode.arrived(asked("d", params=offered(side())))
     assert [decode.matched("d", computed) for computed in (0, 4, 8)] == [9, 5, 1]
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 5)
-    step = decode.take_step(idle=False)
+    step = decode.take_step(computes=True)
     assert (step.pulls[0].start_token, step.pulls[0].num_tokens) == (4, 9)
     assert len(step.keeps) == 1
     assert decode.matched("d", 0) == 0, "a load is tried once, then the engine computes"
@@ -127,7 +133,7 @@ def test_a_request_that_needs_no_load_gives_its_tickets_back():
     decode = side()
     decode.arrived(asked("d", params=offered(side())))
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
-    assert len(decode.take_step(idle=False).drops) == 1
+    assert len(decode.take_step(computes=True).drops) == 1
 
 
 def test_a_request_that_is_aborted_gives_its_tickets_back():
@@ -135,7 +141,7 @@ def test_a_request_that_is_aborted_gives_its_tickets_back():
     request = asked("d", params=offered(side()))
     decode.arrived(request)
     assert decode.finished(request, ((), ()), 0) == (False, None)
-    assert len(decode.take_step(idle=False).drops) == 1
+    assert len(decode.take_step(computes=True).drops) == 1
 
 
 def test_a_request_that_vllm_has_rejected_gives_its_tickets_back():
@@ -147,7 +153,7 @@ def test_a_request_that_vllm_has_rejected_gives_its_tickets_back():
     request = asked("d", [0], params=params)
     decode.arrived(request)
     assert decode.finished(request, ((), ()), 0) == (False, None)
-    drops = decode.take_step(idle=False).drops
+    drops = decode.take_step(computes=True).drops
     assert [ticket.digest for ticket in drops] == [handover.tickets[0].digest]
 
 
@@ -158,7 +164,7 @@ def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
     decode.arrived(request)
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
     assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
-    assert decode.take_step(idle=True).offers == ()
+    assert decode.take_step(computes=False).offers == ()
 
 
 def test_a_request_that_was_loaded_and_then_computed_hands_over():
@@ -170,7 +176,7 @@ def test_a_request_that_was_loaded_and_then_computed_hands_over():
     stays, params = decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10)
     assert stays
     assert params is not None
-    assert len(decode.take_step(idle=True).offers) == 1
+    assert len(decode.take_step(computes=False).offers) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_parameters_that_are_no_handover_are_counted_and_the_prompt_is_computed(
     decode.arrived(asked("d", params=params))
     assert decode.counts["refused"] == 1
     assert decode.matched("d", 0) == 0
-    assert decode.take_step(idle=True) == StepOrders(idle=True)
+    assert decode.take_step(computes=False) == StepOrders(idle=True)
 
 
 def test_tickets_of_another_computation_are_refused_before_anything_is_pulled():
@@ -230,7 +236,7 @@ def test_the_worker_of_this_process_adopts_an_offer_before_its_tickets_leave():
     adopted: list[str] = []
     prefill.meet([CARD], adopt=lambda offer: adopted.append(str(offer.tickets[0])))
     assert offered(prefill)["kvstow"]["tickets"] == adopted  # pyright: ignore
-    assert len(prefill.take_step(idle=True).offers) == 1
+    assert len(prefill.take_step(computes=False).offers) == 1
 
 
 # ── generations ───────────────────────────────────────────────────────────────────────────

@@ -306,10 +306,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
-        idle = scheduler_output.total_num_scheduled_tokens == 0
         if self._scheduler_side.recall is not None:
             self._store(self._scheduler_side.recall, scheduler_output)
-        return KvstowStep(self._scheduler_side.take_step(idle=idle))
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        return KvstowStep(self._scheduler_side.take_step(computes=computes))
 
     def _store(self, recall: Recall, scheduler_output: Any) -> None:
         """Blocks that the step fills are queued to be stored.

@@ -171,7 +171,8 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrders:
-    """What the workers are to do in one step. `idle`: the engine computes nothing in it.
+    """What the workers are to do in one step. `idle`: the engine computes nothing in it, nor in
+    the one before, which may still run.
 
     `prompt_tokens`: tokens of prompts that it computes.
     """

@@ -112,6 +112,8 @@ class SchedulerSide:
         self._pulls: list[PullBlocks] = []
         self._lookups: list[LookUpKeys] = []
         self._loads: list[LoadBlocks] = []
+        self._computes = False
+        """Whether the last step computes something; it may still run when the next one is made."""
         self.counts: Counter[str] = Counter()
 
     def meet(
@@ -322,7 +324,7 @@ class SchedulerSide:
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
-    def take_step(self, *, idle: bool) -> StepOrders:
+    def take_step(self, *, computes: bool) -> StepOrders:
         """What the workers are to do now; told once."""
         store = self.recall.stores.take() if self.recall else None
         step = StepOrders(
@@ -334,12 +336,13 @@ class SchedulerSide:
             loads=tuple(self._loads),
             lookups=tuple(self._lookups),
             asks=self._peers.take() if self._peers is not None else (),
-            idle=idle,
+            idle=not computes and not self._computes,
             prompt_tokens=self.recall.prompt_tokens if self.recall else 0,
         )
         for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):
             told.clear()
         self._loads.clear()
+        self._computes = computes
         return step
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.002
 """An engine that only waits for us asks again and again: it may as well sleep this long."""
 
-PULL_SECONDS = 0.004
+PULL_SECONDS = 0.006
 """So long it waits for the end of a pull: between two steps it would not notice it."""
 
 GRACE_SECONDS = 10.0
