@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from serving import Launch, Server, free_port, running
 
+from waiting import stop
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30 + "The capital of France is"
@@ -143,7 +145,7 @@ def test_a_stopped_prefill_instance_costs_one_request_a_moment_and_the_next_ones
     stopped = prefill.worker_pids()
     with router(logs, [prefill.url], [decode.url]) as url:
         for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         try:
             answers = [json.loads(post(url + "/v1/completions", body())) for _ in range(4)]
             assert counts(url) == {"prefill": 1.0, "plain": 4.0}

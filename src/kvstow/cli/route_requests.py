@@ -47,6 +47,10 @@ def route_requests(
     silence_seconds: Annotated[
         float, typer.Option(help="How long an instance may be silent before its health is asked.")
     ] = 5.0,
+    idle_seconds: Annotated[
+        float,
+        typer.Option(help="How long a healthy decode instance may be silent in mid-answer."),
+    ] = 120.0,
     rest_seconds: Annotated[
         float, typer.Option(help="How long a failed instance is left out.")
     ] = 10.0,
@@ -75,6 +79,7 @@ def route_requests(
     chosen = RouterOptions(
         prefill=prefill_seconds,
         silence=silence_seconds,
+        idle=idle_seconds,
         rest=rest_seconds,
         max_body=max_body,
         events=sources,

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from kvstow.adapters.router.server import ROUTER, RouterOptions, application, pr
 from kvstow.errors import SpecError
 from kvstow.events.announce import Announcer, GroupKind
 from kvstow.events.publisher import EventPublisher
+from waiting import stop
 
 TICKETS = {"do_remote_prefill": True, "kvstow": {"tickets": ["kvt2.x"]}}
 COMPLETIONS = "/v1/completions"
@@ -38,6 +41,8 @@ class Engine:
         self.is_stopped = False
         """It accepts connections and answers nothing, as a process that was stopped."""
         self.breaks_off = False
+        self.falls_silent = False
+        """It streams a piece and then nothing, and is healthy."""
         self.release = asyncio.Event()
         self.tokenized = 0
         self.health_asked = 0
@@ -64,13 +69,15 @@ class Engine:
             return web.json_response({"error": self.name}, status=self.status)
         if self.tickets:
             return web.json_response({"choices": [], "kv_transfer_params": TICKETS})
-        if not body.get("stream") and not self.breaks_off:
+        if not body.get("stream") and not self.breaks_off and not self.falls_silent:
             return web.json_response({"choices": [{"text": self.name}]})
         reply = web.StreamResponse()
-        reply.content_type = "text/event-stream"
+        reply.content_type = "text/event-stream" if body.get("stream") else "application/json"
         await reply.prepare(request)
         for piece in ("one", "two", "three"):
             await reply.write(f"data: {piece}\n\n".encode())
+            if self.falls_silent:
+                await self.release.wait()
         if self.breaks_off:
             assert request.transport is not None
             request.transport.abort()
@@ -462,6 +469,122 @@ def test_a_hung_decode_is_given_up_for_another_one():
             assert await front.text() == "o"
             assert await front.text() == "o"
         assert len(hung.asked) == 1
+
+    run(story)
+
+
+STREAMING = """
+import asyncio, sys
+from aiohttp import web
+
+async def complete(request):
+    reply = web.StreamResponse()
+    reply.content_type = "text/event-stream"
+    await reply.prepare(request)
+    while True:
+        await reply.write(b"data: more\\n\\n")
+        await asyncio.sleep(0.01)
+
+async def health(request):
+    return web.Response()
+
+async def main():
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def streaming_process() -> Iterator[tuple[int, str]]:
+    """The process of an engine that streams without end, and its URL."""
+    command = [sys.executable, "-c", STREAMING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.pid, f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def events(stream: bytes) -> list[str]:
+    """What a client of server-sent events sees."""
+    lines = (block.strip() for block in stream.decode().split("\n\n"))
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def test_a_stream_of_a_decode_that_was_stopped_ends_with_an_error_and_it_is_left_out():
+    async def story() -> None:
+        other = Engine("o")
+        await other.server.start_server()
+        limits = RouterOptions(silence=0.2, health=0.5, rest=3600)
+        with streaming_process() as (pid, url):
+            app = application([], [url, other.url], limits)
+            async with TestClient(TestServer(app)) as client:
+                answer = await client.post(COMPLETIONS, json={"prompt": "x", "stream": True})
+                first = await answer.content.readany()
+                await asyncio.to_thread(stop, pid)
+                *before, error, done = events(first + await answer.content.read())
+                assert (set(before), done) == ({"more"}, "[DONE]")
+                assert json.loads(error)["error"]["code"] == 504
+                assert "decode instance hangs" in json.loads(error)["error"]["message"]
+                front = Front(client)
+                assert await front.counts() == {"decode": 1.0, "plain": 1.0}
+                assert [await front.text() for _ in range(3)] == ["o"] * 3
+        await other.server.close()
+
+    run(story)
+
+
+def test_a_healthy_decode_that_falls_silent_is_given_up_after_the_idle_limit():
+    """An engine that is stuck behind a server that is well."""
+
+    async def story() -> None:
+        silent, other = Engine("s"), Engine("o")
+        silent.falls_silent = True
+        async with running([], [silent, other], idle=0.5, rest=3600) as front:
+            answer = await front.client.post(COMPLETIONS, json={"prompt": "x", "stream": True})
+            first, error, done = events(await answer.read())
+            assert (first, done) == ("one", "[DONE]")
+            assert "silent for 0.5 s" in json.loads(error)["error"]["message"]
+            assert [await front.text() for _ in range(3)] == ["o"] * 3
+            assert await front.counts() == {"decode": 1.0, "plain": 4.0}
+        assert silent.health_asked >= 1
+
+    run(story)
+
+
+def test_an_answer_that_is_no_stream_breaks_off_where_the_decode_falls_silent():
+    async def story() -> None:
+        silent = Engine("s")
+        silent.falls_silent = True
+        async with running([], [silent], idle=0.3, rest=3600) as front:
+            answer = await front.client.post(COMPLETIONS, json={"prompt": "x"})
+            with pytest.raises(ClientError):
+                await answer.read()
+            assert (await front.counts())["decode"] == 1.0
+
+    run(story)
+
+
+def test_a_stream_may_pause_for_longer_than_the_silence_that_asks_for_health():
+    async def story() -> None:
+        decode = Engine("d")
+        decode.falls_silent = True
+        async with running([], [decode]) as front:
+            answer = await front.client.post(COMPLETIONS, json={"prompt": "x", "stream": True})
+            await eventually(lambda: decode.health_asked >= 2)
+            decode.release.set()
+            assert events(await answer.read()) == ["one", "two", "three"]
+            assert await front.counts() == {"plain": 1.0}
 
     run(story)
 

@@ -9,9 +9,9 @@
 
 An instance that fails is left out for a while (`choice`). When no prefill instance is left,
 decode computes the prompt itself. An instance that is silent for long is asked for its health
-meanwhile: one that hangs is given up after that, not after the whole time limit. Speaks the OpenAI
-completions and chat APIs. Tickets come from prefill instances alone: a client's are never
-passed on.
+meanwhile: one that hangs is given up after that, not after the whole time limit. In the middle of a
+stream the client then gets an error as its last event. Speaks the OpenAI completions and chat APIs.
+Tickets come from prefill instances alone: a client's are never passed on.
 """
 
 import asyncio
@@ -46,10 +46,12 @@ class RouterOptions:
     """Times in seconds, and bounds.
 
     `silence` is how long an instance may be silent before its health is asked for; `health` how
-    long that answer may take; `rest` how long an instance is left out that failed.
+    long that answer may take; `idle` how long one that is healthy may be silent in the middle of
+    an answer; `rest` how long an instance is left out that failed.
     """
 
     prefill: float = 120.0
+    idle: float = 120.0
     connect: float = 5.0
     silence: float = 5.0
     health: float = 2.0
@@ -147,7 +149,7 @@ class Router:
                         self._metrics.requests.labels("tickets" if params else "plain").inc()
                         self._metrics.answers.labels("decode", instance.url).inc()
                         self._count_tokens(asked, instance)
-                        return await _relayed(request, answer)
+                        return await self._relayed(request, instance, answer)
             except NoAnswer as error:
                 self._note("decode", self._decode, instance, error)
         self._metrics.requests.labels("failed").inc()
@@ -278,12 +280,50 @@ class Router:
                 raise NoAnswer(f"status {answer.status}: {text}", at_once=False)
             yield answer
 
-    async def _awaited(self, instance: Instance, posting: "asyncio.Future[Any]") -> Any:
-        """The answer; while it does not come, the instance's health is asked for."""
-        while not (await asyncio.wait((posting,), timeout=self._options.silence))[0]:
+    async def _awaited(
+        self, instance: Instance, coming: "asyncio.Future[Any]", most: float = float("inf")
+    ) -> Any:
+        """What an instance sends; while nothing comes, its health is asked for. TimeoutError where
+        it is not healthy, or silent for more than `most` seconds."""
+        end = time.monotonic() + most
+        while not (await asyncio.wait((coming,), timeout=min(self._options.silence, most)))[0]:
             if not await self._is_healthy(instance):
                 raise TimeoutError("neither answers nor says that it is healthy")
-        return posting.result()
+            if time.monotonic() >= end:
+                raise TimeoutError(f"healthy, and silent for {most:g} s")
+        return coming.result()
+
+    async def _chunks(self, instance: Instance, answer: Any) -> AsyncGenerator[bytes]:
+        """An answer's bytes as they come; TimeoutError where the instance hangs."""
+        while True:
+            reading = asyncio.ensure_future(answer.content.readany())
+            try:
+                chunk: bytes = await self._awaited(instance, reading, self._options.idle)
+            finally:
+                reading.cancel()
+            if not chunk:
+                return
+            yield chunk
+
+    async def _relayed(
+        self, request: web.Request, instance: Instance, answer: Any
+    ) -> web.StreamResponse:
+        """The answer of a decode instance, byte by byte as it comes. Where it breaks off, so does
+        ours; a stream of one that hangs ends with an error."""
+        reply = web.StreamResponse(status=answer.status)
+        reply.content_type = answer.content_type
+        await reply.prepare(request)
+        try:
+            async for chunk in self._chunks(instance, answer):
+                await reply.write(chunk)
+        except TimeoutError as error:
+            self._note("decode", self._decode, instance, error)
+            if answer.content_type != "text/event-stream":
+                raise
+            about = _about(web.HTTPGatewayTimeout, f"the decode instance hangs: {_why(error)}")
+            await reply.write(f"\n\ndata: {json.dumps(about)}\n\ndata: [DONE]\n\n".encode())
+        await reply.write_eof()
+        return reply
 
     async def _is_healthy(self, instance: Instance) -> bool:
         timeout = ClientTimeout(total=self._options.health)
@@ -328,8 +368,11 @@ async def _json(request: web.Request) -> dict[str, Any]:
 
 def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
     """An answer as OpenAI's clients understand it."""
-    about = {"message": message, "type": kind.__name__, "code": kind.status_code}
-    return kind(text=json.dumps({"error": about}), content_type="application/json")
+    return kind(text=json.dumps(_about(kind, message)), content_type="application/json")
+
+
+def _about(kind: type[web.HTTPException], message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind.__name__, "code": kind.status_code}}
 
 
 def _why(error: Exception) -> str:
@@ -359,17 +402,6 @@ async def _read(answer: Any, most: int) -> bytes:
             raise ValueError(f"an answer of more than {most} bytes")
         parts.append(chunk)
     return b"".join(parts)
-
-
-async def _relayed(request: web.Request, answer: Any) -> web.StreamResponse:
-    """The instance's answer, byte by byte as it comes. Where it breaks off, so does ours."""
-    reply = web.StreamResponse(status=answer.status)
-    reply.content_type = answer.content_type
-    await reply.prepare(request)
-    async for chunk in answer.content.iter_any():
-        await reply.write(chunk)
-    await reply.write_eof()
-    return reply
 
 
 Handler = Callable[[Router, Any], Awaitable[Any]]
