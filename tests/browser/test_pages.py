@@ -258,6 +258,18 @@ def test_a_band_tells_both_of_its_ends(opened, pages):
         assert "rank 1" in page.evaluate("document.activeElement.getAttribute('aria-label')")
 
 
+def test_the_way_that_an_agent_takes_is_marked_and_its_reason_told(opened, pages):
+    with opened(f"file://{pages}/route.html") as page:
+        ways = page.locator("table", has_text="local copies")
+        cost = json.loads(page.locator("script[type='application/json']").inner_text())["cost"]
+        (choice,) = cost["ways"]["agent"]
+        marked = ways.locator("tbody tr.chosen")
+        assert marked.count() == 1
+        assert marked.inner_text().startswith(choice["way"])
+        assert choice["why"] in ways.inner_text()
+        assert ways.locator("tbody tr").count() == 4
+
+
 def test_the_scrubber_moves_the_slabs(opened, pages):
     with opened(f"file://{pages}/simulate.html") as page:
         told = set()

@@ -21,7 +21,8 @@ from tempfile import gettempdir
 import numpy as np
 
 from kvstow.errors import OutOfBlocks
-from kvstow.transfer.options import DigestPolicy, Options, Way
+from kvstow.route.ways import Way
+from kvstow.transfer.options import DigestPolicy, Options
 from schedules.disks import NO_DISK_FAULTS, DiskFaults
 from schedules.network import Packet
 from schedules.rows import Claim

@@ -2,6 +2,7 @@
 
 models, plan, size, compare, check   layouts, before anything is allocated
 route, simulate                      what moving and serving would cost
+route_ways                           the four ways of `route`, and the one that an agent takes
 demo, bench                          prefill to decode for real; ratios on this machine
 peers, top, dash, store              running agents, tiers and stores
 why                                  where reuse of a prompt ends in a store, and why

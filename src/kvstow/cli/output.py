@@ -119,3 +119,11 @@ def exact(nbytes: int | float) -> str:
     text = f"{nbytes:,}" if isinstance(nbytes, int) else f"{nbytes:,.2f}"
     beside = f" ({human(nbytes)})" if nbytes >= 1024 else ""
     return f"{text} {'byte' if nbytes == 1 else 'bytes'}{beside}"
+
+
+def duration(seconds: float) -> str:
+    """`54.4 ms`: three digits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

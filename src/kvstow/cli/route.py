@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import Named, named
-from kvstow.cli.output import emit_json, emit_text, human, note, table, wrapped
+from kvstow.cli.output import duration, emit_json, emit_text, human, note, table, wrapped
+from kvstow.cli.route_ways import link_named, prices_named, ways_document, ways_text
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
@@ -26,16 +28,16 @@ LinkName = Annotated[
     str,
     typer.Option(
         "--link",
-        help="What the bytes travel on: pcie4, pcie5, nvlink, ib200, ib400, ib800, tcp10, tcp25, "
-        "tcp100, or GIGABYTES:MICROS, per second and per copy.",
+        help="What the bytes travel on: pcie4, pcie5, nvlink, shm (one host), ib200, ib400, ib800, "
+        "tcp10, tcp25, tcp100, or GIGABYTES:MICROS, per second and per copy.",
     ),
 ]
 MemoryName = Annotated[
     str,
     typer.Option(
         "--rows-in",
-        help="The memory that TO is in, where rows that were moved whole are cut: device, host, "
-        "or GIGABYTES:MICROS, per second and per copy.",
+        help="The memory that rows are in, and are cut in where they were moved whole: device or "
+        "host; with :GIGABYTES:MICROS, per second and per copy, at a price of your own.",
     ),
 ]
 NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the request timed.")]
@@ -51,11 +53,12 @@ def route(
     json: options.Json = False,
 ) -> None:
     """What moving blocks between two layouts costs."""
-    way, cut_in = link_named(link), memory_named(memory)
+    way, prices = link_named(link), prices_named(link, memory)
     here, there = named(source, one_rank=False), named(destination, one_rank=True)
     found = _rank_routes(here.layouts, there.layouts[0])
     document = _document(here, there, found, way, tokens)
-    document["ways"] = _ways(document, way, cut_in)
+    by_rank = {here.ranks[each.index]: each.route for each in found}
+    document["ways"] = ways_document(by_rank, tokens, prices)
     if html is not None:
         html.write_text(_page(document, here, there, found), encoding="utf-8")
         note(f"page written to {html}")
@@ -63,46 +66,6 @@ def route(
         emit_json(document)
     else:
         emit_text(*_report(document))
-
-
-def link_named(text: str) -> "LinkSpeed":
-    """A known link, or `GIGABYTES:MICROS`."""
-    from kvstow.route.price import LINKS
-
-    return _speed_named(text, LINKS, "link", "--link")
-
-
-def memory_named(text: str) -> "LinkSpeed":
-    """A known kind of memory, or `GIGABYTES:MICROS`."""
-    from kvstow.route.price import MEMORIES
-
-    return _speed_named(text, MEMORIES, "memory", "--rows-in")
-
-
-def _speed_named(text: str, speeds: "Sequence[LinkSpeed]", what: str, option: str) -> "LinkSpeed":
-    from kvstow.route.price import LinkSpeed
-
-    for link in speeds:
-        if link.name == text:
-            return link
-    rate, _, cost = text.partition(":")
-    try:
-        known = LinkSpeed(
-            name=text, bytes_per_second=float(rate) * 1e9, seconds_per_copy=float(cost) * 1e-6
-        )
-    except ValueError:
-        names = ", ".join(link.name for link in speeds)
-        raise typer.BadParameter(
-            f"{text!r} is no {what}\n\nhint: one of {names}, or 12.5:5 for 12.5 GB/s and 5 µs "
-            "per copy",
-            param_hint=f"'{option}'",
-        ) from None
-    if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_copy < 1):
-        raise typer.BadParameter(
-            f"{text!r}: a rate above 0 and a cost of at least 0 are needed",
-            param_hint=f"'{option}'",
-        )
-    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,35 +142,14 @@ def _group(layout: Layout, group: int, routes: "Sequence[Route]", tokens: int) -
             {c.source.block_tokens for way in routes for c in way.pairs if c.groups[1] == group}
         ),
         **_figures(cost),
-        "request_moves": -(-cost.copies.numerator * blocks // cost.copies.denominator),
-        "request_bytes": -(-cost.nbytes.numerator * blocks // cost.nbytes.denominator),
+        "request_moves": ceil(cost.copies * blocks),
+        "request_bytes": ceil(cost.nbytes * blocks),
         "rows": {
             "reads_per_block": _number(cost.reads),
             "bytes_per_block": _number(cost.read_bytes),
-            "request_reads": -(-cost.reads.numerator * blocks // cost.reads.denominator),
-            "request_bytes": -(-cost.read_bytes.numerator * blocks // cost.read_bytes.denominator),
+            "request_reads": ceil(cost.reads * blocks),
+            "request_bytes": ceil(cost.read_bytes * blocks),
         },
-    }
-
-
-def _ways(document: dict[str, Any], link: "LinkSpeed", memory: "LinkSpeed") -> dict[str, Any]:
-    """Every piece read into its place, against rows read whole and cut at the destination."""
-    from kvstow.route.price import prefers_rows
-
-    request = document["request"]
-    reads = sum(group["rows"]["request_reads"] for group in document["groups"])
-    nbytes = sum(group["rows"]["request_bytes"] for group in document["groups"])
-    copies, direct = request["moves"], document["link"]["seconds"]
-    seconds = link.seconds(reads, nbytes) + memory.seconds(copies, request["bytes"])
-    return {
-        "direct": {"moves": copies, "bytes": request["bytes"], "seconds": direct},
-        "rows": {"moves": reads, "bytes": nbytes, "copies_here": copies, "seconds": seconds},
-        "memory": {
-            "name": memory.name,
-            "bytes_per_second": memory.bytes_per_second,
-            "seconds_per_copy": memory.seconds_per_copy,
-        },
-        "taken": "rows" if prefers_rows(direct, seconds) else "direct",
     }
 
 
@@ -307,7 +249,7 @@ def _moves(
         copies = price([c for way in ways for c in way.pairs if c.groups[1] == group]).copies
         total += copies
         blocks = rows.group.rows_needed(tokens)
-        of_request += -(-copies.numerator * blocks // copies.denominator)
+        of_request += ceil(copies * blocks)
     return total, of_request
 
 
@@ -338,7 +280,7 @@ def _report(document: dict[str, Any]) -> list[str]:
         "moves of neighbouring blocks are joined where both sides allow it",
         _sources_text(document["sources"]),
         _time_text(document),
-        _ways_text(document["ways"]),
+        ways_text(document["ways"]),
         _orders_text(document),
     ]
 
@@ -362,38 +304,10 @@ def _time_text(document: dict[str, Any]) -> str:
     part = link["seconds_of_copies"] / link["seconds"] if link["seconds"] else 0.0
     return wrapped(
         f"{request['tokens']:,} tokens: {request['moves']:,} moves, {human(request['bytes'])}, "
-        f"about {_duration(link['seconds'])} on {link['name']} "
+        f"about {duration(link['seconds'])} on {link['name']} "
         f"({link['bytes_per_second'] / 1e9:g} GB/s, {link['seconds_per_move'] * 1e6:g} µs per "
         f"move: {part:.0%} of the time)"
     )
-
-
-def _ways_text(ways: dict[str, Any]) -> str:
-    memory = ways["memory"]
-    rows = [
-        (
-            f"{name} ←" if ways["taken"] == name else name,
-            f"{ways[name]['moves']:,}",
-            human(ways[name]["bytes"]),
-            f"{ways[name].get('copies_here', 0):,}",
-            _duration(ways[name]["seconds"]),
-        )
-        for name in ("direct", "rows")
-    ]
-    shown = table(("way", "moves", "bytes", "copies there", "time"), rows)
-    words = wrapped(
-        f"rows: whole rows are moved, and cut in TO's memory ({memory['name']}: "
-        f"{memory['bytes_per_second'] / 1e9:,g} GB/s, {memory['seconds_per_copy'] * 1e6:g} µs per "
-        "copy). ← is the better one at these prices; agents measure their own"
-    )
-    return f"{shown}\n\n{words}"
-
-
-def _duration(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def _orders_text(document: dict[str, Any]) -> str:
@@ -407,7 +321,7 @@ def _orders_text(document: dict[str, Any]) -> str:
     ]
     saved = given - least
     words = (
-        f"← {_duration(saved)} less than as given: {saved / given:.0%} saved" if saved > 0 else ""
+        f"← {duration(saved)} less than as given: {saved / given:.0%} saved" if saved > 0 else ""
     )
     shown = table(("cheapest with", "orders", "moves per block", "time"), rows, num_left=2)
     return f"{shown}\n\n{words}" if words else shown
@@ -416,4 +330,4 @@ def _orders_text(document: dict[str, Any]) -> str:
 def _order_row(name: str, line: dict[str, Any], seconds: float, least: float) -> tuple[str, ...]:
     mark = "←" if seconds == least else " "
     orders = " → ".join(line["orders"])
-    return (name, orders, f"{line['moves_per_block']:,}", f"{_duration(seconds)} {mark}")
+    return (name, orders, f"{line['moves_per_block']:,}", f"{duration(seconds)} {mark}")

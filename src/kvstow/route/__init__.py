@@ -10,6 +10,7 @@ route     Route: from layout to layout, for any request
 rows      rows read whole and cut at the destination, instead of many small copies
 sources   which peers bring what
 price     what a route costs before anything is sent
+ways      direct, rows, gathered, staged: which one an agent takes, and why
 
 The package can be called: `kvstow.route(source, destination)` is `kvstow.route.route.route`.
 """

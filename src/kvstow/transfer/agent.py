@@ -23,6 +23,7 @@ from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
+from kvstow.route.ways import Way
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
@@ -33,7 +34,7 @@ from kvstow.transfer.digests import warm_up
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.lease import EndReason, Lease
 from kvstow.transfer.loop import Loop, Story
-from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, Way
+from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
 from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing, Peers

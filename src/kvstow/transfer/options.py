@@ -5,15 +5,13 @@ from math import inf
 from typing import Literal
 
 from kvstow.errors import SpecError
+from kvstow.route.ways import Way
 from kvstow.transfer.transport.parallel import ENGINES
 
 LEAST_SLOT_BYTES = 32
 """A slot holds at least a few copies: smaller ones would make as many messages as copies."""
 
 DigestPolicy = Literal["always", "sample", "off"]
-Way = Literal["read", "rows", "write", "staged"]
-"""The consumer reads every piece into its place, or rows whole which it cuts itself; the producer
-writes; or the consumer reads through host memory."""
 
 SECONDS = (
     "lease_seconds",

@@ -15,6 +15,7 @@ from typing import Literal
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
+from kvstow.route.ways import Way
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
 from kvstow.transfer.digests import (
     digests,
@@ -30,7 +31,7 @@ from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.gather import num_writes
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
-from kvstow.transfer.options import DigestPolicy, Way
+from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, check_known, named
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.ticket import packed_ints

@@ -8,6 +8,7 @@ from kvstow.errors import FaultKind, RouteError, TransferError
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Route
 from kvstow.route.sources import sources as sources_of
+from kvstow.route.ways import Way
 from kvstow.transfer.channel.messages import (
     Alive,
     AnyMessage,
@@ -26,7 +27,6 @@ from kvstow.transfer.channel.messages import (
 )
 from kvstow.transfer.digests import packed_claims
 from kvstow.transfer.loop import Mailbox
-from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import Endpoint, Flight
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.ticket import Ticket

@@ -14,6 +14,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Chunk, Full, Sink, State, Window
 from kvstow.plan.spec import DType
+from kvstow.route import ways
 from kvstow.route.copies import Copies
 from kvstow.transfer.move import gather
 from kvstow.transfer.move.gather import num_writes
@@ -209,7 +210,7 @@ def test_a_producer_on_a_device_gathers_by_itself_and_one_on_a_host_does_not(pai
         endpoint.gathers, endpoint.kind = True, "DRAM"
         endpoint.scratch()  # made before: there is no device here
         endpoint.gathers, endpoint.kind = None, kind
-        with mock.patch.object(gather, "LEAST_SAVED", 32):
+        with mock.patch.object(ways, "LEAST_SAVED", 32):
             counts[kind] = pull(producer, consumer, digest="always")["descriptors"]
         assert consumer.check(TARGET, 0, TOKENS) == ""
     assert 4 * counts["VRAM"] < counts["DRAM"], counts

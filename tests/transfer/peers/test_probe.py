@@ -12,7 +12,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
-from kvstow.transfer.move import gather
+from kvstow.route import ways
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.peers import probe
 from kvstow.transfer.peers.endpoint import PROBE_BYTES
@@ -101,7 +101,7 @@ def met() -> Iterator[Callable[[Layout], tuple[Node, Node]]]:
         pair[0].fill(SOURCE)
         pair[1].agent.endpoint.kind = "VRAM"
         with (
-            mock.patch.object(probe, "PREFER_READ", 1e-6),
+            mock.patch.object(ways, "PREFER_READ", 1e-6),
             mock.patch.object(probe, "STAGED_SHARE", 1e-9),
         ):
             pair[1].agent.connect(pair[0].address)
@@ -152,7 +152,7 @@ def test_copies_that_a_producer_gathers_cost_as_few_writes_as_it_makes(met, kind
     priced(consumer, producer, 1e-7)
     peer = consumer.agent.connect(producer.address)
     peer.card = structs.replace(peer.card, kind=kind)
-    with mock.patch.object(gather, "LEAST_SAVED", 16):
+    with mock.patch.object(ways, "LEAST_SAVED", 16):
         stats = consumer.pull([producer.offer(SOURCE, TOKENS)], into)
     assert stats["directions"] == [way], stats
     assert consumer.check(into, 0, TOKENS) == ""

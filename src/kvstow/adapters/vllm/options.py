@@ -7,9 +7,10 @@ from typing import Any, Literal, get_args
 from kvstow.errors import SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
+from kvstow.route.ways import Way
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
-from kvstow.transfer.options import DigestPolicy, Options, Way
+from kvstow.transfer.options import DigestPolicy, Options
 
 FOREIGN = {
     "num_threads": "leave it out: rows are not split over threads",

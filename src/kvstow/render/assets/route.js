@@ -238,14 +238,9 @@ mount(
       `about ${seconds(cost.link.seconds)}`,
       `for ${count(cost.request.tokens)} tokens on ${cost.link.name}: ${count(cost.request.moves)} copies, ${human(cost.request.bytes)}`,
     ),
-    ...(cost.ways.taken === "rows"
-      ? [
-          tile(
-            `about ${seconds(cost.ways.rows.seconds)}`,
-            `if rows are moved whole, in ${count(cost.ways.rows.moves)} copies, and cut in TO's memory`,
-          ),
-        ]
-      : []),
+    ...cost.ways.agent
+      .filter(({ way }) => way !== "direct")
+      .map(({ way, why }) => tile(`about ${seconds(cost.ways[way].seconds)}`, `${way}: ${why}`)),
     ...(quickest < cost.link.seconds
       ? [
           tile(
@@ -288,6 +283,26 @@ mount(
     })),
     { caption: "Their part of a block" },
   ),
+  el("h2", {}, "Ways"),
+  table(
+    ["way", "descriptors", "bytes", "local copies", "time"],
+    ["direct", "rows", "gathered", "staged"].map((name) => {
+      const way = cost.ways[name];
+      return {
+        chosen: cost.ways.agent.some((choice) => choice.way === name),
+        cells: [
+          name,
+          count(way.moves),
+          human(way.bytes),
+          count((way.copies_here ?? 0) + (way.copies_at_source ?? 0)),
+          way.seconds === null ? "–" : milliseconds(way.seconds),
+        ],
+      };
+    }),
+    {
+      caption: `With rows in ${cost.ways.memory.kind} memory an agent takes ${cost.ways.agent.map(({ way, why }) => `${way} (${why})`).join("; ")}`,
+    },
+  ),
   el("h2", {}, "Fewer copies"),
   table(
     ["with another order", "saved", "time", "copies per block", "from", "to"],
@@ -324,7 +339,7 @@ mount(
       el(
         "code",
         {},
-        `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --tokens ${cost.request.tokens}`,
+        `kvstow route ${cost.from} ${cost.to} --link ${cost.link.name} --rows-in ${cost.ways.memory.name} --tokens ${cost.request.tokens}`,
       ),
     ),
     el("p", {}, `kvstow ${data.kvstow}`),

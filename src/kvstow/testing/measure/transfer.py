@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kvstow.route.ways import Way
 from kvstow.testing.measure.baseline import Baseline
 from kvstow.testing.measure.producer import Producer, producing
 from kvstow.testing.measure.setting import IDENTITY, Setting
@@ -32,7 +33,7 @@ from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.generations import Generations
 from kvstow.transfer.loop import SOON
-from kvstow.transfer.options import DigestPolicy, Options, Way
+from kvstow.transfer.options import DigestPolicy, Options
 from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.parallel import ENGINES, THREAD_NAME, ParallelTransport
 

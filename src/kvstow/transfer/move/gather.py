@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies, merged, num_stretches
+from kvstow.route.ways import Amount, gathers
 from kvstow.transfer.loop import NOW_AND_THEN, Story, together
 from kvstow.transfer.move.copies import moved
 from kvstow.transfer.move.staged import PIECES_AT_ONCE, Piece, Stage, copied, in_slots, when_quiet
@@ -22,28 +23,15 @@ if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
     from kvstow.transfer.peers.endpoint import Endpoint, Flight
 
-BYTES_PER_WRITE = 128 << 10
-"""A write costs about as much as gathering so many bytes: 6 µs between two processes on one H200,
-and an estimated 20 GB/s, since a processor has to list every short copy."""
-
-LEAST_SAVED = 256
-"""Fewer writes than these are not worth the slots."""
-
 PATIENCE = 0.25
 """Seconds in which nobody got a slot after which a piece is written as it lies: all of them may
 belong to consumers that have died."""
 
 
 def num_writes(copies: Copies, kind: MemoryKind) -> int:
-    """How many writes a producer makes of these copies whose rows are in such memory.
-
-    It gathers on a device only: between hosts that was 1.2× as fast at best, and half as fast at
-    worst (bench/transfer_rows.py --all-ways, two busy cores).
-    """
-    stretches = num_stretches(copies)
-    saved = len(copies) - stretches
-    is_cheaper = saved > max(LEAST_SAVED, copies.total / BYTES_PER_WRITE)
-    return stretches if is_cheaper and kind == "VRAM" else len(copies)
+    """How many writes a producer makes of these copies whose rows are in such memory."""
+    pieces, stretches = Amount(len(copies), copies.total), num_stretches(copies)
+    return stretches if gathers(pieces, stretches, on_device=kind == "VRAM") else pieces.num
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +54,11 @@ class Writes:
 
     def _slots(self, copies: Copies) -> Stage | None:
         """The slots to gather in; None where that does not pay or there is no memory for them."""
-        endpoint, gathers = self.endpoint, self.endpoint.gathers
-        if gathers is None:
-            gathers = num_writes(copies, endpoint.kind) < len(copies)
+        endpoint, is_gathered = self.endpoint, self.endpoint.gathers
+        if is_gathered is None:
+            is_gathered = num_writes(copies, endpoint.kind) < len(copies)
         try:
-            return endpoint.scratch() if gathers else None
+            return endpoint.scratch() if is_gathered else None
         except TransferError:
             return None
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
-from kvstow.route.price import LinkSpeed, prefers_rows
 from kvstow.route.rows import RowReads, row_reads
+from kvstow.route.ways import Amount, Way, prefers_rows
 from kvstow.transfer.loop import Story, together
 from kvstow.transfer.move.copies import moved
 from kvstow.transfer.move.staged import PIECES_AT_ONCE, copied, when_quiet
-from kvstow.transfer.options import Way
 from kvstow.transfer.peers.probe import measured_copies, measured_reads
 
 if TYPE_CHECKING:
@@ -42,19 +41,10 @@ def chosen_rows(
         return None
     if len(rows.reads) == len(copies) or scratch.num_free < PIECES_AT_ONCE:
         return None  # nothing to gain, or others are at it
-    link = yield from measured_reads(endpoint, source.peer, source.card)
-    here = yield from measured_copies(endpoint)
-    engines = endpoint.transport.num_engines(source.card.engine)
-    return rows if _is_cheaper(rows, copies, link, here, engines) else None
-
-
-def _is_cheaper(
-    rows: RowReads, copies: Copies, link: LinkSpeed, here: LinkSpeed, engines: int
-) -> bool:
-    """Whether rows pay. Long reads are shared out to all engines, those into slots are not."""
-    direct = link.seconds(len(copies), copies.total) / engines
-    through = link.seconds(len(rows.reads), rows.reads.total)
-    return prefers_rows(direct, through + here.seconds(len(copies), copies.total))
+    reading = yield from measured_reads(endpoint, source.peer, source.card)
+    cutting = yield from measured_copies(endpoint)
+    pieces, whole = (Amount(len(each), each.total) for each in (copies, rows.reads))
+    return rows if prefers_rows(reading, cutting, pieces, whole) else None
 
 
 def read_and_cut(endpoint: "Endpoint", source: "Source", rows: RowReads) -> Story[None]:

@@ -46,9 +46,6 @@ SLOTS = 4
 PIECES_AT_ONCE = 2
 """Pieces that each side works on at a time."""
 
-DEVICE_SLOT_BYTES = 32 << 20
-"""Slots of an agent whose arena is on a device; others have none unless they ask."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:

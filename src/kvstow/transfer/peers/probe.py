@@ -10,11 +10,11 @@ import numpy as np
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies
 from kvstow.route.price import LinkSpeed
+from kvstow.route.ways import STAGED_SHARE, Amount, Way, fastest, prefers_staged
 from kvstow.transfer.channel.messages import AskProbe, Card, TellProbe
 from kvstow.transfer.loop import Story
 from kvstow.transfer.move.copies import moved
 from kvstow.transfer.move.staged import copied
-from kvstow.transfer.options import Way
 from kvstow.transfer.peers.endpoint import PROBE_BYTES, Endpoint
 from kvstow.transfer.transport.base import Direction, Kinds
 
@@ -27,12 +27,6 @@ PROBES = 5
 
 PROBE_COPIES = 512
 """So many short copies tell what one costs: they are of 8 KiB, like a page of one head."""
-
-PREFER_READ = 2.0
-"""Other ways cost the producer work: they have to be so much faster to be chosen."""
-
-STAGED_SHARE = 0.7
-"""What is left of the rate between two hosts' memories when rows are copied on both ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +59,12 @@ class Path:
         writes that they are slower."""
         if not self.seconds_per_write:
             return self.direction
-        write = num_writes * self.seconds_per_write + nbytes / self.write_rate
-        is_slower = write * self.staged_rate > PREFER_READ * nbytes
+        writing = LinkSpeed(
+            name="writes",
+            bytes_per_second=self.write_rate,
+            seconds_per_copy=self.seconds_per_write,
+        )
+        is_slower = prefers_staged(writing, self.staged_rate, Amount(num_writes, nbytes))
         return "staged" if is_slower else self.direction
 
 
@@ -76,12 +74,9 @@ def chosen(
     staged_rate: float = 0.0,
     forced: Way | None = None,
 ) -> Path:
-    """The fastest way, unless one is forced; the simpler one where they are about equal."""
-    best: Way = "write" if write_rate > PREFER_READ * read_rate else "read"
-    if staged_rate > PREFER_READ * max(read_rate, write_rate):
-        best = "staged"
+    """The fastest way, unless one is forced."""
     return Path(
-        direction=forced or best,
+        direction=forced or fastest(read_rate, write_rate, staged_rate),
         read_rate=read_rate,
         write_rate=write_rate,
         staged_rate=staged_rate,
