@@ -20,6 +20,7 @@ from kvstow.observe import (
     Telemetry,
     TierMetrics,
     TransferMetrics,
+    tier_metric,
 )
 
 FILE = Path(__file__).parents[1] / "deploy" / "grafana.json"
@@ -36,7 +37,7 @@ BY = {
     "kvstow_router_prompt_tokens": "where",
     "kvstow_router_answers": "url",
     "kvstow_router_prefix_blocks": "url",
-    **{f"kvstow_tier_{name}": "reason" for name in TIER_REASONS},
+    **{tier_metric(name): "reason" for name in TIER_REASONS},
     **{each.family: each.label for each in VLLM_COUNTERS if each.label},
 }
 """The label by which a metric is split."""
@@ -72,7 +73,7 @@ def unit(metric: Metric) -> str:
     """Grafana's name of the metric's unit."""
     if metric.name.endswith("seconds"):
         return "s" if metric.type == "histogram" else "short"  # seconds per second
-    is_bytes = metric.name.endswith(("bytes", "capacity"))
+    is_bytes = metric.name.endswith("bytes")
     if metric.type == "counter":
         return "Bps" if is_bytes else "cps"
     return "bytes" if is_bytes else "short"

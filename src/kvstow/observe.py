@@ -289,6 +289,12 @@ TIER_GAUGES = {
     "nbytes": "Bytes set aside for rows",
     "capacity": "The most bytes there may be",
 }
+_NAMED_BY_UNIT = {"nbytes": "bytes", "capacity": "capacity_bytes"}
+
+
+def tier_metric(fact: str) -> str:
+    """The metric of a tier's fact, by Prometheus' rules: the unit at its end."""
+    return f"kvstow_tier_{_NAMED_BY_UNIT.get(fact, fact)}"
 
 
 TIER_REASONS = {
@@ -323,19 +329,19 @@ class TierMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         known = {tier: facts() for tier, facts in self._tiers.items()}
         for name, text in TIER_COUNTS.items():
-            counter = CounterMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])
+            counter = CounterMetricFamily(tier_metric(name), text, labels=["tier"])
             for tier, facts in known.items():
                 counter.add_metric([tier], facts[name])
             yield counter
         told = {tier: reasons() for tier, reasons in self._reasons.items()}
         for name, text in TIER_REASONS.items():
-            counter = CounterMetricFamily(f"kvstow_tier_{name}", text, labels=["tier", "reason"])
+            counter = CounterMetricFamily(tier_metric(name), text, labels=["tier", "reason"])
             for tier, reasons in told.items():
                 for reason, count in reasons.get(name, {}).items():
                     counter.add_metric([tier, reason], count)
             yield counter
         for name, text in TIER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvstow_tier_{name}", text, labels=["tier"])
+            gauge = GaugeMetricFamily(tier_metric(name), text, labels=["tier"])
             for tier, facts in known.items():
                 gauge.add_metric([tier], facts[name])
             yield gauge

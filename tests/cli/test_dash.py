@@ -107,10 +107,22 @@ def test_other_machines_are_not_served_without_a_key(tmp_path):
     short = tmp_path / "key"
     short.write_text("short\n")
     done = CliRunner().invoke(
-        app, ["dash", "tcp://127.0.0.1:1", "--listen", "0.0.0.0:0", "--key-file", str(short)]
+        app, ["dash", "tcp://127.0.0.1:1", "--listen", "0.0.0.0:0", "--page-key", str(short)]
     )
     assert done.exit_code == 2
     assert "a key of 5 characters" in done.output
+    assert "--key-file" not in done.output
+
+
+def test_the_page_key_is_still_taken_by_its_old_name_which_is_said(tmp_path):
+    short = tmp_path / "key"
+    short.write_text("short\n")
+    done = CliRunner().invoke(
+        app, ["dash", "tcp://127.0.0.1:1", "--listen", "0.0.0.0:0", "--key-file", str(short)]
+    )
+    assert done.exit_code == 2
+    assert "--key-file is called --page-key now" in done.stderr
+    assert "a key of 5 characters" in done.stderr
 
 
 def test_agents_with_keys_are_shown_to_a_page_that_has_some(tmp_path):

@@ -191,3 +191,6 @@ def test_metrics_show_every_tier(directory):
     assert 'kvstow_tier_hits_total{tier="disk"} 1.0' in text
     assert 'kvstow_tier_misses_total{tier="disk"} 1.0' in text
     assert 'kvstow_tier_rows{tier="disk"} 40.0' in text
+    assert 'kvstow_tier_bytes{tier="disk"}' in text
+    assert 'kvstow_tier_capacity_bytes{tier="disk"}' in text
+    assert "nbytes" not in text

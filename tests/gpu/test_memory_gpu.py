@@ -238,7 +238,7 @@ def test_a_copy_starts_after_the_work_that_the_current_stream_had_been_given():
             assert (rows == 7).all(), method
 
 
-def test_a_copy_does_not_block_the_host_and_can_be_polled_and_joined():
+def test_a_copy_does_not_block_the_host_and_can_be_polled_and_waited_for():
     layout = packed(grouped([layer("l", heads=8, dim=128, tokens=16)]), num_slabs=4096)
     moves = block_copies(layout, 0, np.arange(1, 4000), np.arange(1, 4000))
     with Arena(layout, device=DEVICE) as a, Arena(layout, device=DEVICE) as b:
@@ -249,7 +249,7 @@ def test_a_copy_does_not_block_the_host_and_can_be_polled_and_joined():
             waiting = (waiting @ waiting).div_(90.0)
         done = copy(a, b, moves)
         early = done.poll()
-        done.join()
+        done.wait()
         seen = int(b.bytes[layout.row_stride(0) : 4000 * layout.row_stride(0)].min())
         assert not early
         assert seen == 3

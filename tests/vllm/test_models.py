@@ -89,9 +89,17 @@ class Pair:
         file.unlink()
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """What this run has found so far, by model: rows of an earlier one are never among it."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    found: dict[str, dict[str, Any]],
 ) -> Iterator[Pair]:
     tiny = MODELS[request.param]
     home = tmp_path_factory.mktemp(tiny.file)
@@ -123,23 +131,19 @@ def pair(
         layout = manifest.decode((logs / "decode.0-0").read_bytes())
         made = Pair(request.param, tiny, servers, layout)
         yield made
-    record(made)
+    found[made.name] = row(made)
+    if table := os.environ.get("KVSTOW_VLLM_TABLE"):
+        Path(table).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
-def record(pair: Pair) -> None:
-    """Add what was found to the table that `KVSTOW_VLLM_TABLE` names."""
-    name = os.environ.get("KVSTOW_VLLM_TABLE")
-    if name is None:
-        return
-    file = Path(name)
-    table = json.loads(file.read_text()) if file.exists() else {}
-    table[pair.name] = {
+def row(pair: Pair) -> dict[str, Any]:
+    """What was found of a model, for the table."""
+    return {
         "what": pair.tiny.what,
         "order": pair.layout.order,
         "groups": [group_name(rows.group) for rows in pair.layout.groups],
         **pair.found,
     }
-    file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def group_name(group: Group) -> str:

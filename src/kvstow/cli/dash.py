@@ -54,32 +54,37 @@ Sources = Annotated[
     ),
 ]
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve.")]
-KeyFile = Annotated[
+PageKey = Annotated[
     Path | None,
     typer.Option(
-        "--key-file",
+        "--page-key",
         metavar="FILE",
-        help="A file with the key that readers need; without one, only this machine is served.",
+        help="A file with the key that readers of the page need; without one, only this machine is "
+        "served.",
         show_default=False,
     ),
 ]
+OldPageKey = Annotated[Path | None, typer.Option("--key-file", hidden=True)]
 
 
 def dash(
     sources: Sources,
     listen: Listen = "127.0.0.1:8643",
-    key_file: KeyFile = None,
+    page_key: PageKey = None,
     keys_file: KeysFile = None,
+    key_file: OldPageKey = None,
 ) -> None:
     """A live page: tiers, transfers, failures, leases, slabs."""
     host, port = _address(listen)
-    key = _key(key_file)
+    if key_file is not None:
+        note("--key-file is called --page-key now; the old name goes with the next version")
+    key = _key(page_key or key_file)
     for source in sources:
         check_source(source)
     if not key and not is_local(host):
         refuse(
             f"{listen} can be reached from other machines, and there is no key\n\n"
-            "hint: --key-file FILE, or --listen 127.0.0.1:8643",
+            "hint: --page-key FILE, or --listen 127.0.0.1:8643",
             code=MISUSED,
         )
     watch = Watch(sources, keys=read_keys(keys_file))
@@ -232,6 +237,7 @@ def read_endpoint(address: str) -> Reading:
 
 def read_store(directory: Path) -> Reading:
     """What a store holds, and what the processes that have it open last told about their tiers."""
+    from kvstow.observe import tier_metric
     from kvstow.offload.disk.inspect import survey
 
     found = survey(directory)
@@ -247,7 +253,7 @@ def read_store(directory: Path) -> Reading:
         },
         "metrics": [
             {
-                "name": f"kvstow_tier_{name}",
+                "name": tier_metric(name),
                 "labels": {"tier": f"{tier['tier']}, process {owner['pid']}"},
                 "value": value,
             }

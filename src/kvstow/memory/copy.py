@@ -49,11 +49,6 @@ class CopyHandle:
         if self.work is not None:
             self._asked(self.work.wait)
 
-    def join(self) -> None:
-        """Let the current stream's further work start after this copy; the host goes on."""
-        if self.work is not None:
-            self.work.join()
-
     def _asked(self, question: Callable[[], bool]) -> bool:
         try:
             return question()

@@ -37,10 +37,6 @@ class StreamWork:
         self.event.synchronize()
         return True
 
-    def join(self) -> None:
-        """The current stream's further work starts after the event."""
-        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
-
 
 def start(
     source: Arena,

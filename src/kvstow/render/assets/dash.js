@@ -229,7 +229,7 @@ function tierTable(reading) {
       cells: [
         tier,
         ...columns.map((column) =>
-          /bytes|capacity/.test(column) ? human(cell(tier, column)) : count(cell(tier, column)),
+          /bytes/.test(column) ? human(cell(tier, column)) : count(cell(tier, column)),
         ),
       ],
     })),
