@@ -276,7 +276,7 @@ def test_a_row_that_is_there_is_promised_only_while_no_collector_is_at_work(url)
     tier.writes.forget([tier._name(0, key) for key in KEYS])
     tier.writes._absent.clear()
     with CollectorMark(tier.client):
-        with pytest.raises(AnotherCollector, match="another collector has been at work"):
+        with pytest.raises(AnotherCollector, match="another collector has been seen"):
             collect(tier.client)
         stored(tier, range(3))  # the third is new
         assert tier.writes.dropped == {"collecting": 2}
@@ -295,6 +295,81 @@ def test_a_collector_that_died_keeps_others_out_for_a_while_only(url, monkeypatc
         collect(client)
     monkeypatch.setattr(renewal, "MARK_SECONDS", -60.0)
     collect(client)
+    assert not client.exists(["collecting"]).any()
+    client.close()
+
+
+class Interrupted:
+    """A client that does something else in the middle: just before its call of that number.
+
+    What lay in the store when it was made is an hour older than it is.
+    """
+
+    def __init__(self, client, number, what):
+        self._client, self._left, self._what = client, number, what
+        self._old = {facts.name for facts in client.list_blobs("")}
+
+    def __getattr__(self, name):
+        verb = getattr(self._client, name)
+        if not callable(verb):
+            return verb
+
+        def called(*arguments):
+            self._left -= 1
+            if self._left == 0:
+                self._what()
+            return (
+                self._aged(arguments[0], verb(*arguments)) if name == "ages" else verb(*arguments)
+            )
+
+        return called
+
+    def _aged(self, names, ages):
+        pairs = zip(names, ages, strict=True)
+        return [age if age is None else age + LATER * (name in self._old) for name, age in pairs]
+
+
+@pytest.mark.parametrize("is_one_dead", [False, True])
+def test_of_two_collectors_that_start_at_the_same_time_one_at_most_is_at_work(url, is_one_dead):
+    """The second starts before each call of the first, also where both take over from a dead one,
+    and its mark stays until its work is done."""
+    client, _ = opened(url)
+    collect(client)
+    client.delete([USAGE])
+    for number in range(1, 12):
+        if is_one_dead:
+            CollectorMark(client).__enter__()
+        second = CollectorMark(Interrupted(client, 0, None))
+        at_work = set()
+
+        def start(second=second, at_work=at_work):
+            with suppress(AnotherCollector):
+                second.__enter__()
+                at_work.add("second")
+
+        first = Interrupted(client, number, start)
+        with suppress(AnotherCollector), CollectorMark(first):
+            at_work.add("first")
+            assert len(at_work) == 1, number
+            assert client.exists(["collecting"]).all()
+        if "second" in at_work:
+            assert client.exists(["collecting"]).all(), number
+            second.__exit__()
+        assert [facts.name for facts in client.list_blobs("")] == [], number
+    assert first._left > 0, "every call of the first was interrupted"
+    client.close()
+
+
+def test_a_collector_that_was_taken_for_dead_stops_and_leaves_the_others_mark(url, monkeypatch):
+    client, _ = opened(url)
+    monkeypatch.setattr(renewal, "KEEP_SECONDS", -1.0)
+    slow = CollectorMark(client).__enter__()
+    slow.keep()
+    with CollectorMark(Interrupted(client, 0, None)):
+        with pytest.raises(AnotherCollector, match="taken over"):
+            slow.keep()
+        slow.__exit__()
+        assert client.exists(["collecting"]).all()
     assert not client.exists(["collecting"]).any()
     client.close()
 

@@ -1,7 +1,7 @@
 """Which store a URL names, and the options it carries.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:8333&region=…
-    redis://HOST:PORT/DB?prefix=NAME            rediss:// with TLS
+    redis://HOST:PORT/DB?prefix=NAME            rediss:// with TLS, &ca_file=… for an own authority
     mooncake://MASTER:PORT/PREFIX?metadata=http://HOST:PORT/metadata&protocol=tcp
 
 Options of every store: `tenant`, `budget` and `load` (seconds), `queue` (bytes), `prefill`
@@ -70,7 +70,7 @@ _COMMON: dict[str, Callable[[str], object]] = {
 _S3 = ("endpoint", "region", "access_key_id", "secret_access_key", "session_token")
 _REDIS = ("prefix", "password_file")
 _MOONCAKE = ("metadata", "local", "protocol", "device", "stage")
-_OWN = {"s3": _S3, "redis": _REDIS, "rediss": _REDIS, "mooncake": _MOONCAKE}
+_OWN = {"s3": _S3, "redis": _REDIS, "rediss": (*_REDIS, "ca_file"), "mooncake": _MOONCAKE}
 
 
 def is_remote(place: object) -> bool:
@@ -132,7 +132,8 @@ def _redis(parts: SplitResult, own: dict[str, str], seconds: float) -> BlobClien
         password = Path(own["password_file"]).read_text().strip()
         address = f":{quote(password, safe='')}@{address.rpartition('@')[2]}"
     url = f"{parts.scheme}://{address}{parts.path}"
-    return RedisClient(url, own.get("prefix", "kvstow"), seconds=seconds)
+    prefix, ca_file = own.get("prefix", "kvstow"), own.get("ca_file")
+    return RedisClient(url, prefix, seconds=seconds, ca_file=ca_file)
 
 
 def _mooncake(master: str, prefix: str, own: dict[str, str]) -> BlobClient:

@@ -1,5 +1,12 @@
 """What is special about Redis: commands that we send and read ourselves."""
 
+import asyncio
+import ssl
+import subprocess
+import time
+from contextlib import contextmanager
+from threading import Thread
+
 import numpy as np
 import pytest
 
@@ -7,6 +14,7 @@ from kvstow.offload.remote.clients.base import THERE, Blob, StoreUnreachable
 from kvstow.offload.remote.clients.redis import RedisClient
 from kvstow.offload.remote.url import opened
 from kvstow.testing.servers import Valkey
+from waiting import wait_for
 
 
 def data(n, nbytes):
@@ -34,6 +42,19 @@ def test_an_object_that_is_there_stays_as_it_is(valkey_url):
     client.close()
 
 
+def test_a_listing_says_when_objects_were_last_used_and_is_no_use_of_them(valkey_url):
+    client, _ = opened(valkey_url)
+    client.put([Blob("a", data(0, 100))])
+    wait_for(lambda: client.ages(["a"])[0] >= 2)
+    for _ in range(2):
+        (facts,) = client.list_blobs("")
+        assert facts.modified <= time.time() - 1
+    assert client.ages(["a"])[0] >= 2
+    client.get(["a"], 100)
+    assert client.ages(["a"])[0] <= 1
+    client.close()
+
+
 def test_a_put_to_a_server_that_hangs_ends_and_later_ones_work(tmp_path):
     with Valkey(tmp_path) as server:
         client = RedisClient(server.url, "hangs", seconds=1.0)
@@ -46,4 +67,104 @@ def test_a_put_to_a_server_that_hangs_ends_and_later_ones_work(tmp_path):
             server.go_on()
         assert client.put([Blob("b", data(1, 100))]) == {}
         assert client.exists(["a", "b"]).all()
+        client.close()
+
+
+# ── TLS ───────────────────────────────────────────────────────────────────────────────
+# The package's server has none. As in front of many a real one, another process ends it.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    made, key = folder / "certificate.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-out", made, "-keyout", key], check=True, capture_output=True)
+    return made, key
+
+
+@contextmanager
+def tls_before(port, certificate):
+    """The port of a server that ends TLS and passes all bytes on to another port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+
+    async def passed_on(reader, writer):
+        try:
+            while some := await reader.read(1 << 16):
+                writer.write(some)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def accepted(reader, writer):
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(passed_on(reader, there[1]), passed_on(there[0], writer))
+
+    async def listening():
+        return await asyncio.start_server(accepted, "127.0.0.1", 0, ssl=context)
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(listening())
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        server.close()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+
+def test_objects_of_all_sizes_go_over_tls_and_come_back_whole(valkey, certificate):
+    with tls_before(valkey.ports[0], certificate) as port:
+        url = f"rediss://127.0.0.1:{port}/0?prefix=tls&load=60&ca_file={certificate[0]}"
+        client, _ = opened(url)
+        sizes = [1, 2, 3, 5 << 20, *range(4, 300), 9 << 20]
+        blobs = [Blob(f"object {n}", data(n, nbytes)) for n, nbytes in enumerate(sizes)]
+        names = [blob.name for blob in blobs]
+        assert client.put(blobs) == {}
+        assert client.put(blobs[:2]) == dict.fromkeys(names[:2], THERE)
+        assert client.exists(names).all()
+        for blob, came in zip(blobs, client.get(names, max(sizes)), strict=True):
+            assert (came == blob.data).all()
+        ((part,),) = client.get_ranges([("object 3", [(1 << 20, 2 << 20)])])
+        assert (part == data(3, 5 << 20)[1 << 20 : 2 << 20]).all()
+        client.close()
+        plain, _ = opened(f"{valkey.url}?prefix=tls")
+        assert (plain.get(["object 3"], 5 << 20)[0] == data(3, 5 << 20)).all()
+        plain.close()
+
+
+def test_a_server_whose_certificate_nobody_trusts_gets_nothing(valkey, certificate):
+    with tls_before(valkey.ports[0], certificate) as port:
+        client, _ = opened(f"rediss://127.0.0.1:{port}/0?prefix=untrusted")
+        with pytest.raises(StoreUnreachable, match="certificate verify failed"):
+            client.put([Blob("a", data(0, 100))])
+        client.close()
+    plain, _ = opened(f"{valkey.url}?prefix=untrusted")
+    assert not plain.exists(["a"]).any()
+    plain.close()
+
+
+def test_a_put_over_tls_to_a_server_that_hangs_ends(tmp_path, certificate):
+    with Valkey(tmp_path) as server, tls_before(server.ports[0], certificate) as port:
+        url = f"rediss://127.0.0.1:{port}/0?load=1&ca_file={certificate[0]}"
+        client, _ = opened(url)
+        assert client.put([Blob("a", data(0, 100))]) == {}
+        server.stop()
+        try:
+            with pytest.raises(StoreUnreachable):
+                client.put([Blob(f"large {n}", data(n, 8 << 20)) for n in range(4)])
+        finally:
+            server.go_on()
+        assert client.exists(["a"]).all()
         client.close()

@@ -44,17 +44,24 @@ NOTHING = (b"$-1\r\n", b"_\r\n")
 
 
 class RedisClient:
-    """Keys of one database that begin with one prefix."""
+    """Keys of one database that begin with one prefix.
 
-    def __init__(self, url: str, prefix: str, *, seconds: float) -> None:
+    `ca_file` has the certificates that a `rediss` server is known by, where the system's are not.
+    """
+
+    def __init__(
+        self, url: str, prefix: str, *, seconds: float, ca_file: str | None = None
+    ) -> None:
         self._prefix = f"{prefix}:" if prefix else ""
         self._seconds = seconds
+        trusted = {} if ca_file is None else {"ssl_ca_certs": ca_file}
         # A client for each thread that asks: a pool of connections, none of them shared.
         self._redis: Any = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
             socket_timeout=seconds,
             socket_connect_timeout=min(seconds, 2.0),
             retry=None,
+            **trusted,
         )
         where = self._redis.connection_pool.connection_kwargs
         self.where = f"redis://{where.get('host', '')}:{where.get('port', '')}/{prefix}"
@@ -159,7 +166,8 @@ class RedisClient:
 
     def list_blobs(self, prefix: str) -> Iterator[BlobFacts]:
         """Keys with their lengths. Redis keeps no times: `modified` is when they were last used,
-        to ten seconds, or now where the server evicts by frequency."""
+        to ten seconds, or now where the server evicts by frequency. Before Redis 7.2 a listing
+        counts as use."""
         start = self._prefix + prefix
         cursor = 0
         while True:
@@ -173,11 +181,13 @@ class RedisClient:
 
     def _facts(self, keys: Sequence[bytes], now: int) -> Iterator[BlobFacts]:
         pipe = self._redis.pipeline(transaction=False)
+        pipe.execute_command("CLIENT", "NO-TOUCH", "ON")  # a listing is no use of what it lists
         for key in keys:
-            pipe.strlen(key)
             pipe.object("IDLETIME", key)
-        answers = self._sent(pipe, raises=False)
-        for key, nbytes, idle in zip(keys, answers[::2], answers[1::2], strict=True):
+            pipe.strlen(key)
+        pipe.execute_command("CLIENT", "NO-TOUCH", "OFF")
+        answers = self._sent(pipe, raises=False)[1:-1]
+        for key, idle, nbytes in zip(keys, answers[::2], answers[1::2], strict=True):
             if isinstance(nbytes, int) and nbytes:
                 name = key.decode(errors="replace").removeprefix(self._prefix)
                 yield BlobFacts(name, nbytes, now - idle if isinstance(idle, int) else now)
