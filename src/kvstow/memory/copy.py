@@ -189,12 +189,11 @@ def _whole_numbers(copies: Copies) -> Copies:
 
 
 def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
-    """The copies, joined; between device and host, in the order of the host's side, which the
-    bus likes best."""
+    """The copies, joined; in the order of the host's side, if there is one, which the bus likes
+    best."""
     _check_inside(copies.source, copies.nbytes, source.regions, "source")
     _check_inside(copies.destination, copies.nbytes, destination.regions, "destination")
-    to_host = (source.device.type, destination.device.type) == ("cuda", "cpu")
-    copies = merged(copies, by="destination" if to_host else "source")
+    copies = merged(copies, by="source" if source.device.type == "cpu" else "destination")
     _check_apart(copies.destination, copies.nbytes)
     if source.device == destination.device and _meet(source, destination):
         _check_unread(copies.moved(source.address, destination.address))

@@ -160,6 +160,9 @@ def continued(copies: Copies, which: Ints, free: FreeAround) -> Flags:
 
 def chained(copies: Copies, continues: Flags) -> tuple[Copies, Ints, Ints]:
     """Every chain of continued copies as one; and which copies begin and end the chains."""
+    if not continues.any():
+        each = np.arange(len(copies))
+        return copies, each, each
     first = np.flatnonzero(np.append(True, ~continues))
     last = np.append(first[1:] - 1, len(copies) - 1)
     nbytes = copies.source[last] + copies.nbytes[last] - copies.source[first]

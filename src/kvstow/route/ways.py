@@ -111,6 +111,11 @@ class WayCounts:
     num_slots: int
     """Staging slots that the pieces fill."""
 
+    def writes(self, *, on_device: bool) -> Amount:
+        """What a producer writes: stretches where it gathers, pieces otherwise."""
+        is_gathered = gathers(self.pieces, self.num_stretches, on_device=on_device)
+        return self.pieces._replace(num=self.num_stretches) if is_gathered else self.pieces
+
 
 def counted(route: Route, num_tokens: int) -> WayCounts:
     """What a route brings of a request of so many tokens."""
@@ -225,15 +230,13 @@ def _read(counts: WayCounts, prices: WayPrices) -> Choice:
 
 
 def _written(counts: WayCounts, prices: WayPrices, *, is_same_layout: bool) -> Choice:
-    pieces = counts.pieces
-    is_gathered = gathers(pieces, counts.num_stretches, on_device=prices.on_device)
-    writes = pieces._replace(num=counts.num_stretches) if is_gathered else pieces
+    pieces, writes = counts.pieces, counts.writes(on_device=prices.on_device)
     why = "writes are faster than reads on this link"
     if not is_same_layout and prefers_staged(prices.writing, prices.staged_rate, writes):
         cheaper = prices.writing.seconds(*writes) * prices.staged_rate / writes.nbytes
         why += f", but so many that this is {cheaper:.1f}× cheaper"
         return Choice(way="staged", direction="staged", why=why)
-    if is_gathered:
+    if writes.num < pieces.num:
         why += f", and {pieces.num / writes.num:,.0f} pieces fill one stretch"
         return Choice(way="gathered", direction="write", why=why)
     return Choice(way="direct", direction="write", why=why)

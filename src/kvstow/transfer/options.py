@@ -35,7 +35,7 @@ class Options:
     `direction` forces one way instead of measuring; `engines` is how many engines may
     read at once, each in a thread of its own. `slot_bytes` is the size of staging slots: by
     default 32 MiB on a device and none on the host; and of the slots that rows are cut or gathered
-    in, by default 8 MiB, which are made when they are first needed.
+    in, by default 8 MiB, 32 on a device, which are made when they are first needed.
     """
 
     lease_seconds: float = 30.0

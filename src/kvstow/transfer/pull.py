@@ -15,7 +15,7 @@ from typing import Literal
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.route.ways import Way
+from kvstow.route.ways import Way, counted
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
 from kvstow.transfer.digests import (
     digests,
@@ -28,7 +28,6 @@ from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.generations import ids_of
 from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
-from kvstow.transfer.move.gather import num_writes
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy
@@ -183,9 +182,8 @@ def _way(endpoint: Endpoint, order: Order, source: Source, plan: SourcePlan) -> 
     way = order.direction or path.direction
     if order.direction or not path.seconds_per_write or None in (endpoint.stage, card.stage):
         return way
-    offered = source.ticket.blocks_of(order.num_tokens)
-    copies = plan.route.copies(offered, order.into, order.num_tokens, start_token=order.start_token)
-    return path.direction_of(num_writes(copies, card.kind), copies.total)
+    counts = counted(plan.route, order.num_tokens - order.start_token)
+    return path.direction_of(counts.writes(on_device=card.kind == "VRAM"))
 
 
 def _slot_bytes(endpoint: Endpoint, source: Source) -> int:

@@ -15,9 +15,9 @@ from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Chunk, Full, Sink, State, Window
 from kvstow.plan.spec import DType
 from kvstow.route import ways
-from kvstow.route.copies import Copies
+from kvstow.route.copies import Copies, num_stretches
+from kvstow.route.ways import Amount, gathers
 from kvstow.transfer.move import gather
-from kvstow.transfer.move.gather import num_writes
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Kind, Served
@@ -198,8 +198,13 @@ def copies(count: int, nbytes: int, together: int) -> Copies:
     ],
 )
 def test_copies_are_gathered_where_that_saves_many_writes(count, nbytes, together, writes):
-    assert num_writes(copies(count, nbytes, together), "VRAM") == writes
-    assert num_writes(copies(count, nbytes, together), "DRAM") == count
+    pieces, stretches = (
+        Amount(count, count * nbytes),
+        num_stretches(copies(count, nbytes, together)),
+    )
+    assert gathers(pieces, stretches, on_device=True) == (writes < count)
+    assert stretches == writes or writes == count
+    assert not gathers(pieces, stretches, on_device=False)
 
 
 def test_a_producer_on_a_device_gathers_by_itself_and_one_on_a_host_does_not(pair):

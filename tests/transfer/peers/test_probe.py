@@ -13,6 +13,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full
 from kvstow.route import ways
+from kvstow.route.ways import Amount
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.peers import probe
 from kvstow.transfer.peers.endpoint import PROBE_BYTES
@@ -60,13 +61,13 @@ def test_so_many_small_writes_are_staged_that_they_are_slower(count, nbytes, way
         staged_rate=6.3e9,
         seconds_per_write=6e-6,
     )
-    assert path.direction_of(count, count * nbytes) == way
+    assert path.direction_of(Amount(count, count * nbytes)) == way
 
 
 def test_a_price_that_was_not_measured_changes_nothing():
     for direction in ("read", "write", "staged"):
         path = Path(direction=direction, read_rate=1.0, write_rate=1.0, staged_rate=9e9)
-        assert path.direction_of(1000, 1000) == direction
+        assert path.direction_of(Amount(1000, 1000)) == direction
 
 
 # ── agents ────────────────────────────────────────────────────────────────────────────

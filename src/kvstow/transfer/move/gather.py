@@ -17,7 +17,6 @@ from kvstow.route.ways import Amount, gathers
 from kvstow.transfer.loop import NOW_AND_THEN, Story, together
 from kvstow.transfer.move.copies import moved
 from kvstow.transfer.move.staged import PIECES_AT_ONCE, Piece, Stage, copied, in_slots, when_quiet
-from kvstow.transfer.transport.base import MemoryKind
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
 PATIENCE = 0.25
 """Seconds in which nobody got a slot after which a piece is written as it lies: all of them may
 belong to consumers that have died."""
-
-
-def num_writes(copies: Copies, kind: MemoryKind) -> int:
-    """How many writes a producer makes of these copies whose rows are in such memory."""
-    pieces, stretches = Amount(len(copies), copies.total), num_stretches(copies)
-    return stretches if gathers(pieces, stretches, on_device=kind == "VRAM") else pieces.num
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +49,8 @@ class Writes:
         """The slots to gather in; None where that does not pay or there is no memory for them."""
         endpoint, is_gathered = self.endpoint, self.endpoint.gathers
         if is_gathered is None:
-            is_gathered = num_writes(copies, endpoint.kind) < len(copies)
+            pieces, on_device = Amount(len(copies), copies.total), endpoint.kind == "VRAM"
+            is_gathered = gathers(pieces, num_stretches(copies), on_device=on_device)
         try:
             return endpoint.scratch() if is_gathered else None
         except TransferError:

@@ -257,7 +257,8 @@ class Endpoint:
         """Slots in the arena's kind of memory, which only we use; made when first asked for.
         Raises TransferError where there is no memory for them."""
         if self._scratch is None:
-            nbytes = self.options.slot_bytes or SCRATCH_SLOT_BYTES
+            default = DEVICE_SLOT_BYTES if self.kind == "VRAM" else SCRATCH_SLOT_BYTES
+            nbytes = self.options.slot_bytes or default
             try:
                 made = Stage(nbytes, device=self.arena.device)
             except ArenaError as error:

@@ -54,9 +54,9 @@ class Path:
             case "staged":
                 return self.staged_rate
 
-    def direction_of(self, num_writes: int, nbytes: int) -> Way:
-        """The direction for so many bytes: staged instead of written, where there are so many
-        writes that they are slower."""
+    def direction_of(self, writes: Amount) -> Way:
+        """The direction: staged instead of written, where there are so many writes that they are
+        slower."""
         if not self.seconds_per_write:
             return self.direction
         writing = LinkSpeed(
@@ -64,7 +64,7 @@ class Path:
             bytes_per_second=self.write_rate,
             seconds_per_copy=self.seconds_per_write,
         )
-        is_slower = prefers_staged(writing, self.staged_rate, Amount(num_writes, nbytes))
+        is_slower = prefers_staged(writing, self.staged_rate, writes)
         return "staged" if is_slower else self.direction
 
 
