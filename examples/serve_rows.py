@@ -49,7 +49,7 @@ def consume(ticket: str) -> None:
         blocks = ledger.blocks(ledger.admit(TOKENS).request)
         stats = agent.pull(kvstow.Ticket.parse(ticket), into=blocks, digest="always").wait()
         last = arena.tensor("layers.11")[blocks[0].ids[-1]]
-        print(f"{stats.nbytes:,} bytes in {stats.descriptors} descriptors, {stats.seconds:.3f} s")
+        print(f"{stats.nbytes:,} bytes in {stats.descriptors} descriptor(s), {stats.seconds:.3f} s")
         print(f"fence {stats.fence}, digest {stats.digest}")
         print(f"the last row says {int(last[0, 0, 0])}, the producer wrote {len(blocks[0]) - 1}")
 

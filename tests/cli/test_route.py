@@ -30,6 +30,13 @@ def test_the_stable_keys_are_there():
     assert [(s["rank"], s["moves_per_block"]) for s in found["sources"]] == [(1, 80)]
 
 
+def test_what_all_ranks_of_the_source_lack_is_said_once():
+    result = invoke("llama-3.1-8b@tp=4", "gemma-3-27b")
+    assert result.exit_code == 1
+    assert result.stderr.count("'llama-3.1-8b' in the source, 'gemma-3-27b'") == 1
+    assert all(line.startswith("source 0, 1, 2, 3: ") for line in result.stderr[7:].splitlines())
+
+
 def test_heads_outermost_on_both_sides_is_the_cheapest_for_different_tp():
     found = document("llama-3.1-70b@tp=8", "llama-3.1-70b@tp=4")
     both = next(best for best in found["cheapest"] if best["change"] == "both")

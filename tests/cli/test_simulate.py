@@ -101,6 +101,14 @@ def test_times_follow_from_the_rates(tmp_path: Path) -> None:
     assert figures["output_tokens_per_second"] == pytest.approx(100 / 4.01)
 
 
+def test_a_bar_is_drawn_on_terminals_only() -> None:
+    result = CliRunner().invoke(
+        app, ["simulate", "llama-3.1-8b", "--memory", "8GiB", "--requests", "5"]
+    )
+    assert result.exit_code == 0
+    assert result.stderr == ""
+
+
 def test_a_slower_engine_answers_later() -> None:
     shape = ["--memory", "2GiB", "--requests", "20", "--rate", "5"]
     fast = simulated(*shape, "--prefill-rate", "100000")

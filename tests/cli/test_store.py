@@ -175,7 +175,7 @@ def test_top_shows_the_tiers_of_a_living_process(directory):
     assert disk["hits"] == 20
     assert disk["hit_rate"] == 20 / 21
     assert host_line["misses"] == 1
-    assert "no living process" in run("top", directory, "--once", "--every", "0.1").stdout
+    assert "no running process" in run("top", directory, "--once", "--every", "0.1").stdout
 
 
 def test_metrics_show_every_tier(directory):

@@ -131,6 +131,8 @@ def test_peers_shows_what_may_be_asked_for_and_why_questions_got_no_ticket(pair)
 def test_bench_transfer_prints_its_stable_keys():
     done = kvstow("bench", "transfer", "--rows", "8", "--layers", "2", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
+    assert "note: round 2 of 2" in done.stderr
+    assert "not verified" not in done.stderr
     found = json.loads(done.stdout)
     assert {"ratio_to_raw", "ratio_to_per_layer", "overhead_us_per_pull", "machine"} <= set(found)
     assert found["descriptors"]["prepared"] == found["descriptors"]["built"] == 8 * 2 * 2

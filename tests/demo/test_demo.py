@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.demo.packaged import GEMMA3, SMOLLM2, WeightsMissing
 from kvstow.demo.parallel import check_heads
-from kvstow.demo.weights import GEMMA3, SMOLLM2, WeightsMissing
 from kvstow.errors import ModelError
 from kvstow.testing.tiny_models import tiny_model
 from waiting import wait_for

@@ -87,7 +87,7 @@ def test_without_a_size_sixteen_gib_are_planned_for():
         ({"rank": -1}, PlanError, "rank -1 is not one of"),
         ({"order": "XYZ"}, PlanError, "order 'XYZ' is none of"),
         ({"packing": "loose"}, PlanError, "packing 'loose' is none of slab, union, separate"),
-        ({"kv_dtype": "fp9"}, ModelError, "unknown cache dtype 'fp9'"),
+        ({"kv_dtype": "fp9"}, ModelError, "unknown cache dtype 'fp9'\n\nhint: one of bfloat16"),
         ({"kv_dtype": 8}, KvstowError, "8"),
     ],
 )

@@ -12,7 +12,8 @@ from serving import Launch, Server, running
 
 import recorded_vllm
 from kvstow.adapters.vllm.layout import declared_layout
-from kvstow.demo.weights import GEMMA3, unpacked
+from kvstow.demo.packaged import GEMMA3
+from kvstow.demo.weights import unpacked
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 

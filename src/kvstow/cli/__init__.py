@@ -58,7 +58,9 @@ def _version(wanted: bool) -> None:
 def kvstow(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="The version, and end."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Plans, packs, pages, moves and keeps KV caches for LLM inference."""

@@ -1,5 +1,6 @@
 """`kvstow bench`: ratios measured on this machine, in one run."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,8 +67,9 @@ def transfer(
         f"moving {human(setting.nbytes)} between two processes, {1 + repeats} rounds of "
         f"{len(NAMES)} ways"
     )
+    logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     try:
-        found = measured(setting, direction)
+        found = measured(setting, direction, lambda i: note(f"round {i + 1} of {1 + repeats}"))
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         os._exit(INTERRUPTED)  # NIXL may crash if it is unloaded in the middle of a transfer
@@ -121,6 +123,7 @@ def serving(
     from kvstow.testing.measure.serving import CompletionsEngine, measured, served_model
 
     engine = CompletionsEngine(url=url, model=model or served_model(url))
+    note(f"asking {engine.model}: {repeats} short prompts, {repeats} long ones, {requests} at once")
     found = measured(
         engine,
         prompt_tokens=prompt_tokens,
@@ -166,7 +169,7 @@ NAMES = {
 def _shown(found: dict[str, Any]) -> list[str]:
     rates, descriptors = found["gigabytes_per_second"], found["descriptors"]
     lines = [
-        (text, str(descriptors[name]), f"{rates[name]:.2f}")
+        (text, f"{descriptors[name]:,}", f"{rates[name]:.2f}")
         for name, text in NAMES.items()
         if name in rates
     ]
@@ -175,10 +178,11 @@ def _shown(found: dict[str, Any]) -> list[str]:
     return [
         found["machine"],
         table(("moved by " + found["direction"], "descriptors", "GB/s"), lines),
-        f"{found['ratio_to_raw']:.2f} of one buffer's rate, {found['ratio_to_per_layer']:.2f} "
-        f"times the pieces', {found['ratio_to_per_layer_built']:.2f} times where they are listed "
-        f"per request{beside}\n{found['overhead_us_per_pull']:.0f} µs of our own per pull, "
-        f"{100 * found['digest_sample_cost']:.1f} % for the digest's sample\n"
+        f"scattered rows: {found['ratio_to_raw']:.2f} of one buffer's rate\n"
+        f"{found['ratio_to_per_layer']:.2f} times the pieces' rate, "
+        f"{found['ratio_to_per_layer_built']:.2f} times where they are listed per request{beside}\n"
+        f"{found['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample took "
+        f"{100 * found['digest_sample_cost']:.1f} % (medians)\n"
         f"{found['contact_ms']:.1f} ms at first contact, {found['contact_million_rows_ms']:.1f} ms "
         f"with a million rows, beyond NIXL's own",
     ]

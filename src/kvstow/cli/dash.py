@@ -47,7 +47,7 @@ Reading = dict[str, Any]
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE…",
+        metavar="SOURCE",
         help="Addresses of agents (tcp://127.0.0.1:PORT), Prometheus endpoints (http://…), "
         "directories of stores.",
         show_default=False,

@@ -97,7 +97,7 @@ def demo(
     from rich.console import Console
 
     _check_model(model)
-    _check_installed()
+    _check_installed(model)
     from kvstow.demo.options import PROMPTS, DemoOptions
     from kvstow.demo.screen import Screen
     from kvstow.demo.story import run
@@ -134,7 +134,8 @@ def demo(
 
 def _check_model(model: str) -> None:
     """Ends with 2 on a model that is none, before any process is started."""
-    from kvstow.demo.options import PACKAGED_NAMES, RANDOM_FAMILIES
+    from kvstow.demo.options import RANDOM_FAMILIES
+    from kvstow.demo.packaged import PACKAGED
 
     kind, _, family = model.partition(":")
     if kind == "random" and family not in RANDOM_FAMILIES:
@@ -143,18 +144,23 @@ def _check_model(model: str) -> None:
             f"hint: random: and one of {', '.join(RANDOM_FAMILIES)}",
             code=MISUSED,
         )
-    if kind != "random" and model not in PACKAGED_NAMES and not Path(model).is_dir():
+    if kind != "random" and model not in PACKAGED and not Path(model).is_dir():
         refuse(
-            f"no model {model!r}\n\nhint: {', '.join(PACKAGED_NAMES)}, the directory of a "
+            f"no model {model!r}\n\nhint: {', '.join(PACKAGED)}, the directory of a "
             "checkpoint, or random:FAMILY such as random:falcon_h1",
             code=MISUSED,
         )
 
 
-def _check_installed() -> None:
-    """Raises what an import in one of the demo's processes would raise, before they start."""
+def _check_installed(model: str) -> None:
+    """Raises what one of the demo's processes would raise for want of a package, before they
+    start."""
     from importlib.util import find_spec
+
+    from kvstow.demo.packaged import PACKAGED
 
     for module in ("torch", "transformers", "safetensors"):
         if find_spec(module) is None:
             raise BackendMissing(module, "demo")
+    if model in PACKAGED and not PACKAGED[model].is_unpacked():
+        PACKAGED[model].paths()

@@ -10,7 +10,7 @@ from kvstow.cli.output import FAILED, emit_json, emit_text, refuse, table
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[WORDS…]",
+        metavar="[WORD]",
         help="Show the models with all of these in their name, alias or family.",
         show_default=False,
     ),
@@ -27,7 +27,7 @@ def models(words: Words = None, json: options.Json = False) -> None:
         close = close_names("-".join(words or ()))
         refuse(
             f"no model has {' and '.join(map(repr, words or ()))} in its name\n\nhint: "
-            + (f"did you mean {', '.join(close)}?" if close else "give plan a config.json"),
+            + (f"did you mean {', '.join(close)}?" if close else "give the path of a config.json"),
             code=FAILED,
         )
     known = [catalogue_figures(name) for name in names]

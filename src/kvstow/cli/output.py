@@ -1,8 +1,8 @@
 """How commands speak: data on stdout, talk on stderr, one exit code of three.
 
-0   done, and the answer is yes where there was a question
-1   understood, and the answer is no: a broken law, a budget too small
-2   not understood: an unknown option, model or size, a file that cannot be read
+0   success
+1   the answer is no: a broken law, a budget too small
+2   bad usage: an unknown option, model or size, a file that cannot be read
 """
 
 import errno

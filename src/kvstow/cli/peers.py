@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Agents = Annotated[
     list[str],
     typer.Argument(
-        metavar="AGENT…",
+        metavar="AGENT",
         help="Agents: tcp://HOST:PORT, dns://NAME:PORT or etcd://HOST:PORT/PREFIX.",
         show_default=False,
     ),

@@ -1,5 +1,6 @@
 """`kvstow route`: what moving blocks from one layout to another costs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,6 +13,7 @@ from kvstow.cli import options
 from kvstow.cli.options import Named, named
 from kvstow.cli.output import duration, emit_json, emit_text, human, note, table, wrapped
 from kvstow.cli.route_ways import link_named, prices_named, ways_document, ways_text
+from kvstow.errors import RouteError
 from kvstow.plan.layout import ORDERS, Layout, Order
 
 if TYPE_CHECKING:
@@ -83,9 +85,24 @@ def _rank_routes(layouts: Sequence[Layout], destination: Layout) -> tuple[RankRo
     from kvstow.route.sources import sources
 
     if len(layouts) > 1:
-        found = sources(layouts, destination)
+        try:
+            found = sources(layouts, destination)
+        except RouteError as error:
+            raise RouteError(_said_once(error.differences)) from error
         return tuple(RankRoute(source.index, source.route, source.claims) for source in found)
     return (RankRoute(0, route_between(layouts[0], destination), None),)
+
+
+def _said_once(differences: Sequence[str]) -> tuple[str, ...]:
+    """What several sources have in common, as one line."""
+    ranks: dict[str, list[str]] = {}
+    for text in differences:
+        of_one = re.fullmatch(r"source (\d+): (.*)", text, re.DOTALL)
+        if of_one is None:
+            ranks[text] = []
+        else:
+            ranks.setdefault(of_one[2], []).append(of_one[1])
+    return tuple(f"source {', '.join(of)}: {what}" if of else what for what, of in ranks.items())
 
 
 def _document(

@@ -61,7 +61,7 @@ def route_requests(
         ),
     ] = 16 << 20,
 ) -> None:
-    """Carry requests from prefill to decode instances.
+    """An HTTP router: sends requests to prefill, then to decode.
 
     Speaks the OpenAI completions and chat APIs. Runs until interrupted.
     """

@@ -320,7 +320,9 @@ def _replayed(
         TimeElapsedColumn(),
     )
     replay, history = Replay(layout, trace, pace), SlabHistory()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(name, total=len(trace))
 
         def watch(done: int, total: int) -> None:

@@ -248,7 +248,7 @@ def _gpus(asked: SizeQuestion, found: "Sizing") -> str:
     split = found.deployment
     sizes = [("tp", split.tp), ("pp", split.pp), ("dp", found.dp)]
     said = [f"{name} {number}" for name, number in sizes if number > 1 or name == "tp"]
-    return f"{found.num_gpus} × {asked.gpu} ({', '.join((*said, f'{found.kv_dtype} cache'))})"
+    return f"{found.num_gpus:,} × {asked.gpu} ({', '.join((*said, f'{found.kv_dtype} cache'))})"
 
 
 def _sizing(found: "Sizing") -> dict[str, Any]:

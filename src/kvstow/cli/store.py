@@ -30,7 +30,7 @@ Place = Annotated[
 def inspect(place: Place, json: options.Json = False) -> None:
     """What a store holds, who has it open, what it has lost.
 
-    Reads only: nothing is locked, healed or written.
+    Reads only: nothing is locked, repaired or written.
     """
     from kvstow.offload.disk.inspect import survey
 
@@ -48,7 +48,7 @@ def inspect(place: Place, json: options.Json = False) -> None:
 
 @store.command()
 def verify(place: Place, json: options.Json = False) -> None:
-    """Read every row and compare it with its checksum; drop the damaged ones.
+    """Compare every row with its checksum, and drop damaged ones.
 
     Exit code 1 if there were any, or if opening the store had to drop some.
     """
@@ -95,7 +95,7 @@ def verify(place: Place, json: options.Json = False) -> None:
 def convert(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR…", help="The stores of all ranks.", show_default=False),
+        typer.Argument(metavar="DIR", help="The stores of all ranks.", show_default=False),
     ],
     to: Annotated[
         Path, typer.Option("--to", metavar="DIR", help="The new store.", show_default=False)
@@ -209,7 +209,7 @@ def prune(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Drop rows, those used longest ago first, until SIZE is enough for the rest.
+    """Drop rows until the rest fits, those used longest ago first.
 
     A remote store drops the oldest. It may be in use; writers with limits learn from this what it
     holds, so let it run every few minutes.

@@ -18,7 +18,7 @@ LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed")
 GAP = 3
 
 Directories = Annotated[
-    list[Path], typer.Argument(metavar="DIR…", help="Stores.", show_default=False)
+    list[Path], typer.Argument(metavar="DIR", help="Stores.", show_default=False)
 ]
 Every = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look again.")]
 Once = Annotated[bool, typer.Option("--once", help="One look, after one interval, and end.")]
@@ -108,7 +108,7 @@ def _width() -> int:
 
 def _shown(lines: list[dict[str, Any]], width: int) -> str:
     if not lines:
-        return "no living process has told anything yet"
+        return "no running process has published its tiers here yet"
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "store": lambda line: Path(line["store"]).name,
         "pid": lambda line: str(line["pid"]),

@@ -13,6 +13,7 @@ messages    what parent and children say to each other: JSON lines over pipes
 worker      the main program of a child
 roles       what a child does with its model: prefill and offer, pull and go on, or judge
 parallel    one model over several processes
+packaged    weights inside installed packages: which there are, and whether they are here
 weights     models by name: packaged weights, checkpoints, random ones
 
 Rows go over NIXL. A child ends when its standard input does, so none outlives the parent.

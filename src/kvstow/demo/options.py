@@ -25,9 +25,6 @@ Sunday: calm sea, slow swell from the west. Inspection by the district engineer,
 lamp in order, the log in order, and the cat asleep in the chart drawer, which is not in order.
 """
 
-PACKAGED_NAMES = ("smollm2", "gemma3-270m")
-"""Models whose weights come as packages; `demo.weights` says from where."""
-
 RANDOM_FAMILIES = (
     "llama",
     "qwen2",

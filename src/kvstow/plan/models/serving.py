@@ -7,7 +7,6 @@ ScaledLatent   MLA: an fp8 latent, a float32 scale per 128 of it, a bfloat16 rop
 """
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from kvstow.errors import ModelError, SpecError
 from kvstow.plan.models.config import Config
@@ -73,8 +72,7 @@ def precision(name: str) -> Precision:
     dtype = element(name)
     if dtype is None:
         known = [*("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"), *_SCALED]
-        close = get_close_matches(name.lower(), known, n=3) or known
-        raise ModelError(f"unknown cache dtype {name!r}\n\nhint: one of {', '.join(close)}")
+        raise ModelError(f"unknown cache dtype {name!r}\n\nhint: one of {', '.join(known)}")
     return Plain(dtype)
 
 

@@ -1,5 +1,6 @@
 """The producer of a measurement: a process that only serves."""
 
+import logging
 import subprocess
 import sys
 import time
@@ -129,5 +130,6 @@ def producing(setting: Setting) -> Generator[Producer]:
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     rows, layers, piece = (int(number) for number in sys.argv[1:4])
     serve(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))

@@ -85,7 +85,11 @@ def served_model(url: str) -> str:
         response = _asked(connection, url, "/v1/models", None)
         return str(json.loads(response.read())["data"][0]["id"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-        raise TransferError(f"{url}: no list of models: {error}", kind="peer") from error
+        raise TransferError(
+            f"{url}: no list of models: {error}\n\n"
+            "hint: is a server with the OpenAI API there? Its address is given without /v1",
+            kind="peer",
+        ) from error
     finally:
         connection.close()
 

@@ -224,13 +224,18 @@ class Times:
             self._threaded.close()
 
 
-def measured(setting: Setting, direction: Way | None = None) -> dict[str, Any]:
-    """The figures, as a document."""
+def measured(
+    setting: Setting,
+    direction: Way | None = None,
+    progress: Callable[[int], None] = lambda round: None,
+) -> dict[str, Any]:
+    """The figures, as a document; `progress` hears of each round that begins, from 0."""
     contact_ms, connect_ms = contact_times(replace(MILLION, device=setting.device))
     with producing(setting) as producer:
         run = TransferRun(setting, producer, direction)
         times = Times(run)
-        for _ in range(1 + setting.repeats):
+        for i in range(1 + setting.repeats):
+            progress(i)
             times.repeat()
         times.close()
         run.close()
