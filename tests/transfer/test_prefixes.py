@@ -237,7 +237,7 @@ def test_an_agent_that_does_not_know_the_question_gives_no_answer_and_still_serv
     producer.agent.server.on_question = lambda peer, asked: None  # as an older version
     with pytest.raises(TransferError, match=r"hint: .*version"):
         asked(consumer, producer, keys_of(PROMPT), seconds=0.5)
-    producer.agent.server.on_question = producer.agent._question  # pyright: ignore[reportPrivateUsage]
+    producer.agent.server.on_question = producer.agent.prefixes.hear
     producer.holds(PROMPT)
     assert asked(consumer, producer, keys_of(PROMPT)) is not None
 

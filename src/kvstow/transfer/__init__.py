@@ -1,6 +1,7 @@
 """Rows between processes and machines, and never silently wrong.
 
 agent        offer, pull, keep, drop, settle: all that a user calls
+offers       all tickets of an agent, and the leases behind them
 pulls        all pulls of an agent, and what is owed for them
 pull         a pull from top to bottom: meet, plan, move, fence, digests, accept
 serve        the producer's half, likewise

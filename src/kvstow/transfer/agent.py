@@ -5,20 +5,16 @@ with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
     stats = agent.pull(ticket, into=ledger.blocks(mine)).wait()  on the consumer
 """
 
-import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from functools import partial
 from random import Random, SystemRandom
 from typing import Self
 
 from kvstow.blocks.ledger import Ledger
-from kvstow.errors import BlockError, KvstowError, TransferError
+from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
@@ -27,33 +23,31 @@ from kvstow.route.ways import Way
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
-from kvstow.transfer.channel.messages import AnyMessage, AskPrefix, End, TellPrefix
+from kvstow.transfer.channel.messages import AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
-from kvstow.transfer.generations import Owner
-from kvstow.transfer.lease import EndReason, Lease
+from kvstow.transfer.generations import Owner, OwnerQueue
+from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Story
+from kvstow.transfer.offers import Offers
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
 from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
-from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
 from kvstow.transfer.prefixes import (
     BlockSource,
     PrefixAnswers,
     PrefixQuestion,
     RegisteredBlocks,
-    asked,
+    begin_asking,
 )
-from kvstow.transfer.pull import Order, Transfer
-from kvstow.transfer.pulls import Pulls
+from kvstow.transfer.pull import Order
+from kvstow.transfer.pulls import Pulls, Transfer
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.serve import Server
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
-
-log = logging.getLogger(__name__)
 
 CLOSING_TURNS = 200
 """So many milliseconds a closing agent waits for producers to say that they write no more."""
@@ -113,15 +107,23 @@ class Agent:
         self.server = Server(
             self.endpoint, self.channel, self.loop, self.quarantine, lambda: status_document(self)
         )
-        self._registered = RegisteredBlocks(self.endpoint)
-        self.prefixes = PrefixAnswers(self.endpoint, self._registered)
-        self._settles_itself = False
-        self._key = keys.public if keys else ""
-        self._owed: deque[Callable[[], None]] = deque()
-        self.pulls = Pulls(
-            self.endpoint, self.loop, self.peers, self.quarantine, owe=self._owed.append
+        self._owner = OwnerQueue(owner)
+        self.offers = Offers(
+            self.endpoint,
+            self.loop,
+            self.server,
+            self._owner,
+            address=self.address,
+            key=keys.public if keys else "",
         )
-        self._owners_thread = threading.get_ident()
+        self._registered = RegisteredBlocks(self.endpoint)
+        self.prefixes = PrefixAnswers(
+            self.endpoint, self.loop, self._registered, self.offers, self._owner
+        )
+        self._settles_itself = False
+        self.pulls = Pulls(
+            self.endpoint, self.loop, self.peers, self.quarantine, owe=self._owner.owe
+        )
         self.loop.start("quarantine", self.quarantine.upkeep())
         self.loop.start("server", self.server.upkeep())
 
@@ -172,34 +174,9 @@ class Agent:
         thread of the blocks' owner.
         """
         self.settle()
-        return self._offered(blocks, num_tokens, readers, lease_seconds, on_end)
-
-    def _offered(
-        self,
-        blocks: Mapping[int, Blocks],
-        num_tokens: int,
-        readers: int | None,
-        lease_seconds: float | None,
-        on_end: Callable[[EndReason], None] | None,
-    ) -> Ticket:
-        endpoint = self.endpoint
-        check_blocks(endpoint.layout, blocks, whose=self.name)
-        self._share(blocks)  # from here on their generations stay
-        ticket = Ticket(
-            agent=self.name,
-            start=endpoint.start,
-            address=self.address,
-            key=self._key,
-            lease=endpoint.random.getrandbits(63),
-            lease_seconds=lease_seconds or self.options.lease_seconds,
-            fingerprint=endpoint.fingerprint,
-            num_tokens=num_tokens,
-            blocks=dict(blocks),
-            generations=endpoint.generations(blocks),
-            identity=endpoint.identity.digest,
+        return self.offers.offer(
+            blocks, num_tokens, readers=readers, lease_seconds=lease_seconds, on_end=on_end
         )
-        self._grant(ticket, readers, on_end)
-        return ticket
 
     def adopt(
         self,
@@ -213,49 +190,11 @@ class Agent:
         Its blocks must have the generations that it states: see `Owner`.
         """
         self.settle()
-        endpoint = self.endpoint
-        mine = (self.name, endpoint.start, endpoint.fingerprint)
-        if (ticket.agent, ticket.start, ticket.fingerprint) != mine:
-            raise TransferError(
-                f"ticket is of agent {ticket.agent!r}, start {ticket.start!r}, layout "
-                f"{ticket.fingerprint[:16]}, not of {mine[0]!r}, {mine[1]!r}, {mine[2][:16]}",
-                kind="ticket",
-            )
-        check_blocks(endpoint.layout, ticket.blocks, whose=self.name)
-        self._share(ticket.blocks)
-        self._grant(ticket, readers, on_end)
-
-    def _grant(
-        self, ticket: Ticket, readers: int | None, on_end: Callable[[EndReason], None] | None
-    ) -> None:
-        """Let the lease of a ticket run whose blocks are shared already."""
-
-        def ended(reason: EndReason) -> None:
-            self.server.lease_ended(ticket, reason)
-            self._owed.append(lambda: self._release(ticket.blocks))
-            if on_end is not None:
-                self._owed.append(partial(self._tell_end, on_end, reason))
-
-        lease = Lease(
-            id=ticket.lease,
-            digest=ticket.digest,
-            seconds=ticket.lease_seconds,
-            readers=readers,
-            deadline=self.endpoint.clock() + ticket.lease_seconds,
-            on_end=ended,
-        )
-        self._submit(ticket.blocks, lambda: self.server.grant(lease, ticket))
-
-    def _tell_end(self, on_end: Callable[[EndReason], None], reason: EndReason) -> None:
-        """Call back; what goes wrong there ends no call of others."""
-        try:
-            on_end(reason)
-        except Exception:
-            log.exception("agent %s: on_end of a lease", self.name)
+        self.offers.adopt(ticket, readers=readers, on_end=on_end)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take a ticket back: its readers fail, its blocks are given back."""
-        self.loop.submit(lambda: self.server.leases.end(ticket.lease, "withdrawn"))
+        self.offers.withdraw(ticket)
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
@@ -267,7 +206,7 @@ class Agent:
         """
         check_blocks(self.endpoint.layout, blocks, whose=self.name)
         self._registered.register(blocks, keys)
-        self.server.on_question = self._question
+        self.server.on_question = self.prefixes.hear
 
     def lend(self, source: BlockSource) -> None:
         """Let peers ask for whatever a source holds, instead of registered blocks.
@@ -277,28 +216,7 @@ class Agent:
         """
         self.prefixes.source = source
         self._settles_itself = True
-        self.server.on_question = self._question
-
-    def _question(self, peer: Incoming, asked: AskPrefix) -> None:
-        """Somebody asks; the owner's thread answers when it next settles."""
-        if self.prefixes.has_room():
-            self._owed.append(partial(self._answer, peer, asked))
-        else:
-            peer.send(TellPrefix(asked.question, b""))
-
-    def _answer(self, peer: Incoming, asked: AskPrefix) -> None:
-        ticket = self.prefixes.answer(asked, self._offered_prefix)
-        told = TellPrefix(asked.question, ticket.to_bytes() if ticket else b"")
-        with suppress(TransferError):  # closed meanwhile: the lease has ended with the agent
-            self.loop.submit(lambda: peer.send(told))
-
-    def _offered_prefix(
-        self,
-        blocks: Mapping[int, Blocks],
-        num_tokens: int,
-        on_end: Callable[[EndReason], None],
-    ) -> Ticket:
-        return self._offered(blocks, num_tokens, None, None, on_end)
+        self.server.on_question = self.prefixes.hear
 
     def ask(
         self,
@@ -332,25 +250,7 @@ class Agent:
         """As `ask`, from any thread and without waiting: what `ask` returns or raises, later."""
         peer = self.peers.at(address, key)
         question = PrefixQuestion.of(self.endpoint, keys, step)
-        limit = seconds or self.options.contact_seconds
-        answer: Future[Ticket | None] = Future()
-
-        def begin() -> None:
-            task = self.loop.start(f"ask {address}", asked(peer, question))
-            task.deadline = self.endpoint.clock() + limit
-            task.late = lambda: TransferError(
-                f"agent at {address} did not answer within {limit} s\n\n"
-                "hint: its owner settles too seldom, or it is of a version that knows no prefixes",
-                kind="timeout",
-                peer=address,
-            )
-            task.on_end = lambda: (
-                answer.set_exception(task.error) if task.error else answer.set_result(task.result)
-            )
-            question.wake = task.wake
-
-        self.loop.submit(begin)
-        return answer
+        return begin_asking(self.loop, peer, question, seconds or self.options.contact_seconds)
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
@@ -399,7 +299,7 @@ class Agent:
         if not seconds > 0:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
         check_blocks(self.endpoint.layout, into, whose=self.name)
-        self._share(into)
+        self._owner.share(into)
         order = Order(
             into=dict(into),
             generations=self.endpoint.generations(into),
@@ -409,8 +309,12 @@ class Agent:
             digest=digest or self.options.digest,
         )
         now = self.endpoint.clock()
-        transfer = Transfer(order, now, self._settle_if_ours, self.pulls.abort, on_quiet)
-        self._submit(into, lambda: self.pulls.begin(transfer, listed, now + seconds))
+        transfer = Transfer(order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet)
+        try:
+            self.loop.submit(lambda: self.pulls.begin(transfer, listed, now + seconds))
+        except TransferError:
+            self._owner.release(into)
+            raise
         for g, blocks in into.items():
             self.endpoint.owner.distrust(g, blocks.ids)
         return transfer
@@ -446,41 +350,7 @@ class Agent:
         `offer`, `adopt` and `pull` do this first. Call it now and then where nothing else is
         called, so that blocks come free.
         """
-        while self._owed:
-            owed = self._owed.popleft()
-            try:
-                owed()
-            except BlockError:  # not the owner's thread: it stays owed
-                self._owed.appendleft(owed)
-                raise
-        self._owners_thread = threading.get_ident()
-
-    def _settle_if_ours(self) -> None:
-        if threading.get_ident() == self._owners_thread:
-            self.settle()
-
-    def _share(self, blocks: Mapping[int, Blocks]) -> None:
-        """All blocks, or none and the owner's error."""
-        shared: list[int] = []
-        try:
-            for g, listed in blocks.items():
-                self.endpoint.owner.share(g, listed.ids)
-                shared.append(g)
-        except KvstowError:
-            self._release({g: blocks[g] for g in shared})
-            raise
-
-    def _submit(self, blocks: Mapping[int, Blocks], command: Callable[[], None]) -> None:
-        """Have something done with blocks that are shared already, or give them back."""
-        try:
-            self.loop.submit(command)
-        except TransferError:
-            self._release(blocks)
-            raise
-
-    def _release(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, listed in blocks.items():
-            self.endpoint.owner.release(g, listed.ids)
+        self._owner.settle()
 
     # ── the loop ──────────────────────────────────────────────────────────────────
 

@@ -4,12 +4,14 @@ The counters lie in memory that peers can read. A consumer that finds a counter 
 after its last byte has arrived knows that nobody had begun to reuse the block (a seqlock).
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from kvstow.errors import BlockError
+from kvstow.errors import BlockError, KvstowError
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
@@ -49,6 +51,54 @@ class Owner(Protocol):
     def unquarantine(self, group: int, ids: Ints) -> None:
         """Nobody writes to them any more."""
         ...
+
+
+class OwnerQueue:
+    """Calls to an owner that wait for its thread.
+
+    `owe` is for any thread, everything else for the owner's.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._owed: deque[Callable[[], None]] = deque()
+        self._thread = threading.get_ident()
+
+    def owe(self, call: Callable[[], None]) -> None:
+        """Have something done when the owner's thread next settles."""
+        self._owed.append(call)
+
+    def settle(self) -> None:
+        """Do what is owed. The calling thread is the owner's from now on."""
+        while self._owed:
+            owed = self._owed.popleft()
+            try:
+                owed()
+            except BlockError:  # not the owner's thread: it stays owed
+                self._owed.appendleft(owed)
+                raise
+        self._thread = threading.get_ident()
+
+    def settle_if_ours(self) -> None:
+        """Do what is owed, if the calling thread is the one that settled last."""
+        if threading.get_ident() == self._thread:
+            self.settle()
+
+    def share(self, blocks: Mapping[int, Blocks]) -> None:
+        """All blocks, or none and the owner's error."""
+        shared: list[int] = []
+        try:
+            for g, listed in blocks.items():
+                self._owner.share(g, listed.ids)
+                shared.append(g)
+        except KvstowError:
+            self.release({g: blocks[g] for g in shared})
+            raise
+
+    def release(self, blocks: Mapping[int, Blocks]) -> None:
+        """Undo one `share`."""
+        for g, listed in blocks.items():
+            self._owner.release(g, listed.ids)
 
 
 class Generations:

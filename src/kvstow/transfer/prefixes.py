@@ -12,8 +12,10 @@ any ticket does.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from math import lcm
 from threading import Lock
@@ -26,9 +28,12 @@ from kvstow.plan.retention import Encoder, State, can_hit, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.messages import MAX_ASKED_KEYS, AskPrefix, TellPrefix
+from kvstow.transfer.generations import OwnerQueue
 from kvstow.transfer.lease import EndReason
-from kvstow.transfer.loop import Mailbox, Story
+from kvstow.transfer.loop import Loop, Mailbox, Story
+from kvstow.transfer.offers import Offers, OnEnd
 from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing
 from kvstow.transfer.ticket import Ticket
 
@@ -39,7 +44,13 @@ MOST_BLOCKS = 1 << 20
 MOST_LEASES = 256
 """Tickets that were given to askers and still run, and questions that wait: more are misses."""
 
-Offer = Callable[[Mapping[int, Blocks], int, Callable[[EndReason], None]], Ticket]
+
+class Offer(Protocol):
+    """Makes a ticket for blocks."""
+
+    def __call__(
+        self, blocks: Mapping[int, Blocks], num_tokens: int, *, on_end: OnEnd | None
+    ) -> Ticket: ...
 
 
 # ── the producer ──────────────────────────────────────────────────────────────────────
@@ -109,13 +120,36 @@ class RegisteredBlocks:
 class PrefixAnswers:
     """Answers questions from a source, in the thread of the blocks' owner, but for `has_room`."""
 
-    def __init__(self, endpoint: Endpoint, source: BlockSource) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        loop: Loop,
+        source: BlockSource,
+        offers: Offers,
+        owner: OwnerQueue,
+    ) -> None:
         self.source = source
         self._endpoint = endpoint
+        self._loop = loop
+        self._offers = offers
+        self._owner = owner
         self._open = 0
         self._lock = Lock()
         self.answers: Counter[str] = Counter()
         """Answers by kind: ticket, miss, identity, states, busy."""
+
+    def hear(self, peer: Incoming, asked: AskPrefix) -> None:
+        """Somebody asks; the owner's thread answers when it next settles."""
+        if self.has_room():
+            self._owner.owe(partial(self._tell, peer, asked))
+        else:
+            peer.send(TellPrefix(asked.question, b""))
+
+    def _tell(self, peer: Incoming, asked: AskPrefix) -> None:
+        ticket = self.answer(asked, self._offers.offer)
+        told = TellPrefix(asked.question, ticket.to_bytes() if ticket else b"")
+        with suppress(TransferError):  # closed meanwhile: the lease has ended with the agent
+            self._loop.submit(lambda: peer.send(told))
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""
@@ -141,7 +175,7 @@ class PrefixAnswers:
             try:
                 with self.source.still():
                     num_tokens, blocks = self.longest(_split(asked.keys), asked.step)
-                    ticket = offer(blocks, num_tokens, over) if num_tokens else None
+                    ticket = offer(blocks, num_tokens, on_end=over) if num_tokens else None
             except KvstowError as error:
                 self._endpoint.note("prefix-not-offered", {"why": str(error)})
             self.answers["miss" if ticket is None else "ticket"] += 1
@@ -216,6 +250,31 @@ class PrefixQuestion:
         number = endpoint.random.getrandbits(62)
         message = AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
         return PrefixQuestion(message, len(keys) * step)
+
+
+def begin_asking(
+    loop: Loop, peer: Outgoing, question: PrefixQuestion, seconds: float
+) -> "Future[Ticket | None]":
+    """Start the story of a question, from any thread; what it returns or raises, later."""
+    answer: Future[Ticket | None] = Future()
+    address = peer.address
+
+    def begin() -> None:
+        task = loop.start(f"ask {address}", asked(peer, question))
+        task.deadline = loop.clock() + seconds
+        task.late = lambda: TransferError(
+            f"agent at {address} did not answer within {seconds} s\n\n"
+            "hint: its owner settles too seldom, or it is of a version that knows no prefixes",
+            kind="timeout",
+            peer=address,
+        )
+        task.on_end = lambda: (
+            answer.set_exception(task.error) if task.error else answer.set_result(task.result)
+        )
+        question.wake = task.wake
+
+    loop.submit(begin)
+    return answer
 
 
 def asked(peer: Outgoing, question: PrefixQuestion) -> Story[Ticket | None]:

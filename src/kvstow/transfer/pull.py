@@ -6,7 +6,6 @@ The rows then stay in quarantine until nothing can write to them any more.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -379,82 +378,3 @@ def naming_rows(
 def _few(ids: Sequence[int]) -> str:
     shown = ", ".join(str(i) for i in ids[:8])
     return f"{shown}, … ({len(ids)})" if len(ids) > 8 else shown
-
-
-# ── for the caller ────────────────────────────────────────────────────────────────────
-
-
-class Transfer:
-    """A pull on its way. `poll` and `wait` may be called from any thread.
-
-    The rows belong to the transfer until it is `quiet`, which may be later than its end if it
-    failed: the agent keeps them from being reused until then. Rows are given back by
-    `agent.settle`, which `poll` and `wait` call only in the thread of the blocks' owner.
-    """
-
-    def __init__(
-        self,
-        order: Order,
-        started: float,
-        settle: Callable[[], None],
-        abort: "Callable[[Transfer], None]",
-        on_quiet: Callable[[], None],
-    ) -> None:
-        self.order = order
-        self.started = started
-        self.error: TransferError | None = None
-        self.stats: Stats | None = None
-        self._settle = settle
-        self._abort = abort
-        self._on_quiet = on_quiet
-        self._ended = threading.Event()
-        self._quiet = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has been accepted, or has failed."""
-        return self._ended.is_set()
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing writes to the rows any more."""
-        return self._quiet.is_set()
-
-    def poll(self) -> bool:
-        """Whether the rows may be used; raises TransferError if they never may."""
-        if not self.done:
-            return False
-        self._settle()
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def wait(self, seconds: float | None = None) -> Stats:
-        """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
-        if not self._ended.wait(seconds):
-            raise TimeoutError(f"transfer has not ended within {seconds} s")
-        self.poll()
-        assert self.stats is not None
-        return self.stats
-
-    def wait_quiet(self, seconds: float | None = None) -> bool:
-        """Whether nothing writes to the rows any more; waits for it at most so long."""
-        is_quiet = self._quiet.wait(seconds)
-        self._settle()
-        return is_quiet
-
-    def abort(self) -> None:
-        """Give up; ends as a TransferError of kind `aborted` unless it has ended already."""
-        self._abort(self)
-
-    # ── for the agent ─────────────────────────────────────────────────────────────
-
-    def end(self, stats: Stats | None, error: TransferError | None) -> None:
-        """It was accepted, or has failed."""
-        self.stats, self.error = stats, error
-        self._ended.set()
-
-    def rest(self) -> None:
-        """Nothing writes to the rows any more."""
-        self._quiet.set()
-        self._on_quiet()

@@ -286,7 +286,7 @@ def test_a_hung_peer_costs_one_request_the_budget_and_the_next_ones_nothing(flee
     for k in range(3):
         assert asked(asker, f"later {k}") == 0
     assert len(heard) == 1
-    lender.hands._lender.agent.server.on_question = lender.hands._lender.agent._question
+    lender.hands._lender.agent.server.on_question = lender.hands._lender.agent.prefixes.hear
     known.rest_until = 0.0
     assert asked(asker, "d") == 16, "it is asked again later"
     assert known.pause == 1.0

@@ -36,7 +36,7 @@ from kvstow.plan.manifest import fingerprint
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.lease import UNKNOWN, EndReason
-from kvstow.transfer.pull import Transfer
+from kvstow.transfer.pulls import Transfer
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 

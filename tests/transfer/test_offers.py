@@ -1,0 +1,95 @@
+"""Offers: a ticket keeps its blocks, whoever wrote it, or leaves them as they were."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvstow.blocks.pool import Pool
+from kvstow.errors import BlockError, TransferError
+from kvstow.memory.arena import Arena
+from kvstow.route.blocks import Blocks
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.generations import OwnerQueue
+from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from transfer_node import IDENTITY, hybrid_layout
+from waiting import wait_for
+
+LAYOUT = hybrid_layout()
+TOKENS = 8
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    transport = LocalTransport(Fabric())
+    with Agent(Arena(LAYOUT), Pool(LAYOUT), transport=transport, identity=IDENTITY) as made:
+        yield made
+
+
+@pytest.fixture
+def pool(agent: Agent) -> Pool:
+    assert isinstance(agent.endpoint.owner, Pool)
+    return agent.endpoint.owner
+
+
+def written(agent: Agent, blocks: dict[int, Blocks], lease: int) -> Ticket:
+    """A ticket that somebody else writes in an agent's name."""
+    endpoint = agent.endpoint
+    return Ticket(
+        agent=agent.name,
+        start=endpoint.start,
+        address=agent.address,
+        key="",
+        lease=lease,
+        lease_seconds=30.0,
+        fingerprint=endpoint.fingerprint,
+        num_tokens=TOKENS,
+        blocks=blocks,
+        generations=endpoint.generations(blocks),
+        identity=endpoint.identity.digest,
+    )
+
+
+def test_a_ticket_that_was_written_elsewhere_keeps_its_blocks_until_its_lease_ends(agent, pool):
+    ids = pool.hold(0, 2)
+    ticket = written(agent, {0: Blocks.first(ids)}, lease=7)
+    ended: list[str] = []
+    agent.adopt(ticket, on_end=ended.append)
+    pool.release(0, ids)
+    assert pool.num_held(0) == 2
+    agent.withdraw(ticket)
+    wait_for(lambda: agent.settle() or ended)
+    assert ended == ["withdrawn"]
+    assert pool.num_held(0) == 0
+
+
+@pytest.mark.parametrize("field", ["agent", "start", "fingerprint"])
+def test_a_ticket_of_another_agent_start_or_layout_is_not_adopted(agent, pool, field):
+    ids = pool.hold(0, 2)
+    ticket = replace(written(agent, {0: Blocks.first(ids)}, lease=7), **{field: "another"})
+    with pytest.raises(TransferError, match="not of") as caught:
+        agent.adopt(ticket)
+    assert caught.value.kind == "ticket"
+    pool.release(0, ids)
+    assert pool.num_held(0) == 0
+
+
+def test_an_offer_of_a_closed_agent_keeps_nothing(agent, pool):
+    ids = pool.hold(0, 2)
+    agent.close()
+    with pytest.raises(TransferError):
+        agent.offer_blocks({0: Blocks.first(ids)}, TOKENS)
+    pool.release(0, ids)
+    assert pool.num_held(0) == 0
+
+
+def test_all_blocks_are_shared_or_none():
+    pool = Pool(LAYOUT)
+    held = pool.hold(0, 2)
+    nobodys = pool.hold(1, 1)
+    pool.release(1, nobodys)
+    with pytest.raises(BlockError):
+        OwnerQueue(pool).share({0: Blocks.first(held), 1: Blocks.first(nobodys)})
+    pool.release(0, held)
+    assert pool.num_held(0) == pool.num_held(1) == 0
