@@ -192,7 +192,9 @@ def test_the_address_on_the_page_is_that_of_the_view(opened, pages, level, which
     with opened(f"file://{pages}/plan.html", width=1600) as page:
         page.locator(f'[data-level="{level}"] .seg').nth(which).click()
         text = page.locator(".address").inner_text().replace(",", "")
-    numbers = re.search(r"block (\d+) .*head (\d+) .*state (\d+) × \d+ \+ (\w+) \d+ = (\d+)", text)
+    numbers = re.search(
+        r"block (\d+) .*head (\d+) .*(?:state|token) (\d+) × \d+ \+ (\w+) \d+ = (\d+)", text
+    )
     block, head, token = (int(n) for n in numbers.group(1, 2, 3))
     layer = layout.groups[0].group.layers[2 if level == "row" else 0]
     view = layout.field(layer.name, numbers[4])

@@ -222,6 +222,8 @@ class Simulation:
 
     def text(self, replays: Replays) -> list[str]:
         head = f"{self.held.model.name}, {counted(len(self.trace), 'request')} of {self.trace_name}"
+        if all(request.arrival == self.trace[0].arrival for request in self.trace):
+            head += ", all at once"
         reports = {name: report for name, (report, _) in replays.items()}
         return [head, _table(reports), _step_words(self.pace)]
 

@@ -12,6 +12,9 @@ function shortName(name) {
   return number === undefined ? parts.at(-1).slice(0, 8) : `L${number}`;
 }
 
+/** What a cell is of: a token where each has one, else a state that stands for several. */
+const cellWord = (kind) => (kind.block_tokens === kind.states ? "token" : "state");
+
 class Drawn {
   constructor(layout, atlas, colours) {
     Object.assign(this, { layout, atlas, colours });
@@ -113,7 +116,8 @@ class Drawn {
   addressInWords(look) {
     const place = this.strides(look.group, look.layer);
     const [head, token] = this.cellAt(look, look.cell);
-    const field = this.kind(look.group, look.layer).fields[look.field];
-    return `${count(place.offset)} + block ${count(this.block(look))} × ${count(place.block)} + head ${count(head)} × ${count(place.head)} + state ${count(token)} × ${count(place.token)} + ${field.name} ${count(field.offset)} = ${count(this.address(look))}`;
+    const kind = this.kind(look.group, look.layer);
+    const field = kind.fields[look.field];
+    return `${count(place.offset)} + block ${count(this.block(look))} × ${count(place.block)} + head ${count(head)} × ${count(place.head)} + ${cellWord(kind)} ${count(token)} × ${count(place.token)} + ${field.name} ${count(field.offset)} = ${count(this.address(look))}`;
   }
 }

@@ -236,7 +236,7 @@ function showGroups(drawn) {
     ),
     el("li", {}, el("span", { class: "swatch padding" }), "padding"),
     ...(drawn.hasSlabs
-      ? [el("li", {}, el("span", { class: "swatch null" }), "slab 0, nobody's")]
+      ? [el("li", {}, el("span", { class: "swatch null" }), "slab 0, the null slab: nobody's")]
       : []),
   );
   parts.groups.replaceChildren(
@@ -346,7 +346,7 @@ function show() {
     button.setAttribute("aria-pressed", button.textContent === state.packing),
   );
   packingControl.querySelector("output").textContent = PACKING_WORDS[state.packing];
-  parts.words.textContent = `${state.order}: ${ORDER_WORDS[state.order]}. Axes, outermost first: Layer, Block, Head, tokeN, Content.`;
+  parts.words.textContent = `${state.order}: ${ORDER_WORDS[state.order]}. Letters, outermost axis first: L layer, B block, H head, N token, C content.`;
   parts.command.textContent = command();
   const stages = state.pp > 1 ? ` of ${state.pp} stages` : "";
   parts.subtitle.textContent = `KV cache layout: ${state.kv_dtype}, rank ${atlas.rank}${stages}`;
@@ -409,7 +409,7 @@ mount(
     el(
       "p",
       { class: "soft" },
-      "offset + block × block stride + head × head stride + state × token stride + field, in bytes from the start of the arena",
+      "offset + block × block stride + head × head stride + token × token stride + field, in bytes from the start of the arena",
     ),
     parts.address,
   ),

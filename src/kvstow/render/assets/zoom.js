@@ -95,7 +95,7 @@ class Rows extends Drawn {
         ["fields", kind.fields.map((field) => field.name).join(", ")],
         [
           "cells",
-          `${counted(piece.heads, "head")} × ${counted(kind.states, "state")} of ${bytes(kind.cell_bytes)}`,
+          `${counted(piece.heads, "head")} × ${counted(kind.states, cellWord(kind))} of ${bytes(kind.cell_bytes)}`,
         ],
         ["keeps", kind.keeps],
       ],
@@ -323,18 +323,18 @@ class Zoom extends Regions {
         names:
           many === 1
             ? [
-                `head ${head} state ${token}`,
+                `head ${head} ${cellWord(kind)} ${token}`,
                 `h${head} n${token}`,
                 kind.heads === 1 ? String(token) : `${head},${token}`,
               ]
             : [],
-        title: `${many === 1 ? "Cell" : `${count(many)} cells from`} head ${count(head)}, state ${count(token)}`,
+        title: `${many === 1 ? "Cell" : `${count(many)} cells from`} head ${count(head)}, ${cellWord(kind)} ${count(token)}`,
         facts: [
           ["offset", bytes(this.address({ ...look, cell: first }))],
           ["bytes", bytes(many * kind.cell_bytes)],
           ["head", `${count(firstHead + head)} of ${count(kind.heads_in_all)} in the whole model`],
           [
-            "state",
+            cellWord(kind),
             kind.block_tokens === kind.states
               ? `token ${count(token)} of the block`
               : `stands for ${count(kind.block_tokens / kind.states)} tokens`,
@@ -358,7 +358,7 @@ class Zoom extends Regions {
       title: "Page",
       nbytes: piece.nbytes,
       lanes: [{ segments }],
-      detail: `${name}${piece.heads < kind.heads ? `, head ${piece.head}` : ""}: ${counted(piece.heads, "head")} × ${counted(kind.states, "state")}, ${bytes(piece.nbytes)}`,
+      detail: `${name}${piece.heads < kind.heads ? `, head ${piece.head}` : ""}: ${counted(piece.heads, "head")} × ${counted(kind.states, cellWord(kind))}, ${bytes(piece.nbytes)}`,
     };
   }
 
@@ -395,7 +395,7 @@ class Zoom extends Regions {
       id: "cell",
       title:
         this.numCells(look) > 1
-          ? `Cell: head ${count(head)}, state ${count(token)}`
+          ? `Cell: head ${count(head)}, ${cellWord(kind)} ${count(token)}`
           : "Page: one cell",
       nbytes: kind.cell_bytes,
       detail: `${bytes(kind.cell_bytes)}: ${counted(kind.fields.length, "field")}`,
