@@ -12,10 +12,11 @@ with prices out of a table.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Literal, NamedTuple
 
-from kvstow.route.price import LINKS, LinkSpeed, price
+from kvstow.route.price import LINKS, LinkSpeed, Price, price
 from kvstow.route.route import Route
 
 Way = Literal["read", "rows", "write", "staged"]
@@ -120,8 +121,7 @@ class WayCounts:
 def counted(route: Route, num_tokens: int) -> WayCounts:
     """What a route brings of a request of so many tokens."""
     pieces = stretches = nbytes = rows = row_bytes = longest = 0
-    for g, placed in enumerate(route.destination.groups):
-        cost = price(pair for pair in route.pairs if pair.groups[1] == g)
+    for placed, cost in zip(route.destination.groups, _block_prices(route), strict=True):
         blocks = placed.group.rows_needed(num_tokens)
         pieces += ceil(cost.copies * blocks)
         nbytes += ceil(cost.nbytes * blocks)
@@ -134,6 +134,15 @@ def counted(route: Route, num_tokens: int) -> WayCounts:
         num_stretches=stretches,
         rows=Amount(rows, row_bytes),
         num_slots=-(-nbytes // _filled(longest)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _block_prices(route: Route) -> tuple[Price, ...]:
+    """The price of one block of each destination group; kept, because agents ask for every pull."""
+    return tuple(
+        price(pair for pair in route.pairs if pair.groups[1] == g)
+        for g in range(len(route.destination.groups))
     )
 
 
