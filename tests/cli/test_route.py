@@ -98,10 +98,34 @@ def test_equal_rows_are_moved_as_they_are():
     assert found["rows"]["moves"] == found["direct"]["moves"]
 
 
-def test_a_memory_that_is_none_is_refused():
-    result = invoke("llama-3.1-8b", "llama-3.1-8b", "--rows-in", "paper")
+@pytest.mark.parametrize("memory", ["paper", "host:fast", "device:1", "paper:1:2"])
+def test_a_memory_that_is_none_is_refused(memory):
+    result = invoke("llama-3.1-8b", "llama-3.1-8b", "--rows-in", memory)
     assert result.exit_code == 2
-    assert "'paper' is no memory" in result.stderr
+    assert f"'{memory}' is no memory" in result.stderr
+    assert "hint: device, host" in result.stderr
+
+
+def test_memory_is_a_device_s_unless_it_is_said_to_be_the_host_s():
+    for memory, kind in (
+        ("20:0.4", "device"),
+        ("device:20:0.4", "device"),
+        ("host:20:0.4", "host"),
+    ):
+        found = document("llama-3.1-8b", "llama-3.1-8b", "--rows-in", memory)["ways"]
+        assert found["memory"]["kind"] == kind
+        assert (found["staged"]["seconds"] is None) == (kind == "host")
+        speed = found["memory"]["bytes_per_second"], found["memory"]["seconds_per_copy"]
+        assert speed == pytest.approx((20e9, 0.4e-6))
+
+
+def test_the_text_says_which_way_an_agent_takes_and_why():
+    blocks = ("llama-3.1-8b", "llama-3.1-8b@block_tokens=64")
+    text = " ".join(invoke(*blocks, "--link", "nvlink").stdout.split())
+    assert "gathered ← 128" in text
+    assert "with rows in device memory an agent takes gathered: writes are faster" in text
+    text = " ".join(invoke(*blocks, "--link", "shm", "--rows-in", "host").stdout.split())
+    assert "with rows in host memory an agent takes rows: " in text
 
 
 def test_manifests_are_read(tmp_path: Path):

@@ -38,8 +38,8 @@ MemoryName = Annotated[
     str,
     typer.Option(
         "--rows-in",
-        help="The memory that rows are in, and are cut in where they were moved whole: device or "
-        "host; with :GIGABYTES:MICROS, per second and per copy, at a price of your own.",
+        help="The memory that rows of both sides are in: device or host, or at a price of your own "
+        "host:GIGABYTES:MICROS, per second and per copy.",
     ),
 ]
 NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the request timed.")]

@@ -1,6 +1,7 @@
 """The ways of `kvstow route`: what each would take, and which one an agent takes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,7 +22,8 @@ def link_named(text: str) -> "LinkSpeed":
     from kvstow.route.price import LINKS
 
     known = {link.name: link for link in LINKS}
-    return known.get(text) or _speed(text, text, tuple(known), "link", "--link")
+    hint = f"one of {', '.join(known)}, or 12.5:5 for 12.5 GB/s and 5 µs per copy"
+    return known.get(text) or _speed(text, f"{text!r} is no link\n\nhint: {hint}", "--link")
 
 
 def prices_named(link: str, memory: str) -> "WayPrices":
@@ -34,30 +36,29 @@ def prices_named(link: str, memory: str) -> "WayPrices":
     name, _, price = memory.partition(":")
     if name not in known:
         name, price = "device", memory
-    speed = _speed(price, memory, tuple(known), "memory", "--rows-in") if price else known[name]
+    hint = "device, host, or host:12.5:5 for 12.5 GB/s and 5 µs per copy"
+    wrong = f"{memory!r} is no memory\n\nhint: {hint}"
+    speed = replace(_speed(price, wrong, "--rows-in"), name=memory) if price else known[name]
     return WayPrices.assumed(link_named(link), speed, on_device=name == "device")
 
 
-def _speed(price: str, text: str, names: tuple[str, ...], what: str, option: str) -> "LinkSpeed":
+def _speed(text: str, wrong: str, option: str) -> "LinkSpeed":
+    """`GIGABYTES:MICROS`; typer's error with the text `wrong` where it is not."""
     from kvstow.route.price import LinkSpeed
 
-    rate, _, cost = price.partition(":")
+    rate, _, cost = text.partition(":")
     try:
-        known = LinkSpeed(
+        speed = LinkSpeed(
             name=text, bytes_per_second=float(rate) * 1e9, seconds_per_copy=float(cost) * 1e-6
         )
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is no {what}\n\nhint: one of {', '.join(names)}, or 12.5:5 for 12.5 GB/s "
-            "and 5 µs per copy",
-            param_hint=f"'{option}'",
-        ) from None
-    if not (0 < known.bytes_per_second < float("inf") and 0 <= known.seconds_per_copy < 1):
+        raise typer.BadParameter(wrong, param_hint=f"'{option}'") from None
+    if not (0 < speed.bytes_per_second < float("inf") and 0 <= speed.seconds_per_copy < 1):
         raise typer.BadParameter(
             f"{text!r}: a rate above 0 and a cost of at least 0 are needed",
             param_hint=f"'{option}'",
         )
-    return known
+    return speed
 
 
 # ── what each way takes ───────────────────────────────────────────────────────────────
