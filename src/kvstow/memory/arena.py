@@ -149,6 +149,11 @@ class Arena:
         return self.device.type == "cpu" and torch.cuda.is_available() and self.bytes.is_pinned()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether its memory was let go of."""
+        return self._bytes is None
+
+    @property
     def huge_page_bytes(self) -> int:
         """Bytes of host memory that the system has put on huge pages by now."""
         return huge_page_bytes(self.bytes)

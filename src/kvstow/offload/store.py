@@ -8,6 +8,7 @@ same prefix and nothing else.
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import lcm
@@ -22,6 +23,7 @@ from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry, TierMetrics
+from kvstow.offload.arenas import ArenaRows
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
@@ -29,16 +31,12 @@ from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
-from kvstow.offload.mover.mover import Mover
 from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
-from kvstow.offload.staging import RowStage
 from kvstow.offload.tier import (
     Bools,
     Tier,
-    TierChain,
-    checked_keys,
     chosen,
     facts,
     known_identity,
@@ -55,9 +53,6 @@ log = logging.getLogger("kvstow.offload")
 
 FLUSH_SECONDS = 60.0
 
-"""What a store on disk remembers of prompts, for `kvstow why`: digests of their blocks, their
-tokens too, or nothing."""
-
 _NO_BLOCKS: Mapping[int, Blocks] = {}
 
 
@@ -71,8 +66,9 @@ class Store:
     all ranks and machines, whatever their layout. Stored prompts are noted for `kvstow why` in the
     directory `journal_path`, or on `disk`; without either, nothing is noted.
 
-    Threads must not use one store at once; several stores may share a directory, in one process
-    or in many.
+    Threads may use it at once, and take turns where it has no host memory; several stores may
+    share a directory, in one process or in many. A process that was forked after the store was
+    opened must open its own.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class Store:
             )
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
-        self._path = None if disk is None else Path(disk)
+        self._path = None if disk is None else _directory(disk)
         self._url = remote
         if remote is not None:
             parse(remote)
@@ -104,7 +100,7 @@ class Store:
         self._policy: PolicyName = policy
         self._files = files
         self.journal: Journal | None = None
-        noted = self._path if journal_path is None else Path(journal_path)
+        noted = self._path if journal_path is None else _directory(journal_path)
         if noted is not None and journal != "off":
             self.journal = Journal(noted, tokens=journal == "tokens")
         self._lock = RLock()
@@ -112,8 +108,9 @@ class Store:
         self.disk: DiskTier | None = None
         self.remote: RemoteTier | None = None
         self._identity: Identity | None = None
-        self._stages: dict[tuple[int, int], tuple[Arena, RowStage]] = {}
-        self._movers: dict[int, tuple[Arena, Mover]] = {}
+        self._rows: ArenaRows | None = None
+        self._is_closed = False
+        self._opener = os.getpid()
 
     @classmethod
     def open(
@@ -179,6 +176,7 @@ class Store:
             self.remote = None
             raise
         self.disk = disk
+        self._rows = ArenaRows(self.host, disk, self.remote)
         self._identity = rows.identity
 
     @property
@@ -196,15 +194,18 @@ class Store:
         """The tiers, the fastest first."""
         tiers: tuple[Tier | None, ...] = (self.host, self.disk, self.remote)
         present = tuple(tier for tier in tiers if tier is not None)
+        if self._is_closed:
+            raise StoreError("the store is closed")
         if not present:
             raise StoreError("the store has no layout yet\n\nhint: store.bind(arena.layout)")
         return present
 
     @property
-    def _below(self) -> TierChain | None:
-        """All tiers but host memory, as one; None where there are none."""
-        lower = [tier for tier in self.tiers if tier is not self.host]
-        return TierChain(lower) if lower else None
+    def _arena_rows(self) -> ArenaRows:
+        """What moves rows; StoreError before the store is bound, and when it is closed."""
+        _ = self.tiers
+        assert self._rows is not None
+        return self._rows
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
@@ -306,17 +307,26 @@ class Store:
         first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
         """
         self.bind(arena.layout, self._wanted_identity)
+        _check_listed(arena.layout, into)
         known = identity or self.identity
         self.expect(prompt, known)
         limit = most
         for _ in range(3):  # rows may go while they are looked for
             length = self._longest(arena.layout, known, prompt, limit, into)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("prompt of %d tokens: %s", len(prompt), self.why(prompt, known).text)
+            self._say_why(prompt, known)
             if not length or self._loaded(arena, known, prompt, length, into):
                 return length
             limit = length - 1
         return 0
+
+    def _say_why(self, prompt: Prompt, identity: Identity) -> None:
+        """Log where reuse ends, for those who want to know; a broken journal stops nobody."""
+        if log.isEnabledFor(logging.DEBUG):
+            try:
+                text = self.why(prompt, identity).text
+            except StoreError as error:
+                text = str(error)
+            log.debug("prompt of %d tokens: %s", len(prompt), text)
 
     def _longest(
         self,
@@ -327,7 +337,7 @@ class Store:
         into: Mapping[int, Blocks] | None,
     ) -> int:
         """The longest beginning that is kept, and for which blocks are listed."""
-        end = len(prompt) if most is None else min(most, len(prompt))
+        end = len(prompt) if most is None else max(0, min(most, len(prompt)))
         if end == len(prompt) and self._has_all(layout, identity, prompt, end, into):
             return end
         groups = tokenwise_groups(layout)
@@ -407,22 +417,7 @@ class Store:
         blocks stand in their sequences, for `kvstow store convert`. Nobody may write to them
         meanwhile. Raises StoreError, naming the blocks, when the medium fails.
         """
-        if self.host is not None:
-            return self._mover(arena).store(group, ids, keys).result()
-        blocks, stage = self._stage(arena, group, ids, keys)
-        kept = np.zeros(len(blocks), bool)
-        for lo in range(0, len(blocks), stage.num_rows):
-            part = slice(lo, min(lo + stage.num_rows, len(blocks)))
-            rows = stage.fetch(blocks[part])
-            try:
-                if self.remote is not None:
-                    kept[part] = self.remote.store(stage.tier_group, keys[part], rows)
-                if self.disk is not None:
-                    kept[part] |= self.disk.store(stage.tier_group, keys[part], rows, links[part])
-            except StoreError as error:
-                named = tuple((group, int(block)) for block in blocks[part])
-                raise StoreError(str(error), blocks=named) from error
-        return kept
+        return self._arena_rows.save(arena, group, ids, keys, links)
 
     def load_rows(
         self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike
@@ -431,59 +426,31 @@ class Store:
 
         The bytes of the other blocks are unspecified.
         """
-        if self.host is not None:
-            return self._mover(arena).load(group, keys, ids).result()
-        blocks, stage = self._stage(arena, group, ids, keys)
-        found = np.zeros(len(blocks), bool)
-        below = self._below
-        assert below is not None
-        for lo in range(0, len(blocks), stage.num_rows):
-            part = slice(lo, min(lo + stage.num_rows, len(blocks)))
-            rows = stage.room(blocks[part])
-            found[part] = below.load(stage.tier_group, keys[part], rows)
-            stage.deliver(blocks[part], found[part])
-        return found
-
-    def _mover(self, arena: Arena) -> Mover:
-        """The mover of an arena. The arena is kept with it, so its id stays its own."""
-        assert self.host is not None
-        for _, mover in self._movers.values():
-            mover.reap()
-        if id(arena) not in self._movers:
-            self._movers[id(arena)] = arena, Mover(arena, self.host, self._below)
-        return self._movers[id(arena)][1]
-
-    def _stage(
-        self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
-    ) -> tuple[Ints, RowStage]:
-        blocks = arena.checked(group, ids)
-        if len(blocks) != len(keys):
-            raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
-        if (id(arena), group) not in self._stages:
-            self._stages[id(arena), group] = arena, RowStage(arena, group, self.layout)
-        stage = self._stages[id(arena), group][1]
-        checked_keys(self.layout, stage.tier_group, keys)
-        return blocks, stage
+        return self._arena_rows.load(arena, group, keys, ids)
 
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Whether everything that was saved has gone on to the tiers below host memory, or was
         dropped, within so many seconds."""
-        drained = all(mover.drain(timeout) for _, mover in self._movers.values())
+        drained = self._rows is None or self._rows.flush(timeout)
         return (self.remote is None or self.remote.flush(timeout)) and drained
 
     def close(self) -> None:
-        """Write what is on its way, and let go of memory, files and connections."""
+        """Write what is on its way, and let go of memory, files and connections.
+
+        In a process that was forked meanwhile nothing happens: they are the other one's.
+        """
+        if os.getpid() != self._opener:
+            return
         self.flush()
-        for _, mover in self._movers.values():
-            mover.close()
-        self._movers.clear()
-        self._stages.clear()
+        if self._rows is not None:
+            self._rows.close()
         for tier in (self.host, self.disk, self.remote):
             if tier is not None:
                 tier.close()
-        self.host = self.disk = self.remote = None
+        self.host = self.disk = self.remote = self._rows = None
+        self._is_closed = True
         if self.journal is not None:
             self.journal.close()
 
@@ -494,11 +461,29 @@ class Store:
         self.close()
 
 
+def _directory(path: str | Path) -> Path:
+    """The path, unless it can be none: an empty one would be the directory that we are in."""
+    text = str(path)
+    if not text or "\0" in text or (isinstance(path, str) and not text.strip()):
+        raise StoreError(f'{text!r} names no directory\n\nhint: Store(disk="/var/cache/kvstow")')
+    return Path(path)
+
+
 def _folder(path: Path, layout: Layout) -> Path:
     """The directory of a rank: `path` itself where there is only one."""
     if layout.tp[1] == layout.pp[1] == 1:
         return path
     return path / f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
+
+
+def _check_listed(layout: Layout, into: Mapping[int, Blocks]) -> None:
+    """Refuses blocks that leave out a whole group."""
+    missing = [group.name for g, group in tokenwise_groups(layout) if g not in into]
+    if missing:
+        raise StoreError(
+            f"no blocks are listed for {len(missing)} of {len(layout.groups)} groups: "
+            f"{', '.join(missing)}\n\nhint: into=ledger.blocks(request)"
+        )
 
 
 def _last_row(listed: Blocks | None, retention: object, num_tokens: int, block_tokens: int) -> Ints:

@@ -8,6 +8,7 @@ keep a row; it promises never to return another one.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
@@ -183,6 +184,16 @@ def known_identity(layout: Layout, identity: Identity | None, what: str) -> Iden
     if differences:
         raise StoreError(f"{what}: two identities were given:\n" + "\n".join(differences))
     return identity
+
+
+def check_process(opener: int, what: str) -> None:
+    """StoreError in a process that was forked after `what` was opened: locks, threads and
+    connections are the other process's, and both would write to the same places."""
+    if os.getpid() != opener:
+        raise StoreError(
+            f"{what} was opened by process {opener}, and this is process {os.getpid()}, forked "
+            "from it\n\nhint: open it after the fork, or start processes by spawn"
+        )
 
 
 def note_unverified(identity: Identity | None, what: str) -> None:

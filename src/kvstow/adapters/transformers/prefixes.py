@@ -41,6 +41,13 @@ class PrefixStore:
 
         At most all tokens but the last, which is computed anew.
         """
+        try:
+            return self._found_tokens(prompt)
+        except StoreError as error:
+            log.warning("a prompt of %d tokens was not looked for: %s", len(prompt), error)
+            return 0
+
+    def _found_tokens(self, prompt: Prompt) -> int:
         self._store.expect(prompt, self._identity)
         groups = self._memory.ledger.groups
         unit = lcm(*(group.block_tokens for group in groups))
@@ -77,30 +84,34 @@ class PrefixStore:
 
         `is_running` says that recurrent states are those after just these tokens.
         """
-        for g, group in enumerate(self._memory.ledger.groups):
-            keys = block_keys(self._identity, prompt, group.block_tokens)
-            keys = keys[: num_tokens // group.block_tokens]
-            rows = self._rows(request, g, num_tokens, is_running=is_running)
-            chained = links(keys)
-            there = self._store.contains(self._groups[g], keys).tolist()
-            ids: list[int] = rows.ids.tolist()
-            index: list[int] = rows.index.tolist()
-            new = [
-                (id, k) for id, k in zip(ids, index, strict=True) if k < len(keys) and not there[k]
-            ]
-            try:
-                self._store.save_rows(
-                    self._memory.arena,
-                    g,
-                    [id for id, _ in new],
-                    [keys[k] for _, k in new],
-                    [chained[k] for _, k in new],
-                )
-            except StoreError as error:
-                log.warning("a prompt of %d tokens was not stored: %s", len(prompt), error)
+        try:
+            for g in range(len(self._memory.ledger.groups)):
+                self._save_group(prompt, request, g, num_tokens, is_running=is_running)
+        except StoreError as error:
+            log.warning("a prompt of %d tokens was not stored: %s", len(prompt), error)
+            return
         extra = [each for each in prompt.extra if each[0] < num_tokens]
         stored = Prompt.of(prompt.tokens[:num_tokens], salt=prompt.salt, extra=extra)
         self._store.note(stored, self._identity)
+
+    def _save_group(
+        self, prompt: Prompt, request: int, g: int, num_tokens: int, *, is_running: bool
+    ) -> None:
+        block_tokens = self._memory.ledger.groups[g].block_tokens
+        keys = block_keys(self._identity, prompt, block_tokens)[: num_tokens // block_tokens]
+        rows = self._rows(request, g, num_tokens, is_running=is_running)
+        chained = links(keys)
+        there = self._store.contains(self._groups[g], keys).tolist()
+        ids: list[int] = rows.ids.tolist()
+        index: list[int] = rows.index.tolist()
+        new = [(id, k) for id, k in zip(ids, index, strict=True) if k < len(keys) and not there[k]]
+        self._store.save_rows(
+            self._memory.arena,
+            g,
+            [id for id, _ in new],
+            [keys[k] for _, k in new],
+            [chained[k] for _, k in new],
+        )
 
     def _rows(self, request: int, g: int, num_tokens: int, *, is_running: bool) -> Blocks:
         """The request's rows of a group, each with the block that it ends."""
@@ -109,7 +120,7 @@ class PrefixStore:
         if not isinstance(group.retention, State):
             return ledger.blocks(request)[g].whole
         kept = ledger.checkpoints(request)[g]
-        if not is_running or num_tokens % group.block_tokens:
+        if not is_running or not num_tokens or num_tokens % group.block_tokens:
             return kept
         last = num_tokens // group.block_tokens - 1
         return Blocks(

@@ -27,7 +27,7 @@ from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.states import RecurrentStates
+from kvstow.adapters.transformers.states import RecurrentStates, StatePass
 from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
@@ -61,6 +61,7 @@ class Sequences:
         self._seen: dict[str, int] = {}
         self._tables: dict[int, BatchTable] = {}
         self.running = RecurrentStates(memory)
+        self._pass = StatePass(memory)
         self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
         self._growing = [
@@ -82,6 +83,8 @@ class Sequences:
     def admit(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Admit sequences whose tokens are known; equally long hits are not computed again."""
         prompts = prompts_of(tokens, mask)
+        if not prompts:
+            raise BlockError(f"no sequences: tokens are {tuple(tokens.shape)}")
         hits = {self.memory.ledger.hit_tokens(prompt) for prompt in prompts}
         if not self._load(prompts, max(hits)):
             if len(hits) > 1:
@@ -141,14 +144,17 @@ class Sequences:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         if self.requests:
             self._measure(self._first_touched, 0)
-            self._save()
-            self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
+            try:
+                self._save()
+            finally:
+                self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
         self.requests, self._prompts = [], []
         self.num_tokens = self.hit_tokens = self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
         self._uncounted = False
         self.running.forget()
+        self._pass.forget()
 
     def _save_in_time(self, layer: str) -> None:
         """Where a pass begins with this layer, store what the sequences hold before windows and
@@ -183,7 +189,8 @@ class Sequences:
         computed = self.computed_tokens
         length = self._saved_tokens = min(self._known, computed)
         for prompt, request in zip(self._prompts, self.requests, strict=True):
-            self._store.save(prompt, request, length, is_running=length == computed)
+            is_running = length == computed and not self.is_torn
+            self._store.save(prompt, request, length, is_running=is_running)
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
@@ -271,13 +278,37 @@ class Sequences:
         """Tokens that every layer has stored: fewer than have rows if a pass was interrupted."""
         return min((self.seen(layer) for layer in self._token_layers), default=self.num_tokens)
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether a pass was interrupted, so that layers are not all after the same token."""
+        return self._pass.is_torn or self._seen_differ
+
+    @property
+    def _seen_differ(self) -> bool:
+        return any(self.seen(layer) != self.num_tokens for layer in self._token_layers)
+
+    def _check_whole(self, *, is_torn: bool) -> None:
+        """Refuses to go on after a pass that was interrupted: what follows would be wrong, and
+        the store would keep it."""
+        if is_torn:
+            seen = [self.seen(layer) for layer in self._token_layers] or [self.num_tokens]
+            raise BlockError(
+                f"the last pass was interrupted: some layers hold {min(seen)} tokens, others up "
+                f"to {max(*seen, self.num_tokens)}\n\n"
+                "hint: begin again with a new cache, or cache.reset(); crop() takes tokens back "
+                "where no layer is recurrent"
+            )
+
     def step(self, layer: str, tokens: int) -> None:
         """Make room for so many more tokens of a layer, and of all others that follow."""
         self._first_touched = self._first_touched or layer
+        if layer == self._first_touched:
+            self._check_whole(is_torn=self.is_torn)
         self._save_in_time(layer)
         self._measure(layer, tokens)
         wanted = self.seen(layer) + tokens
         if wanted > self.num_tokens:
+            self._check_whole(is_torn=self._seen_differ)
             self._grow(wanted)
 
     def _measure(self, layer: str, tokens: int) -> None:
@@ -293,6 +324,7 @@ class Sequences:
     def begin_pass(self, layer: str) -> None:
         """Note that a pass has begun, where no layer but this one would say so."""
         if self._is_clock(layer):
+            self._check_whole(is_torn=self._pass.is_torn)
             self.count()
             self._touch(layer)
             self._uncounted = True
@@ -300,6 +332,7 @@ class Sequences:
     def pass_tokens(self, layer: str, tokens: int) -> None:
         """Note how many tokens the pass has, where no layer but this one would say so."""
         if self._is_clock(layer):
+            self._check_whole(is_torn=self._pass.is_torn and not self._uncounted)
             self._uncounted = False
             self._grow(self.num_tokens + tokens)
 
@@ -402,6 +435,8 @@ class Sequences:
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""
         self._seen[layer] = self.seen(layer) + tokens
+        if self.has_states and not self._seen_differ:
+            self._pass.stored()
 
     # ── states ────────────────────────────────────────────────────────────────────
 
@@ -409,8 +444,10 @@ class Sequences:
         """The states of all sequences; changes reach the rows, at once or by `settle`."""
         if field not in self.running.fields(layer) or not self.requests:
             return None
+        self._check_whole(is_torn=self._pass.begins_again(layer))
         if not self._counts_passes:
             self._touch(layer)
+        self._pass.reach(layer, field)
         return self.running.lend(layer, field)
 
     def settle(self) -> None:

@@ -12,6 +12,7 @@ from kvstow.adapters.transformers.attention import one_stride
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
+from kvstow.plan.retention import State
 
 Tensor = torch.Tensor
 
@@ -109,6 +110,66 @@ class RecurrentStates:
             for source, destination in zip(before, now, strict=True):
                 destination.copy_(source)
         self.memory.copy(tuple(rest))
+
+
+class StatePass:
+    """Which states a forward pass has reached, from the first layer's to the last one's.
+
+    A pass that an exception ended has moved some layers' states on and not others': together
+    they are the state after no beginning of any sequence. `is_torn` says so.
+    """
+
+    def __init__(self, memory: ModelMemory) -> None:
+        specs = [
+            spec
+            for group in memory.ledger.groups
+            if isinstance(group.retention, State)
+            for spec in group.layers
+        ]
+        kinds = ("conv", "recurrent")
+        names = {
+            spec.name: [f.name for f in spec.fields if f.name.startswith(kinds)] for spec in specs
+        }
+        self._last_field = {name: fields[-1] for name, fields in names.items() if fields}
+        """What a pass reaches last of each layer. Others' states come with tokens."""
+        last = max(int(name.split(".")[1]) for name in memory.layout.layers)
+        self._ends_with_tokens = f"layers.{last}.state" not in self._last_field
+        self._first = ""
+        self.forget()
+
+    def forget(self) -> None:
+        """No pass has begun."""
+        self._left: set[str] = set()
+        self._is_ahead = False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the last pass has not reached some states, or it has reached all of them and
+        not the tokens of the layer behind them."""
+        return bool(self._left) or (self._ends_with_tokens and self._is_ahead)
+
+    def begins_again(self, layer: str) -> bool:
+        """Whether a pass that reaches this layer is another one than the last, which is not over.
+
+        A pass may look at its first layer several times before it reaches others.
+        """
+        is_new = layer == self._first and layer not in self._left
+        return is_new and 0 < len(self._left) < len(self._last_field) - 1
+
+    def reach(self, layer: str, field: str) -> None:
+        """A pass has reached a field; the first layer begins it."""
+        if layer not in self._last_field:
+            return
+        self._first = self._first or layer
+        if layer == self._first and layer not in self._left:
+            self._left = set(self._last_field)
+        if field == self._last_field[layer]:
+            self._left.discard(layer)
+        self._is_ahead = True
+
+    def stored(self) -> None:
+        """All layers that keep tokens have those of the pass."""
+        self._is_ahead = False
 
 
 def put(lent: Tensor | None, states: Tensor, name: str) -> None:

@@ -1,6 +1,7 @@
 """A store in use: many threads at a time, and none of them while a broken index is replaced."""
 
 import logging
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import Condition
@@ -9,6 +10,7 @@ from typing import TypeVar
 from kvstow.errors import StoreError
 from kvstow.offload.disk.index import IndexBroken
 from kvstow.offload.disk.opening import OpenStore
+from kvstow.offload.tier import check_process
 
 log = logging.getLogger("kvstow.offload")
 
@@ -28,6 +30,7 @@ class Attachment:
         self, store: OpenStore, clock: Callable[[], float], replaced: Callable[[], None]
     ) -> None:
         self._store, self._clock, self._replaced = store, clock, replaced
+        self._opener = os.getpid()
         self._gate = _Gate()
         self._looked = clock()
         self.is_attached = True
@@ -49,6 +52,7 @@ class Attachment:
     @contextmanager
     def using(self) -> Generator[None]:
         """The index is usable meanwhile, unless it breaks."""
+        check_process(self._opener, f"store {self._store.path}")
         if self._is_due() and (not self.is_attached or self._store.is_marked):
             self._reattach(found_broken=False)
         try:
@@ -62,13 +66,15 @@ class Attachment:
             raise
 
     def close(self) -> bool:
-        """Nobody uses the store any more; whether somebody could until now."""
-        return self._gate.close()
+        """Nobody uses the store any more; whether somebody could until now. To a process that was
+        forked it never belonged."""
+        return os.getpid() == self._opener and self._gate.close()
 
     def _is_due(self) -> bool:
-        if self._clock() - self._looked < LOOK_SECONDS:
+        now = self._clock()
+        if 0 <= now - self._looked < LOOK_SECONDS:  # a clock that was set back is due as well
             return False
-        self._looked = self._clock()
+        self._looked = now
         return True
 
     def _reattach(self, *, found_broken: bool) -> None:

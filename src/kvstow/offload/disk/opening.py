@@ -273,17 +273,19 @@ class OpenStore:
             files = [file.lstat().st_size for file in _files(self.path)]
             size = known.get("segment_bytes") or _common_size(self.path, files)
             whole = (size or 0) * len(files)
-            most = self._wanted_capacity or known.get("capacity") or whole
+            wanted = self._wanted_capacity
+            most = (known.get("capacity") or whole) if wanted is None else wanted
             if size is None:
                 size = segment_bytes(self.layout, most)
             _check_size(self.layout, size)
+            if most < size:
+                raise StoreError(
+                    f"{self.path}: a capacity of {most} bytes is below one data file, {size}\n\n"
+                    f"hint: give at least {size} bytes, or none to keep that of the store"
+                )
             write.set_meta("fingerprint", self._fingerprint)
             write.set_meta("segment_bytes", size)
             write.set_meta("capacity", most)
-        if most < size:
-            raise StoreError(
-                f"{self.path}: a capacity of {most} bytes is below one data file, {size}"
-            )
         return size, most
 
 

@@ -363,7 +363,7 @@ class DiskTier:
             self._dismiss(group, wanted, results)
         self._count_load(group, len(keys), int(good.sum()))
         if self._recency.use(places.place[good]) or self._beat_is_due():
-            self._write_down()
+            self._note("rows that were used", self._write_down)
         mask = np.zeros(len(keys), bool)
         mask[places.position[good]] = True
         return mask
@@ -389,16 +389,19 @@ class DiskTier:
             for i, place, generation, checksum in places.rows()
         ]
 
-    def _write_down(self) -> None:
-        """Uses and counts go into the index; rows that were read are good without that."""
+    def _write_down(self, write: Transaction) -> None:
+        self._recency.flush(write)
+        self._beat(write)
+
+    def _note(self, what: str, change: Callable[[Transaction], None]) -> None:
+        """Change the index after a load, whose rows are as good without that."""
         try:
             with self.index.write() as write:
-                self._recency.flush(write)
-                self._beat(write)
+                change(write)
         except IndexBroken:
             raise
         except StoreError as error:
-            log.warning("store %s: what was used is not written down: %s", self.path, error)
+            log.warning("store %s: %s: not written down: %s", self.path, what, error)
 
     def _count_load(self, group: int, asked: int, loaded: int) -> None:
         nbytes = loaded * self.layout.row_bytes(group)
@@ -437,27 +440,27 @@ class DiskTier:
             for row, result in zip(rows, results, strict=True)
             if result is False or (isinstance(result, OSError) and result.errno in LOST)
         ]
-        if not lost:
-            return
-        with self.index.write() as write:
-            for row, result in lost:
-                self._drop(write, group, row, result)
+        if lost:
+            self._note("rows that are lost", lambda write: self._drop(write, group, lost))
 
-    def _drop(self, write: Transaction, group: int, row: SlotRow, result: bool | OSError) -> None:
-        still = write.ask(
-            "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
-            row.place,
-            row.record.generation,
-        )
-        if not still:
-            return
-        unreadable = isinstance(result, OSError)
-        write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
-        why = f"cannot be read ({result})" if unreadable else "is not what was written"
-        what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
-        write.note(what, 1)
-        log.warning("store %s: %s", self.path, what)
-        self._counter.add(Counts(failures=1))
+    def _drop(
+        self, write: Transaction, group: int, lost: Sequence[tuple[SlotRow, bool | OSError]]
+    ) -> None:
+        for row, result in lost:
+            still = write.ask(
+                "SELECT 1 FROM rows WHERE place = ? AND generation = ?",
+                row.place,
+                row.record.generation,
+            )
+            if not still:
+                continue
+            unreadable = isinstance(result, OSError)
+            write.drop(group, [row.place], to=RETIRED if unreadable else FREE)
+            why = f"cannot be read ({result})" if unreadable else "is not what was written"
+            what = f"row {row.record.key.hex()} of group {group} at {row.place:#x} {why}"
+            write.note(what, 1)
+            log.warning("store %s: %s", self.path, what)
+            self._counter.add(Counts(failures=1))
 
     # ── evict ─────────────────────────────────────────────────────────────────────
 
@@ -494,7 +497,8 @@ class DiskTier:
             self._beat(write)
 
     def _beat_is_due(self) -> bool:
-        return self._clock() - self._beaten >= BEAT_SECONDS
+        since = self._clock() - self._beaten
+        return not 0 <= since < BEAT_SECONDS  # a clock that was set back is due as well
 
     def _beat(self, write: Transaction) -> None:
         if self._beat_is_due():

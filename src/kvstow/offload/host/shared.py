@@ -333,14 +333,10 @@ def _taken(path: Path, part: str, layout: Layout) -> SharedPart | None:
 def _made(part: str, layout: Layout) -> SharedPart | None:
     """A new part; None where there is one of that number."""
     path = shared_path(f"{part}.index")
-    lock = _locked(path, create=True)
+    lock = _new_file(path)
     if lock is None:
         return None
-    if not _is_unfinished(lock):
-        _unlock(lock)
-        return None
     try:
-        os.ftruncate(lock, 0)  # what a process left that died while it made one
         _make_rows(shared_path(f"{part}.rows"), align_up(layout.nbytes, mmap.PAGESIZE))
         SharedIndex.write_new(lock, layout)
     except OSError as error:
@@ -351,6 +347,25 @@ def _made(part: str, layout: Layout) -> SharedPart | None:
             f"hint: {path.parent} must have room for them (docker: --shm-size)"
         ) from error
     return SharedPart(part, SharedIndex(lock, writable=True), lock)
+
+
+def _new_file(path: Path) -> int | None:
+    """An empty file, locked; None where there is a part, or somebody makes one.
+
+    What a process left that died while it made one goes. It is not made shorter: whoever has just
+    mapped it would be killed.
+    """
+    lock = _locked(path, create=True)
+    if lock is None or not os.fstat(lock).st_size:
+        return lock
+    if _is_unfinished(lock):
+        path.unlink(missing_ok=True)
+        _unlock(lock)
+        lock = _locked(path, create=True)
+        if lock is None or not os.fstat(lock).st_size:
+            return lock
+    _unlock(lock)
+    return None
 
 
 def _make_rows(path: Path, nbytes: int) -> None:

@@ -5,6 +5,7 @@ and held rows are never given up. With `shared=NAME` the arena lies in shared me
 there for the process that comes next, and other processes of the machine read them (`processes`).
 """
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from kvstow.offload.tier import (
     Counter,
     Counts,
     Usage,
+    check_process,
     checked_keys,
     checked_rows,
     known_identity,
@@ -73,6 +75,7 @@ class HostTier:
             known = known_identity(layout, identity, f"shared host tier {shared!r}")
             layout = layout.identified(known)
             note_unverified(known, f"shared host tier {shared!r}")
+        self._opener = os.getpid()
         self.layout = pooled(layout, capacity)
         pinned = torch.cuda.is_available()
         with on_node(numa_node):
@@ -99,7 +102,10 @@ class HostTier:
                 self._enter(group, keys, rows)
 
     def close(self) -> None:
-        """Let go of the memory. What is shared stays, for whoever opens it next."""
+        """Let go of the memory. What is shared stays, for whoever opens it next; a process that
+        was forked meanwhile has none of it to give up."""
+        if os.getpid() != self._opener:
+            return
         self.arena.close()
         if self._part is not None:
             self._part.close()
@@ -148,6 +154,7 @@ class HostTier:
         Fewer rows where everything else is in use. End it by `keep` or `abandon`.
         """
         checked_keys(self.layout, group, keys)
+        self._check_writer()
         with self._lock:
             known = self._ids[group]
             new = [key for key in dict.fromkeys(keys) if key not in known]
@@ -211,6 +218,7 @@ class HostTier:
     def held(self, group: int, keys: Sequence[bytes]) -> Generator[tuple[Bools, Ints]]:
         """Which keys are here, and their rows, which stay as they are until the end."""
         checked_keys(self.layout, group, keys)
+        self._check_writer()
         with self._lock:
             found = np.array(list(map(self._ids[group].get, keys, repeat(-1))), np.int64)
             mask = found >= 0
@@ -272,6 +280,7 @@ class HostTier:
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         """Forget rows that nobody reads; how many."""
         checked_keys(self.layout, group, keys)
+        self._check_writer()
         with self._lock:
             found = {self._ids[group][key] for key in keys if key in self._ids[group]}
             rows = np.array(sorted(found), np.int64)
@@ -279,6 +288,11 @@ class HostTier:
             self._policies[group].remove(rows)
             self._forget(group, rows)
             return len(rows)
+
+    def _check_writer(self) -> None:
+        """Only the process that opened a shared part knows which of its rows are whose."""
+        if self._part is not None:
+            check_process(self._opener, f"shared host tier {self._part.name!r}")
 
     def _room(self, group: int, keys: Sequence[bytes]) -> Ints:
         """Rows for new keys: free ones, slabs of groups that sleep, then own victims."""

@@ -16,6 +16,7 @@ for it and enters the result; meanwhile the direction's other workers submit the
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -37,7 +38,7 @@ from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
 from kvstow.offload.mover.streams import StreamOrder, fences
 from kvstow.offload.rows import RowMapping, matching_group
-from kvstow.offload.tier import Bools, Tier, chosen
+from kvstow.offload.tier import Bools, Tier, check_process, chosen
 from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies
 
@@ -131,6 +132,7 @@ class Mover:
             JobKind.STORE: self._store,
             JobKind.DEMOTE: self._demote,
         }
+        self._opener = os.getpid()
         self._lock = Lock()
         self._finished: list[MoverJob] = []
         self.skipped_demotions = 0
@@ -230,6 +232,7 @@ class Mover:
         return job
 
     def _enqueue(self, job: MoverJob) -> None:
+        check_process(self._opener, "the mover")  # a fork has none of its threads
         row_bytes = self._host.layout.row_bytes(self._host_group[job.group])
         rows_per_part = max(1, self._limits.part_bytes // row_bytes)
         self._queues[job.kind.inward].put(job, row_bytes, rows_per_part)
