@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -271,3 +273,100 @@ def test_a_prefix_saved_here_is_loaded_by_another_process_in_ten_lines(tmp_path)
     ]
     assert [run.returncode for run in said] == [0, 0], said[-1].stderr
     assert said[1].stdout.split() == ["16", "1.5"]
+
+
+# ── what is refused, and what goes on ─────────────────────────────────────────────────
+
+
+def test_threads_that_save_and_load_through_one_store_never_get_each_others_bytes(make):
+    """Rows of another order go through a stage, which is one piece of memory."""
+    layout = layout_of(order="LBHNC")
+    store, prompts = make("disk", disk_bytes="16MiB").bind(layout), 24
+
+    def saves_and_loads(worker):
+        for n in range(worker, prompts, 3):
+            prompt = Prompt.of(np.arange(n, n + 18))
+            arena, blocks = computed(layout, 18, seed=n)
+            store.save(arena, blocks, prompt)
+            other, there = computed(layout, 18, seed=100 + n)
+            assert store.load(other, prompt, into=there) == 18
+            assert rows_of(other, there, 18) == rows_of(arena, blocks, 18), n
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(saves_and_loads, worker) for worker in range(3)]:
+            done.result()
+    store.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_store_says_so(make, kind):
+    layout, prompt = layout_of(), Prompt.of(np.arange(18))
+    arena, blocks = computed(layout, 18)
+    store = make(kind)
+    store.save(arena, blocks, prompt)
+    store.close()
+    store.close()
+    for use in (
+        lambda: store.save(arena, blocks, prompt),
+        lambda: store.load(arena, prompt, into=blocks),
+        lambda: store.stored_tokens(prompt),
+        lambda: store.save_rows(arena, 0, [], []),
+        lambda: store.load_rows(arena, 0, [], []),
+    ):
+        with pytest.raises(StoreError, match="the store is closed"):
+            use()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_no_tokens_is_found_nowhere(make, kind):
+    layout, nothing = layout_of(), Prompt.of(np.arange(0))
+    arena, blocks = computed(layout, 18)
+    with make(kind) as store:
+        assert store.save(arena, blocks, nothing) == 0
+        assert store.stored_tokens(nothing, most=len(nothing) - 1) == 0
+        assert store.load(arena, nothing, into=blocks, most=len(nothing) - 1) == 0
+
+
+def test_blocks_that_leave_out_a_group_are_refused_by_name(make):
+    layout, prompt = layout_of(), Prompt.of(np.arange(18))
+    arena, blocks = computed(layout, 18)
+    with make("disk") as store:
+        store.save(arena, blocks, prompt)
+        with pytest.raises(StoreError, match=r"1 of 3 groups: window8\n\nhint"):
+            store.load(arena, prompt, into={g: b for g, b in blocks.items() if g != 1})
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_a_path_that_names_no_directory_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for places in ({"disk": path, "disk_bytes": MIB}, {"host": MIB, "journal_path": path}):
+        with pytest.raises(StoreError, match="names no directory"):
+            Store(**places)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_journal_does_not_stop_a_load_whose_end_is_logged(make, tmp_path, caplog):
+    layout, prompt = layout_of(), Prompt.of(np.arange(18))
+    arena, blocks = computed(layout, 18)
+    with make("disk") as store:
+        store.save(arena, blocks, prompt)
+    (tmp_path / "kv" / "prompts.db").write_bytes(b"no journal" * 1000)
+    with make("disk") as store, caplog.at_level("DEBUG", "kvstow.offload"):
+        assert store.load(arena, Prompt.of([*range(12), 99]), into=blocks) == 0
+        assert store.load(arena, prompt, into=blocks) == 18
+    assert "cannot be read" in caplog.text
+
+
+def test_a_store_lets_go_of_arenas_that_are_closed(make):
+    layout = layout_of()
+    with make("both") as store:
+        for n in range(6):
+            arena, blocks = computed(layout, 18, seed=n)
+            store.save(arena, blocks, Prompt.of(np.arange(n, n + 18)))
+            arena.close()
+            assert store.flush()
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("kvstow-mover-in") for name in names) <= 4
+        arena, blocks = computed(layout, 18, seed=99)
+        for n in range(6):  # what came from them has reached the disk
+            assert store.stored_tokens(Prompt.of(np.arange(n, n + 18))) == 18

@@ -1,5 +1,6 @@
 """Opening a store: who may read it, what is not taken for it, what the system refuses."""
 
+import contextlib
 import errno
 import json
 import os
@@ -261,3 +262,83 @@ def test_the_store_is_found_by_a_path_in_words(tmp_path):
     tier = DiskTier(str(tmp_path / "s"), hybrid(), capacity=MIB)
     assert tier.path == Path(tmp_path / "s")
     tier.close()
+
+
+# ── sizes, clocks, names ──────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("capacity", [-1, 0, 1, 4096])
+def test_a_capacity_that_is_refused_leaves_the_stores_own(tmp_path, capacity):
+    path = made(tmp_path / "s")
+    with pytest.raises(StoreError, match=rf"(?s)a capacity of {capacity} bytes.*hint"):
+        DiskTier(path, capacity=capacity)
+    tier = DiskTier(path)
+    assert tier.usage.capacity == MIB
+    assert right_rows(tier) == 10
+    tier.close()
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_was_set_does_not_keep_a_broken_index(tmp_path, jump):
+    now = [1e9]
+    one = DiskTier(made(tmp_path / "s"), clock=lambda: now[0])
+    now[0] += jump
+    (tmp_path / "s" / "index.rebuild").touch(mode=0o600)  # another process found it broken
+    assert right_rows(one) == 10
+    assert not (tmp_path / "s" / "index.rebuild").exists()
+    one.close()
+
+
+def test_a_clock_that_was_set_back_does_not_silence_an_owner(tmp_path):
+    now = [1e9]
+    tier = DiskTier(made(tmp_path / "s"), clock=lambda: now[0])
+    assert right_rows(tier) == 10
+    now[0] -= 1e6
+    assert right_rows(tier) == 10
+    (owner,) = survey(tmp_path / "s")["owners"]
+    assert owner["beat"] == now[0]
+    tier.close()
+
+
+def test_a_lost_row_is_a_miss_though_the_index_cannot_be_written(tmp_path, monkeypatch):
+    path = made(tmp_path / "s")
+    tier = DiskTier(path)
+    (file,) = path.glob("segment-*.kv")
+    with file.open("r+b") as data:
+        data.seek(4096 + 100)
+        data.write(b"another byte")
+
+    def full(*_):
+        raise StoreError("index: database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier.index, "write", full)
+        assert right_rows(tier) == 9
+    assert right_rows(tier) == 9
+    assert tier.counts.failures == 1
+    tier.close()
+
+
+def test_a_path_that_is_not_utf8_can_be_used_and_inspected(tmp_path):
+    path = made(tmp_path / os.fsdecode(b"caf\xe9 % ? #"))
+    assert survey(path)["rows"] == 10
+    tier = DiskTier(path)
+    assert verify(tier).damaged == ()
+    tier.close()
+
+
+def test_a_directory_removed_and_made_again_underneath_gives_misses(tmp_path):
+    one = DiskTier(made(tmp_path / "s"))
+    for file in (tmp_path / "s").iterdir():
+        file.unlink()
+    (tmp_path / "s").rmdir()
+    assert right_rows(one) == 0
+    made(tmp_path / "s")
+    right_rows(one)  # those that it serves are right
+    with contextlib.suppress(StoreError):
+        one.store(0, [numbered_key(99)], [numbered_row(one, 0, 99)])
+    other = DiskTier(tmp_path / "s")
+    assert right_rows(other) == 10
+    other.close()
+    with contextlib.suppress(StoreError):
+        one.close()

@@ -1,6 +1,7 @@
 """What one layout has written, any other reads: tp, pp, order, tokens per block."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from kvstow.offload.keys import PromptKeys, block_keys
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.reading import GroupReader
 from kvstow.offload.store import Store
-from offloading import IDENTITY
-from remote_stores import PROMPT, TOKENS, blocks_of, check, filled, layout_of
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import Site, packed
+from kvstow.plan.retention import Full, Window
+from kvstow.route.blocks import Blocks
+from offloading import IDENTITY, layer
+from remote_stores import PROMPT, TOKENS, WINDOW, blocks_of, check, filled, layout_of, value
 
 
 def saved(url, layout, num_tokens=TOKENS):
@@ -174,3 +179,46 @@ def test_the_keys_of_a_prompt_are_those_of_its_blocks():
     assert keys.end_of(block_keys(IDENTITY, PROMPT, 6)[1]) == 12
     assert keys.end_of(b"another") is None
     assert list(PromptKeys(IDENTITY, Prompt.of(np.arange(0)), [4]).keys) == []
+
+
+# ── what a block need not hold ────────────────────────────────────────────────────────
+
+
+def without_states(block_tokens):
+    """Full and window layers, so that a prefix of any length can be found."""
+    layers = [
+        layer("l.0", Full(), block_tokens=block_tokens),
+        layer("l.1", Window(WINDOW), block_tokens=block_tokens),
+    ]
+    layout = packed(grouped(layers), num_slabs=32, site=Site(model="m"))
+    return layout.identified(IDENTITY)
+
+
+def test_tokens_that_a_window_never_brought_are_not_read_by_smaller_blocks(valkey_url):
+    """The row of a large block holds what its last token's window sees, and no more."""
+    large, small = without_states(24), without_states(4)
+    saved(valkey_url, small)
+    arena, blocks = Arena(large), blocks_of(large, TOKENS)
+    with Store(remote=valkey_url) as store:
+        assert store.load(arena, PROMPT, into=blocks) == TOKENS
+        store.save(arena, blocks, PROMPT)
+        assert store.flush(20)
+    found = []
+    for most in range(1, TOKENS + 1):
+        arena = Arena(without_states(2))
+        arena.bytes.fill_(0xAB)
+        into = {g: Blocks.first(np.arange(TOKENS // 2) + 1 + 16 * g) for g in range(2)}
+        with Store(remote=valkey_url) as store:
+            found.append(store.load(arena, PROMPT, into=into, most=most))
+        compare_seen(arena, into, found[-1])
+    assert found[-1] == TOKENS  # at the end, the window is there
+
+
+def compare_seen(arena, into, num_tokens):
+    """Every value that the token after so many sees, token by token."""
+    for name, first in (("l.0", 0), ("l.1", max(0, num_tokens - WINDOW + 1))):
+        ids = into[arena.layout.layers[name][0]].ids
+        for token, field in product(range(first, num_tokens), ("k", "v")):
+            got = arena.field(name, field).numpy()[ids[token // 2], :, token % 2]
+            want = [[value(name, field, h, token, c) for c in range(8)] for h in range(2)]
+            assert (got == np.array(want)).all(), (name, field, token, num_tokens)

@@ -130,6 +130,21 @@ def test_a_new_writer_learns_from_the_collector_how_full_a_store_is(valkey_url):
         one.close()
 
 
+def test_a_collector_whose_clock_was_ahead_is_forgotten_at_the_next_count(valkey_url):
+    tier = tier_of(
+        valkey_url, max_bytes=6 * WriterLayout.of(layout_of(block_tokens=2)).objects(0).nbytes
+    )
+    stored(tier, range(6))
+    collect(tier.client, clock=lambda: later() + 1e9)
+    tier.refresh()
+    tier.evict(0, KEYS[:6])
+    collect(tier.client)
+    tier.refresh()
+    stored(tier, [7])
+    assert tier.writes.dropped == {}
+    tier.close()
+
+
 def test_a_collector_beside_writers_and_readers_never_makes_a_wrong_row(valkey_url, monkeypatch):
     monkeypatch.setattr(collecting, "YOUNG_SECONDS", 0.0)
     writer, reader = tier_of(valkey_url), tier_of(valkey_url)

@@ -29,6 +29,7 @@ class Watched:
         self.where = self.client.where
         self.asked = Counter()
         self.gates = {}
+        self.broken = ""
 
     def memory(self, nbytes):
         return self.client.memory(nbytes)
@@ -38,6 +39,8 @@ class Watched:
 
         def call(*arguments):
             self.asked[verb] += len(arguments[0]) if arguments else 1
+            if verb == self.broken:
+                raise LookupError("unforeseen")
             gate = self.gates.get(verb)
             if gate is not None:
                 assert gate.wait(60)
@@ -65,6 +68,26 @@ def loaded(tier, numbers=range(6), group=0):
     for n, row, came in zip(numbers, rows, found, strict=True):
         assert (row == (numbered_row(tier, group, n) if came else 0xA5)).all()
     return found
+
+
+# ── errors of kinds that nobody foresaw ───────────────────────────────────────────────
+
+
+def test_threads_live_on_after_an_error_that_nobody_foresaw(valkey_url):
+    watched = Watched(valkey_url)
+    tier = tier_of(watched)
+    stored(tier, range(3))
+    for verb in ("put", "get", "exists"):
+        good, watched.broken = watched.broken, verb
+        assert not any(loaded(tier, range(3))) or verb == "put"
+        tier.store(0, [KEYS[4]], [numbered_row(tier, 0, 4)])
+        assert tier.flush(20)
+        watched.broken = good
+        wait_for(lambda: not tier.breaker.is_open)
+    stored(tier, [4])
+    assert all(loaded(tier, [0, 1, 2, 4]))
+    assert tier.writes.dropped["failed"] >= 1
+    tier.close()
 
 
 # ── dead and slow ─────────────────────────────────────────────────────────────────────

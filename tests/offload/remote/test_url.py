@@ -38,6 +38,8 @@ def test_a_url_carries_the_options_of_its_store_and_of_every_store():
         ("s3://b/p?queue=much", "option queue='much'"),
         ("s3://b/p?tenant=a/b", "tenant 'a/b' is not"),
         ("s3://b/p?tenant=", "tenant '' is not"),
+        ("s3://b/p?tenant=.", "tenant '.' is not"),
+        ("s3://b/p?tenant=..", "tenant '..' is not"),
     ],
 )
 def test_a_bad_url_is_refused_when_the_store_is_made(url, message):

@@ -118,7 +118,7 @@ def _opened(file: Path) -> Generator[Ask]:
         except FileNotFoundError:
             raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again") from None
     try:
-        name = f"file:{quote(str(file.absolute()))}?mode=ro"
+        name = f"file:{quote(os.fsencode(file.absolute()))}?mode=ro"
         with closing(sqlite3.connect(name, uri=True, timeout=10)) as sql:
 
             def ask(question: str, *values: Any) -> Sequence[Any]:

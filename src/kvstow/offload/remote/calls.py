@@ -62,7 +62,7 @@ class Breaker:
             pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 self._probe()
-            except StoreUnreachable:
+            except Exception:  # of whatever kind: it has not answered
                 continue
             with self._lock:
                 self._reason = ""
@@ -111,6 +111,10 @@ class Calls:
         except StoreUnreachable as error:
             self._breaker.trip(str(error))
             raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._breaker.trip(reason)
+            raise StoreUnreachable(reason) from error
 
     def run(self, function: Callable[[], T], seconds: float) -> T:
         """The result of a call within so many seconds, as `result` gives it."""

@@ -179,9 +179,9 @@ class Quota:
         return self._options.max_bytes is not None or self._options.tenant_bytes is not None
 
     def use(self, usage: StoreUsage | None) -> None:
-        """Take over a newer count."""
+        """Take over another count. Collectors' clocks may differ, so it need not look newer."""
         with self._lock:
-            if usage is not None and usage.time > self._usage.time:
+            if usage is not None and usage.time != self._usage.time:
                 self._usage, self._added = usage, 0
 
     def add(self, nbytes: int) -> None:

@@ -10,6 +10,10 @@ become, per object, the bands to read and the copies to make:
 
 Blocks of other sizes end at other tokens and have other keys, which are hashes of tokens: the
 prompt must be known (`PromptKeys`). Without it only writers with the reader's block size are read.
+
+A row holds, for certain, what the token behind it sees. Of a window that is shorter than the block
+it may hold no more: whoever wrote it may have loaded it. So a smaller block is read out of a larger
+one only as far as that goes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +29,7 @@ from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.rows import same_rows, stacked
 from kvstow.offload.tier import Bytes
+from kvstow.plan.group import Group
 from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import State, seen_tokens, short_name
 from kvstow.plan.view import Ints
@@ -147,13 +152,22 @@ class GroupReader:
         phase = first % lcm(size, *self.block_sizes)
         found: list[ObjectPart] = []
         for piece in self._pieces(phase, self._unseen(first, end), end - first):
-            theirs = piece.objects.layout.groups[piece.objects.group].group.block_tokens
-            last = ((first - phase) // theirs + piece.block + 1) * theirs
-            name = prompt.key_at(min(last, prompt.num_tokens))
-            if name is None:
+            theirs = piece.objects.layout.groups[piece.objects.group].group
+            start = ((first - phase) // theirs.block_tokens + piece.block) * theirs.block_tokens
+            named = min(start + theirs.block_tokens, prompt.num_tokens)
+            name = prompt.key_at(named)
+            if name is None or not self._holds(theirs, max(start, first), end, named):
                 return None
             found.append(ObjectPart(piece, name))
         return found
+
+    def _holds(self, theirs: Group, first: int, end: int, named: int) -> bool:
+        """Whether a writer's row, named by its first `named` tokens, surely has those of tokens
+        `[first, end)` that the token at `end` sees. A row has what the token at `named` sees; its
+        writer may never have had what is before that."""
+        sinks, rest = seen_tokens(self._group.retention, end)
+        first = max(first, rest.start, sinks.stop)
+        return first >= min(end, named) or first >= seen_tokens(theirs.retention, named)[1].start
 
     def _unseen(self, first: int, end: int) -> int:
         """Tokens at the beginning of a block that no token after it sees: a writer may have

@@ -24,7 +24,7 @@ FORMS = (
     "s3://BUCKET/PREFIX?endpoint=URL, redis://HOST:PORT/DB?prefix=NAME, "
     "mooncake://MASTER:PORT/PREFIX?metadata=URL"
 )
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TENANT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class RemoteOptions:
         if not _TENANT.fullmatch(self.tenant):
             raise StoreError(
                 f"tenant {self.tenant!r} is not 1 to 64 letters, digits, dots, dashes or "
-                "underscores"
+                "underscores, or it is a step in a path"
             )
         for name, value in (("budget", self.budget), ("load", self.load)):
             if not 0 < value <= 3600:

@@ -176,6 +176,8 @@ class WriteQueue:
                     self._dropped["unreachable"] += len(batch)
             except StoreFull as error:
                 self.drop(NO_ROOM, str(error), len(batch))
+            except Exception as error:  # the next batch may go well: a thread less would not
+                self.drop("failed", f"{type(error).__name__}: {error}", len(batch))
             finally:
                 self._done(batch)
 

@@ -1,10 +1,11 @@
 """What is special about Redis: commands that we send and read ourselves."""
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Thread
 
 import numpy as np
@@ -168,3 +169,82 @@ def test_a_put_over_tls_to_a_server_that_hangs_ends(tmp_path, certificate):
             server.go_on()
         assert client.exists(["a"]).all()
         client.close()
+
+
+GREETINGS = {b"HELLO": b"%1\r\n$5\r\nproto\r\n:3\r\n", b"CLIENT": b"+OK\r\n"}
+
+
+def answering(listening, answer):
+    """Answer all commands so, whatever they are."""
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as commands:
+                for line in commands:
+                    names = [
+                        commands.readline() and commands.readline() for _ in range(int(line[1:]))
+                    ]
+                    greeting = GREETINGS.get(names[0].strip().upper())
+                    connection.sendall(greeting or answer)
+
+    Thread(target=serve, daemon=True).start()
+
+
+@pytest.fixture
+def listening():
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server
+
+
+def client_of(listening):
+    port = listening.getsockname()[1]
+    return RedisClient(f"redis://127.0.0.1:{port}/0", "odd", seconds=2.0)
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "exists", "get_ranges", "delete"])
+def test_a_cluster_that_sends_us_elsewhere_is_unreachable_and_says_what_to_do(listening, verb):
+    answering(listening, b"-MOVED 3999 127.0.0.1:6381\r\n")
+    client = client_of(listening)
+    calls = {
+        "get": lambda: client.get(["a"], 10),
+        "put": lambda: client.put([Blob("a", data(0, 10))]),
+        "exists": lambda: client.exists(["a"]),
+        "get_ranges": lambda: client.get_ranges([("a", [(0, 2)])]),
+        "delete": lambda: client.delete(["a"]),
+    }
+    with pytest.raises(StoreUnreachable, match=r"(?s)3999.*hint: this is a cluster"):
+        calls[verb]()
+    client.close()
+
+
+@pytest.mark.parametrize("length", [b"-7", b"many", b"1099511627776000", b"9" * 30])
+def test_an_answer_of_an_absurd_length_is_unreachable_and_its_connection_is_not_used_again(
+    listening, length
+):
+    answering(listening, b"$" + length + b"\r\n" + b"$1\r\nx\r\n" * 3)
+    client = client_of(listening)
+    for _ in range(3):
+        with pytest.raises(StoreUnreachable):
+            client.get(["a"], 10)
+    client.close()
+
+
+def test_a_connection_whose_answers_were_not_read_is_not_used_again(valkey_url, monkeypatch):
+    """Not even after an error that nobody foresaw."""
+    client, _ = opened(valkey_url)
+    client.put([Blob(name, data(n, 100)) for n, name in enumerate("abc")])
+
+    def fails(_):
+        raise KeyError("unforeseen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstow.offload.remote.clients.redis._bulk", fails)
+        with pytest.raises(KeyError):
+            client.get(["a", "b"], 100)
+    (found,) = client.get(["c"], 100)
+    assert (found == data(2, 100)).all()
+    client.close()

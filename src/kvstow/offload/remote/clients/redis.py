@@ -39,6 +39,10 @@ SCAN = 1000
 MOST_PARTS = 1024
 """Pieces of memory that the kernel sends with one call."""
 
+CLUSTER = "\n\nhint: this is a cluster; name a single server, or a proxy before the cluster"
+_SENT_AWAY = (redis.exceptions.AskError, redis.exceptions.ClusterDownError)
+"""A key of another server of a cluster; a moved one is a kind of the first."""
+
 NOTHING = (b"$-1\r\n", b"_\r\n")
 """Answers to a command that found nothing, or made nothing since it was there."""
 
@@ -114,17 +118,19 @@ class RedisClient:
     @contextmanager
     def _connected(self) -> Generator[Any]:
         """A connection of the pool, for commands whose answers are read here; it is closed when
-        something goes wrong."""
+        something goes wrong, whatever that is."""
         connection: Any = None
+        is_clean = False
         try:
             connection = self._redis.connection_pool.get_connection()
             yield connection
-        except (redis.RedisError, OSError, ValueError) as error:
-            if connection is not None:
-                connection.disconnect()
+            is_clean = True
+        except (redis.RedisError, OSError, ValueError, MemoryError) as error:
             raise StoreUnreachable(f"{self.where}: {error}") from error
         finally:
             if connection is not None:
+                if not is_clean:  # answers to come would be taken for those to other commands
+                    connection.disconnect()
                 self._redis.connection_pool.release(connection)
 
     def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
@@ -199,7 +205,8 @@ class RedisClient:
         try:
             return cast("list[Any]", pipe.execute(raise_on_error=raises))
         except (redis.RedisError, OSError) as error:
-            raise StoreUnreachable(f"{self.where}: {error}") from error
+            hint = CLUSTER if isinstance(error, _SENT_AWAY) else ""
+            raise StoreUnreachable(f"{self.where}: {error}{hint}") from error
 
 
 def _send(to: socket, parts: Sequence[memoryview | bytes], seconds: float) -> None:
@@ -224,7 +231,9 @@ def _send(to: socket, parts: Sequence[memoryview | bytes], seconds: float) -> No
 
 
 def _unexpected(line: bytes) -> ValueError:
-    return ValueError(line.decode(errors="replace").strip() or "the connection was closed")
+    text = line.decode(errors="replace").strip() or "the connection was closed"
+    sent_away = text.startswith(("-MOVED", "-ASK", "-CLUSTERDOWN"))
+    return ValueError(text + (CLUSTER if sent_away else ""))
 
 
 def _bulk(answers: BufferedReader) -> Bytes | None:
