@@ -6,6 +6,7 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import sleep
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
@@ -278,24 +280,37 @@ def test_a_prefix_saved_here_is_loaded_by_another_process_in_ten_lines(tmp_path)
 # ── what is refused, and what goes on ─────────────────────────────────────────────────
 
 
-def test_threads_that_save_and_load_through_one_store_never_get_each_others_bytes(make):
+def test_threads_that_save_blocks_of_one_arena_never_store_each_others_bytes(make, monkeypatch):
     """Rows of another order go through a stage, which is one piece of memory."""
-    layout = layout_of(order="LBHNC")
-    store, prompts = make("disk", disk_bytes="16MiB").bind(layout), 24
+    monkeypatch.setattr(
+        RowStage,
+        "fetch",
+        lambda self, ids, fetch=RowStage.fetch: (fetch(self, ids), sleep(0.002))[0],
+    )
+    layers = [layer("l.0", Full()), layer("l.1", Full())]
+    site = Site(model="m", order="LBHNC")
+    layout = packed(grouped(layers), num_slabs=40, site=site).identified(IDENTITY)
+    arena, _ = computed(layout, 1)
+    ledger = Ledger(Pool(layout))
+    held = [ledger.blocks(ledger.admit(18).request) for _ in range(3)]
+    prompts = {
+        (worker, n): Prompt.of(np.arange(18) + 100 * worker + 1000 * n)
+        for worker in range(3)
+        for n in range(6)
+    }
+    with make("disk", disk_bytes="16MiB").bind(layout) as store:
 
-    def saves_and_loads(worker):
-        for n in range(worker, prompts, 3):
-            prompt = Prompt.of(np.arange(n, n + 18))
-            arena, blocks = computed(layout, 18, seed=n)
-            store.save(arena, blocks, prompt)
-            other, there = computed(layout, 18, seed=100 + n)
+        def save(worker):
+            for n in range(6):
+                store.save(arena, held[worker], prompts[worker, n])
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(save, range(3)))
+        for (worker, _), prompt in prompts.items():
+            other, there = computed(layout, 18, seed=2)
             assert store.load(other, prompt, into=there) == 18
-            assert rows_of(other, there, 18) == rows_of(arena, blocks, 18), n
-
-    with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(saves_and_loads, worker) for worker in range(3)]:
-            done.result()
-    store.close()
+            saved = rows_of(arena, held[worker], 18)
+            assert rows_of(other, there, 18) == saved
 
 
 @pytest.mark.parametrize("kind", KINDS)

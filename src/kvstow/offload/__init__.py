@@ -5,6 +5,7 @@ keys      the one key scheme: what a block's row is called
 store     Store: prefixes of prompts in tiers
 request   whole requests out of stores of other ranks, orders and block sizes
 rows      a row outside an arena: its layout and its mapping to blocks
+arenas    rows between arenas and the tiers of a store
 staging   rows of an arena as a tier keeps them
 eviction  which rows go first, and which are worth keeping
 host      rows in host memory, alone or shared by processes

@@ -30,6 +30,7 @@ from kvstow.offload.tier import Bools, Bytes
 
 try:
     import redis
+    from redis.exceptions import AskError, ClusterDownError
 except ImportError:
     raise BackendMissing("redis", "redis") from None
 
@@ -40,7 +41,7 @@ MOST_PARTS = 1024
 """Pieces of memory that the kernel sends with one call."""
 
 CLUSTER = "\n\nhint: this is a cluster; name a single server, or a proxy before the cluster"
-_SENT_AWAY = (redis.exceptions.AskError, redis.exceptions.ClusterDownError)
+_SENT_AWAY = (AskError, ClusterDownError)
 """A key of another server of a cluster; a moved one is a kind of the first."""
 
 NOTHING = (b"$-1\r\n", b"_\r\n")
