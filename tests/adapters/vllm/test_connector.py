@@ -136,7 +136,9 @@ class FullAttentionSpec:
 def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace:
     given = {"unverified": "a test", "digest": "always", **options}
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=given, engine_id="engine"),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=given, engine_id="engine", is_kv_consumer=True
+        ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -175,6 +177,7 @@ def cache_config() -> SimpleNamespace:
         kv_cache_tensors=[rows],
         transfer_group_ids=(0,),
         hash_block_size=TOKENS,
+        needs_kv_cache_zeroing=False,
     )
 
 
@@ -195,6 +198,7 @@ def request(id: str, **changed: object) -> SimpleNamespace:
         "cache_salt": None,
         "mm_features": None,
         "prompt_embeds": None,
+        "resumable": False,
         "block_hashes": HASHES,
         "status": Status.FINISHED_LENGTH_CAPPED,
         "num_computed_tokens": len(PROMPT),
@@ -267,7 +271,14 @@ class Engine:
         assert self.scheduler.request_finished_all_groups(asking, (ids,)) == (False, None)
         return results
 
-    def step(self, computes: dict[str, int] | None = None, ids: Sequence[int] = ()) -> Any:
+    def step(
+        self,
+        computes: dict[str, int] | None = None,
+        ids: Sequence[int] = (),
+        *,
+        invalid: frozenset[int] = frozenset(),
+    ) -> Any:
+        """`invalid` are blocks that another connector has failed to load."""
         computes = computes or {}
         output = SimpleNamespace(
             total_num_scheduled_tokens=sum(computes.values()),
@@ -283,6 +294,7 @@ class Engine:
         told = SimpleNamespace(
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
             finished_sending=results.finished_sending,
+            invalid_block_ids=invalid,
         )
         self.scheduler.update_connector_output(told)
         return results
@@ -409,6 +421,208 @@ def test_a_request_whose_rows_went_away_has_failed_to_load(connector: ModuleType
     results = asked(engine, [1, 2, 3, 13, 12])
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
     assert engine.worker._stats["restore failed"] == 1
+    engine.worker.shutdown()
+
+
+# ── what the engine does to its caches and weights ────────────────────────────────────
+
+
+def found(engine: Engine, id: str = "d") -> int:
+    """How many tokens of the prompt could be loaded."""
+    asking = request(id)
+    engine.scheduler.on_new_request(asking)
+    count, _ = engine.scheduler.get_num_new_matched_tokens(asking, 0)
+    engine.scheduler.request_finished_all_groups(asking, ([],))
+    return count
+
+
+def test_after_a_reset_nothing_of_before_is_found_and_what_follows_is(connector: ModuleType):
+    """vLLM resets before weights are changed in place: the same tokens then have another cache."""
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine.compute(request("old"), [7, 8, 9, 10, 11])
+    drained(engine)
+    assert found(engine) == 16
+    assert engine.scheduler.reset_cache() is True
+    assert found(engine) == 0
+    new = torch.rand_like(engine.views["b"])
+    engine.views["b"][:] = new
+    engine.compute(request("new"), [14, 15, 16, 17, 18])
+    drained(engine)
+    engine.views["b"].zero_()
+    here = [1, 2, 3, 13, 12]
+    assert asked(engine, here).failed_recving == set()
+    assert torch.equal(engine.views["b"][here[:4]], new[[14, 15, 16, 17]])
+    engine.worker.shutdown()
+
+
+def test_a_request_that_runs_through_a_reset_is_not_stored(connector: ModuleType):
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20, store_bytes_per_second=1)
+    engine.compute(request("waits"), [7, 8, 9, 10, 11])
+    running = request("runs", num_computed_tokens=0)
+    engine.scheduler.on_new_request(running)
+    assert engine.scheduler.reset_cache() is True
+    waits = len(engine.pool.held)
+    engine.step({"runs": len(PROMPT)}, [14, 15, 16, 17, 18])
+    running.num_computed_tokens = len(PROMPT)
+    engine.scheduler.request_finished_all_groups(running, ([14, 15, 16, 17, 18],))
+    assert not {14, 15, 16, 17} & set(engine.pool.held)
+    assert waits <= 1, "rows that waited for their turn are let go"
+    engine.worker.shutdown()
+
+
+def test_after_a_reset_nobody_takes_over_from_the_engine_nor_it_from_others(connector: ModuleType):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill.scheduler.reset_cache()
+    for one, other in ((prefill, decode), (decode, prefill)):
+        asking = request("d", kv_transfer_params=one.prefill())
+        other.scheduler.on_new_request(asking)
+        assert other.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
+        assert other.scheduler._scheduler.counts["refused"] == 1
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_tickets_that_came_before_a_reset_are_given_back(connector: ModuleType):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    asking = request("d", kv_transfer_params=prefill.prefill())
+    decode.scheduler.on_new_request(asking)
+    assert decode.scheduler.reset_cache() is True
+    assert decode.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_reset_has_failed_while_something_is_loaded(connector: ModuleType):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
+    assert decode.scheduler.reset_cache() is False
+    loaded(decode)
+    given = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 13, 12],))
+    decode.scheduler.update_state_after_alloc(request("d"), given, 0)
+    assert decode.scheduler.reset_cache() is True
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_producer_takes_nothing_over(connector: ModuleType):
+    """vLLM gives a producer's blocks away while a step still writes to them."""
+    prefill = Engine(connector, in_process=True)
+    config = vllm_config()
+    config.kv_transfer_config.is_kv_consumer = False
+    producer = connector.KvstowConnector(config, Role.SCHEDULER, cache_config())
+    asking = request("d", kv_transfer_params=prefill.prefill())
+    producer.on_new_request(asking)
+    assert producer.get_num_new_matched_tokens(asking, 0) == (0, False)
+    assert producer._scheduler.counts["refused"] == 1
+    prefill.worker.shutdown()
+
+
+@pytest.mark.parametrize(("consumer", "zeroes"), [(False, False), (True, True), (True, False)])
+def test_rows_come_back_after_steps_that_may_still_write_to_their_blocks(
+    connector: ModuleType, consumer: bool, zeroes: bool
+):
+    config, caches = vllm_config(host_bytes=1 << 20), cache_config()
+    config.kv_transfer_config.is_kv_consumer = consumer
+    caches.needs_kv_cache_zeroing = zeroes
+    worker = connector.KvstowConnector(config, Role.WORKER, caches)
+    worker.register_kv_caches(memory())
+    tiers = worker._worker_side._offload
+    tiers._direct = True  # as on CUDA
+    assert tiers._loads_after_steps == (zeroes or not consumer)
+    worker.shutdown()
+
+
+def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: ModuleType):
+    """vLLM's MultiConnector passes on what the first of its connectors says of the workers."""
+    config = vllm_config(host_bytes=1 << 20)
+    config.parallel_config.tensor_parallel_size = 2
+    scheduler = connector.KvstowConnector(config, Role.SCHEDULER, cache_config())
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (0, 1): object()})
+    pool = BlockPool()
+    scheduler.bind_gpu_block_pool(pool)
+    running = request("p", num_computed_tokens=0)
+    scheduler.on_new_request(running)
+    scheduler.get_num_new_matched_tokens(running, 0)
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=18,
+        num_scheduled_tokens={"p": 18},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: ([7, 8, 9, 10, 11],)),
+    )
+    (order,) = scheduler.build_connector_meta(output).step.stores
+    for rank, held in ((0, [7, 8, 9, 10]), (1, [])):
+        report = connector.OffloadReport(stored={order.job: 1})
+        told = SimpleNamespace(
+            kv_connector_worker_meta=connector.KvstowReport(report),
+            finished_sending=None,
+            invalid_block_ids=set(),
+        )
+        scheduler.update_connector_output(told)
+        assert pool.held == held, rank
+
+
+def test_what_was_computed_with_blocks_that_others_failed_to_load_is_not_found(
+    connector: ModuleType,
+):
+    """vLLM takes the step back that used them; its rows were on their way by then."""
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
+    engine.step(invalid=frozenset({8}))
+    drained(engine)
+    assert found(engine) == 0
+    engine.compute(request("again"), [14, 15, 16, 17, 18])
+    drained(engine)
+    assert found(engine) == 16
+    engine.worker.shutdown()
+
+
+def test_rows_are_stored_though_the_engine_does_not_tell_the_end_of_a_step(connector: ModuleType):
+    """So vLLM does on all but the last pipeline rank, with speculative decoding."""
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    wait_for_save, engine.worker.wait_for_save = engine.worker.wait_for_save, lambda: None
+    engine.compute(request("p"), [7, 8, 9, 10, 11])
+    drained(engine)
+    engine.worker.wait_for_save = wait_for_save
+    assert found(engine) == 16
+    engine.worker.shutdown()
+
+
+def test_memory_that_is_registered_anew_takes_the_place_of_the_old(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    engine, closed = Engine(connector, in_process=True), list[object]()
+    close = connector.WorkerSide.close
+    monkeypatch.setattr(
+        connector.WorkerSide, "close", lambda side: (closed.append(side), close(side))
+    )
+    first = engine.worker._worker_side
+    engine.worker.register_kv_caches(memory())
+    assert engine.worker._worker_side is not first
+    assert closed == [first]
+    engine.worker.shutdown()
+
+
+def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
+    connector: ModuleType, tmp_path: Path
+):
+    """What vLLM has in memory may be of before or of after, and it does not tell."""
+    weights = tmp_path / "adapter_model.bin"
+    weights.write_bytes(b"one")
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=1)
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    running = request("p", lora_request=lora, num_computed_tokens=0)
+    engine.scheduler.on_new_request(running)
+    engine.scheduler.get_num_new_matched_tokens(running, 0)
+    engine.step({"p": 8}, [7, 8, 9, 10, 11])
+    drained(engine)
+    weights.write_bytes(b"two")
+    running.num_computed_tokens = 8
+    engine.step({"p": 10}, [7, 8, 9, 10, 11])
+    running.num_computed_tokens = 18
+    engine.scheduler.request_finished_all_groups(running, ([7, 8, 9, 10, 11],))
+    assert engine.pool.held == []
+    again = request("d", lora_request=lora)
+    engine.scheduler.on_new_request(again)
+    assert engine.scheduler.get_num_new_matched_tokens(again, 0) == (0, False)
     engine.worker.shutdown()
 
 
@@ -549,7 +763,7 @@ def test_salt_and_adapter_of_an_engines_requests_are_told_apart(
 ):
     tiers = {"host_bytes": 1 << 20, "disk_path": str(tmp_path), "disk_bytes": 1 << 24}
     engine = Engine(connector, in_process=True, **tiers)
-    lora = SimpleNamespace(lora_name="poems", lora_path="/nowhere")
+    lora = SimpleNamespace(lora_name="poems", lora_path="/nowhere", lora_int_id=1)
     engine.compute(request("p", cache_salt="me", lora_request=lora), [7, 8, 9, 10, 11])
     drained(engine)
     engine.worker.shutdown()

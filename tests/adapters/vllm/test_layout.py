@@ -12,9 +12,11 @@ import torch
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
     DeclaredRegion,
+    _check_states,
     _spec,
     adopted,
     axes_of,
+    declaration,
     declared_groups,
     declared_layout,
     identity_of,
@@ -212,6 +214,9 @@ def engine(model: Path, **changed: object) -> SimpleNamespace:
             revision=None,
             dtype=torch.bfloat16,
             quantization=given["quantization"],
+            hf_overrides=given.get("overrides", {}),
+            hf_config_path=given.get("config_path"),
+            hf_config=SimpleNamespace(to_dict=lambda: {"rms_norm_eps": 1e-3}),
             hf_text_config=SimpleNamespace(rope_theta=10000.0, sliding_window=given["window"]),
         ),
         cache_config=SimpleNamespace(
@@ -243,6 +248,8 @@ def test_copies_of_a_checkpoint_are_the_same_computation(tmp_path: Path):
         ({"device": "cpu"}, "page interior"),
         ({"window": 512}, "sliding_window"),
         ({"quantization": "fp8"}, "quantization"),
+        ({"overrides": {"num_experts_per_tok": 1}}, "num_experts_per_tok"),
+        ({"config_path": "/elsewhere"}, "rms_norm_eps"),
     ],
 )
 def test_engines_that_compute_otherwise_differ_in_words(
@@ -261,7 +268,9 @@ def test_another_checkpoint_of_the_same_name_and_shape_differs(tmp_path: Path):
     assert [each.split()[0] for each in ours.differences(theirs)] == ["weights"]
 
 
-@pytest.mark.parametrize("change", [{"load": "dummy"}, {"scales": True}])
+@pytest.mark.parametrize(
+    "change", [{"load": "dummy"}, {"scales": True}, {"overrides": lambda config: config}]
+)
 def test_weights_that_cannot_be_looked_at_are_refused_unless_somebody_vouches(
     tmp_path: Path, change: dict[str, object]
 ):
@@ -269,6 +278,18 @@ def test_weights_that_cannot_be_looked_at_are_refused_unless_somebody_vouches(
     with pytest.raises(ModelError, match="hint"):
         identity_of(config, NO_OPTIONS)
     assert not identity_of(config, ConnectorOptions(unverified="a bench")).is_verified
+
+
+def test_engines_with_other_draft_weights_differ(tmp_path: Path):
+    """Rows hold the draft's cache, too."""
+    folders = [checkpoint(tmp_path / f"draft{byte}", byte=byte) for byte in (0, 1)]
+    found = []
+    for folder in folders:
+        config = engine(tmp_path / "m" if found else checkpoint(tmp_path / "m"))
+        draft = SimpleNamespace(model=str(folder), revision=None)
+        config.speculative_config = SimpleNamespace(draft_model_config=draft)
+        found.append(identity_of(config, NO_OPTIONS))
+    assert [each.split()[1] for each in found[0].differences(found[1])] == ["run.draft"]
 
 
 def test_a_model_that_is_nowhere_on_disk_is_refused(tmp_path: Path):
@@ -306,6 +327,7 @@ def mamba(**changes: Any) -> Any:
     facts = {
         "mamba_cache_mode": "align",
         "num_speculative_blocks": 0,
+        "num_prefill_checkpoint_blocks": 1,
         "tp_replicated": False,
         "block_size": 128,
         "state_content_size_bytes": 35_840,
@@ -338,3 +360,51 @@ def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
 def test_states_that_cannot_be_handed_over_are_refused_with_the_reason(changes, reason):
     with pytest.raises(MemoryLayoutError, match=reason):
         mixer(mamba(**changes), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "unit", "saved", "fine"),
+    [
+        (128, 128, 1, True),
+        (128, 16, 1, False),
+        (16, 16, 1, False),
+        (256, 128, 1, False),
+        (16, 16, 0, True),
+    ],
+)
+def test_states_in_the_middle_of_prompts_are_stored_only_where_blocks_end(
+    attention: int, unit: int, saved: int, fine: bool
+):
+    """vLLM puts one more state, of the last prefix that a hit may end at, into the block before
+    the last one: with 128 and 16, that after 288 tokens into the place of that after 256."""
+    state, full = mamba(num_prefill_checkpoint_blocks=saved), SimpleNamespace(block_size=attention)
+    config = SimpleNamespace(
+        hash_block_size=unit,
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=[name], kv_cache_spec=spec)
+            for name, spec in (("mixer", state), ("attention", full))
+        ],
+    )
+    if fine:
+        _check_states(config)
+    else:
+        with pytest.raises(MemoryLayoutError, match="may then be those of another prefix"):
+            _check_states(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "context parallelism"),
+        ({"model": {"enable_sleep_mode": True}}, "sleep mode takes the cache's memory away"),
+    ],
+)
+def test_engines_whose_blocks_are_not_what_they_seem_are_refused(change: Any, reason: str):
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel | change.get("parallel", {})),
+        model_config=SimpleNamespace(**change.get("model", {})),
+    )
+    with pytest.raises(MemoryLayoutError, match=reason):
+        declaration(config, SimpleNamespace(), NO_OPTIONS)

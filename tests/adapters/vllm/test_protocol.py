@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.adapters.vllm.protocol import (
     MAX_TICKETS,
     EngineRequest,
@@ -166,13 +167,14 @@ def vllm_request(**changed: object) -> SimpleNamespace:
         "cache_salt": None,
         "mm_features": None,
         "prompt_embeds": None,
+        "resumable": False,
         "block_hashes": [],
     }
     return SimpleNamespace(**given | changed)
 
 
 def lora(name: str, path: str) -> SimpleNamespace:
-    return SimpleNamespace(lora_name=name, lora_path=path)
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
 
 
 def image(digest: str, offset: int) -> SimpleNamespace:
@@ -190,13 +192,52 @@ def test_requests_that_vllm_computes_otherwise_have_different_prompts():
         {"mm_features": [image("dog", 3)]},
         {"mm_features": [image("cat", 4)]},
     ]
-    made = [request_of(vllm_request(**change)) for change in changes]
+    vouched = KnownAdapters(vouched=True)
+    made = [request_of(vllm_request(**change), vouched) for change in changes]
     assert len({prompt_digest(each, 64) for each in made}) == len(changes)
     assert all(each.shareable for each in made)
 
 
 def test_a_request_with_prompt_embeddings_is_not_shareable():
     assert not request_of(vllm_request(prompt_embeds=object())).shareable
+
+
+def test_a_session_that_is_given_more_while_it_runs_is_not_shareable():
+    """vLLM adds tokens and images to it that were not there when its keys were begun."""
+    assert not request_of(vllm_request(resumable=True)).shareable
+
+
+def test_a_request_whose_adapter_lies_nowhere_is_not_shareable():
+    """It may be weights in memory, which trainers give under one name again and again."""
+    assert not request_of(vllm_request(lora_request=lora("a", "/nowhere"))).shareable
+
+
+def test_a_request_whose_adapter_was_written_anew_is_not_shareable(tmp_path: Path):
+    known, weights = KnownAdapters(), tmp_path / "adapter_model.bin"
+    shared: list[bool] = []
+    for content in (b"one", b"one", b"two", b"one"):
+        weights.write_bytes(content)
+        asking = vllm_request(lora_request=lora("a", str(tmp_path)))
+        shared.append(request_of(asking, known).shareable)
+    assert shared == [True, True, False, True]
+
+
+def test_an_adapter_of_the_hub_is_known_by_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for snapshot in ("one", "two"):
+        folder = tmp_path / snapshot
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.bin").write_bytes(snapshot.encode())
+    found: list[str] = []
+    for snapshot in ("one", "two"):
+        monkeypatch.setattr(
+            "kvstow.adapters.vllm.loras._in_hub", lambda name, at=snapshot: str(tmp_path / at)
+        )
+        asking = vllm_request(lora_request=lora("a", "somebody/poems"))
+        found.append(request_of(asking).adapter)
+    assert found[0] != found[1]
 
 
 def test_an_adapter_is_known_by_its_weights_where_they_lie_on_disk(tmp_path: Path):

@@ -93,7 +93,7 @@ def test_only_what_the_engine_lacks_is_brought_back_and_never_into_null_blocks()
     recall.known.told("0", kept(ALL, ALL))
     recall.arrived(asked("d"))
     assert recall.matched("d", 8) == 16
-    order = recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 16)
+    order = recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 8, 24)
     every = tuple(keys())
     assert order.rows == {0: (every[4:], (7, 8)), 1: (every[2:], (3, 4, 5, 6))}
 
@@ -103,7 +103,7 @@ def test_a_load_is_tried_once_until_the_request_has_computed():
     recall.known.told("0", kept(ALL, ALL))
     recall.arrived(asked("d"))
     recall.matched("d", 0)
-    recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 24)
+    recall.taken("d", ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)), 0, 24)
     assert recall.matched("d", 0) == 0
     recall.computed("d", 25, ((0, 0, 0, 0, 7, 8), (1, 2, 3, 4, 5, 6)))
     assert recall.matched("d", 0) == 24

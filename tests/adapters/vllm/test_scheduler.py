@@ -20,6 +20,7 @@ from kvstow.adapters.vllm.scheduler import (
     SchedulerSide,
     held,
 )
+from kvstow.errors import TransferError
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
 from recorded_vllm import IDENTITY, hybrid
@@ -101,12 +102,32 @@ def test_the_generation_grows_when_the_workers_have_sent():
 def test_decode_loads_what_it_does_not_have_itself():
     decode = side()
     decode.arrived(asked("d", params=offered(side())))
-    assert [decode.matched("d", computed) for computed in (0, 4, 8)] == [9, 5, 1]
+    assert [decode.matched("d", computed) for computed in (0, 8, 4)] == [9, 1, 5]
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 5)
     step = decode.take_step(computes=True)
     assert (step.pulls[0].start_token, step.pulls[0].num_tokens) == (4, 9)
     assert len(step.keeps) == 1
     assert decode.matched("d", 0) == 0, "a load is tried once, then the engine computes"
+
+
+def test_an_engine_that_takes_fewer_tokens_than_it_was_told_of_gets_the_first_of_them():
+    """vLLM rounds them down to whole blocks for some models."""
+    decode = side()
+    decode.arrived(asked("d", params=offered(side())))
+    assert decode.matched("d", 0) == 9
+    decode.allocated("d", ((1, 2), (1, 2)), 8)
+    (pull,) = decode.take_step(idle=False).pulls
+    assert (pull.start_token, pull.num_tokens) == (0, 8)
+
+
+def test_a_state_is_not_taken_for_that_of_fewer_tokens():
+    pages = [replace(page, retention=AFTER_LAST_TOKEN) for page in hybrid().groups[0]]
+    recurrent = replace(hybrid(), groups=(tuple(pages), hybrid().groups[1]))
+    decode = side(declared=recurrent)
+    decode.arrived(asked("d", [*PROMPT, 99], params=offered(side(declared=recurrent))))
+    assert decode.matched("d", 0) == 10
+    with pytest.raises(TransferError, match="wants 8 tokens, the tickets are for 10"):
+        decode.allocated("d", ((1, 2), (1, 2)), 8)
 
 
 @pytest.mark.parametrize(("tokens", "loaded"), [(10, 9), (11, 10), (12, 10)])
@@ -162,7 +183,7 @@ def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
     decode = side()
     request = asked("d", params={**offered(side()), "do_remote_decode": True})
     decode.arrived(request)
-    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 9)
     assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
     assert decode.take_step(computes=False).offers == ()
 
@@ -171,7 +192,7 @@ def test_a_request_that_was_loaded_and_then_computed_hands_over():
     decode = side()
     request = asked("d", params={**offered(side()), "do_remote_decode": True})
     decode.arrived(request)
-    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 10)
+    decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 9)
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 0)
     stays, params = decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10)
     assert stays

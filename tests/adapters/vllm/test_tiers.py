@@ -103,7 +103,7 @@ class Rank:
         return found
 
     def load(self, ids: BlockIds, num_tokens: int, id: str = "d") -> LoadJob:
-        order = self.recall.taken(id, ids, num_tokens)
+        order = self.recall.taken(id, ids, 0, num_tokens)
         self.tiers.load(order)
         until = time.monotonic() + 20
         while time.monotonic() < until:

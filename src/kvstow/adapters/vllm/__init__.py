@@ -11,6 +11,7 @@ pages       what one layer's page holds: its fields, where they are in several s
 protocol    what scheduler, workers and other instances tell each other
 scheduler   one per engine: which request hands over or takes over
 recall      one per engine: which beginnings of requests come back, which blocks are stored
+loras       what a LoRA adapter is known by
 stored      which rows the tiers of all ranks keep; keys of requests
 stores      rows on their way to the tiers: held, in turn, within a bandwidth
 offers      workers of other processes, told of an offer before the engine's next step

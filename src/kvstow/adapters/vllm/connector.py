@@ -30,9 +30,11 @@ from vllm.v1.request import RequestStatus
 
 from kvstow.adapters.vllm.events import TierEvents, check_published
 from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups, wanted_layout
+from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
+    EngineRequest,
     KeyLevels,
     OffloadReport,
     StepOrders,
@@ -145,6 +147,11 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = OffloadReport()
         self._requests: dict[str, Any] = {}
         """Requests of the engine that may be stored while they run."""
+        self._adapters = KnownAdapters(vouched=bool(self._options.unverified))
+        self._takes_over = vllm_config.kv_transfer_config.is_kv_consumer
+        """Whether vLLM lets no block go that a step under way may still write to. Without that,
+        nothing but what waits for those steps may write to a block."""
+        self._zeroes = kv_cache_config.needs_kv_cache_zeroing
         self._events: TierEvents | None = None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -159,6 +166,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._declared.num_blocks,
                 self._options,
                 identity=self._declared.identity,
+                num_ranks=self._declared.tp[1] * self._declared.pp[1],
+                takes_over=self._takes_over,
                 events=self._events,
             )
 
@@ -201,6 +210,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = "-".join(str(r) for r in (self._declared.pp[0], self._declared.tp[0]))
+        if self._worker is not None:  # other memory than before
+            self._worker.close()
         arena = adopted(self._declared, kv_caches)
         if self._options.manifest_file:
             Path(f"{self._options.manifest_file}.{rank}").write_bytes(encode(arena.layout))
@@ -209,6 +220,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._options,
             transport=NixlTransport(listen=self._options.listen),
             name=f"{self._engine}-{rank}",
+            loads_after_steps=self._zeroes or not self._takes_over,
         )
 
     def get_handshake_metadata(self) -> KvstowEndpoint:
@@ -231,7 +243,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Submits stores, and waits for none: their blocks are held."""
-        self._worker_side.save(self._step)
+        self._worker_side.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results: StepResults = self._worker_side.results(idle=self._step.idle)
@@ -287,11 +299,14 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.recall.stores.holds = PoolHolds(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        if self._forgets and request_of(request).asks_for_tickets:
+        if self._forgets and self._plain(request).asks_for_tickets:
             _stop_one_token_short(request)
-        self._scheduler_side.arrived(request_of(request))
+        self._scheduler_side.arrived(self._plain(request))
         if self._scheduler_side.recall is not None:
             self._requests[request.request_id] = request
+
+    def _plain(self, request: Any) -> EngineRequest:
+        return request_of(request, self._adapters)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -319,7 +334,12 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         tables = scheduler_output.kv_connector_block_state
         for id, new in scheduler_output.num_scheduled_tokens.items():
             filled = self._requests[id].num_computed_tokens + new if id in self._requests else 0
-            if recall.is_due(id, filled):
+            if not recall.is_due(id, filled):
+                continue
+            adapter = self._requests[id].lora_request
+            if adapter and self._adapters.name(adapter) is None:
+                recall.forget(id)
+            else:
                 recall.computed(id, filled, self._taken(tables.get_block_ids(id)))
         recall.scheduled(scheduler_output.num_scheduled_tokens)
 
@@ -334,12 +354,17 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         recall = self._scheduler_side.recall
         return recall is not None and recall.make_room()
 
+    def reset_cache(self) -> bool:
+        """vLLM's call when it forgets all caches, such as before its weights are changed in place:
+        `pause`, `sleep`, `reset_prefix_cache(reset_connector=True)`."""
+        return self._scheduler_side.reset()
+
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         return self._scheduler_side.finished(
-            request_of(request), self._taken(block_ids), _num_filled(request)
+            self._plain(request), self._taken(block_ids), _num_filled(request)
         )
 
     def request_finished(
@@ -348,6 +373,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:  # a connector beside ours has loaded them
+            self._scheduler_side.forget_stored()
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvstowReport):
             self._scheduler_side.told(told.report)

@@ -36,7 +36,7 @@ class EngineJournal:
         self, directory: Path, identity: Identity, unit: int, *, tokens: bool = False
     ) -> None:
         self._journal = Journal(directory, tokens=tokens)
-        self._identity = identity
+        self.identity = identity
         self._unit = unit
         self._thread = ThreadPoolExecutor(1, "kvstow-journal")
         self._waiting: set[Future[None]] = set()
@@ -64,7 +64,7 @@ class EngineJournal:
         if self.is_full:
             return
         tokens = np.asarray(request.tokens[:num_tokens], np.int64)  # the request's own may grow
-        identity = self._identity.for_request(adapter=request.adapter, salt=request.salt)
+        identity = self.identity.for_request(adapter=request.adapter, salt=request.salt)
         extra = request.extra_before(num_tokens)
         job = self._thread.submit(lambda: call(Prompt.of(tokens, extra=extra), identity))
         self._waiting.add(job)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import DeclaredPage, declared_page, kernels_of
+from kvstow.adapters.vllm.pages import STATE_KIND, DeclaredPage, declared_page, kernels_of
 from kvstow.errors import MemoryLayoutError, ModelError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
@@ -255,8 +255,30 @@ def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
         interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
     )
     running = {field: getattr(model.hf_text_config, field, None) for field in RUNNING_FIELDS}
-    engine = {"dtype": own, "quantization": model.quantization, **running}
+    engine = {"dtype": own, "quantization": model.quantization, **running, **_changed(model)}
+    engine["draft"] = _draft(vllm_config)
     return replace(found, config=tuple(sorted((*found.config, *config_fields({"run": engine})))))
+
+
+def _changed(model: Any) -> dict[str, Any]:
+    """What somebody has put into the place of the checkpoint's own configuration."""
+    overrides: Any = getattr(model, "hf_overrides", None) or {}
+    if callable(overrides):
+        raise ModelError(
+            f"{model.model}: its configuration is changed by a function, {overrides!r}: what it "
+            f"does has no name\n\n{HINT}"
+        )
+    other = getattr(model, "hf_config_path", None)
+    return {"overrides": overrides, "config": model.hf_config.to_dict() if other else {}}
+
+
+def _draft(vllm_config: Any) -> str | None:
+    """The weights of a model that drafts tokens, where it has its own: its cache is in the rows."""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return None
+    folder = _folder(draft)
+    return Identity.of(folder).weights if folder else str(draft.model)
 
 
 def _checkpoint(vllm_config: Any) -> Path:
@@ -264,14 +286,20 @@ def _checkpoint(vllm_config: Any) -> Path:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         raise ModelError(f"{model.model}: its weights are made up (load_format dummy)\n\n{HINT}")
+    folder = _folder(model)
+    if folder is None:
+        raise ModelError(f"{model.model}: neither a folder nor in the hub's cache\n\n{HINT}")
+    return folder
+
+
+def _folder(model: Any) -> Path | None:
+    """Where a model lies, in the hub's cache perhaps."""
     if os.path.isdir(model.model):
         return Path(model.model)
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    if not isinstance(config, str):
-        raise ModelError(f"{model.model}: neither a folder nor in the hub's cache\n\n{HINT}")
-    return Path(config).parent
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def wanted_layout(vllm_config: Any, options: ConnectorOptions) -> str | None:
@@ -290,11 +318,18 @@ def declaration(
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise MemoryLayoutError("context parallelism spreads a block's tokens over ranks")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise MemoryLayoutError(
+            "sleep mode takes the cache's memory away and puts other memory in its place, while "
+            "peers go on with what they were given\n\nhint: without --enable-sleep-mode"
+        )
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     tp = (parallel.rank % ranks[0], ranks[0])
     groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
     if any(group.host_resident for group in groups):
         raise MemoryLayoutError("some cache groups live in host memory")
+    if options.offloads:
+        _check_states(kv_cache_config)
     order = declared_order(kv_cache_config.kv_cache_layout)
     page = _pages(vllm_config, order, tp)
     return CacheDeclaration(
@@ -318,6 +353,29 @@ def declaration(
         tp=tp,
         pp=(parallel.rank // ranks[0] % ranks[1], ranks[1]),
     )
+
+
+def _check_states(kv_cache_config: Any) -> None:
+    """MemoryLayoutError where a block may hold a recurrent state after other tokens than its own
+    last one.
+
+    Some kernels save one more state in the middle of a prompt. vLLM puts it into the block before
+    the last, whichever prefix it is of: that of the block only if hits end where blocks end.
+    """
+    specs = {
+        group.layer_names[0]: _spec_of(group, group.layer_names[0])
+        for group in kv_cache_config.kv_cache_groups
+    }
+    sizes = {spec.block_size for spec in specs.values()} | {kv_cache_config.hash_block_size}
+    for layer, spec in specs.items():
+        saved = type(spec).__name__ == STATE_KIND and spec.num_prefill_checkpoint_blocks
+        others = sorted(sizes - {spec.block_size, None})
+        if saved and others:
+            raise MemoryLayoutError(
+                f"layer {layer!r}: prefixes end after {others} tokens, too, and its states of "
+                f"{spec.block_size}-token blocks may then be those of another prefix\n\n"
+                "hint: without --prefix-match-unit, or without host_bytes"
+            )
 
 
 def _pages(

@@ -11,11 +11,9 @@ tokens: the consumer takes the blocks only for the very same prompt. Whoever may
 write these parameters, so they are bounded by the prompt before anything is unpacked.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
 from secrets import randbits
 from typing import Any
@@ -23,9 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvstow.errors import ModelError, TransferError
+from kvstow.adapters.vllm.loras import KnownAdapters
+from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
-from kvstow.plan.checkpoint import adapter_digest
 from kvstow.transfer.ticket import MAX_BODY_BYTES, Ticket
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -261,9 +259,10 @@ class EngineRequest:
     """A request as the engine knows it.
 
     `adapter`, `salt` and `extra` are what its cache depends on besides the tokens and the model.
-    One that is not `shareable` depends on something that has no name (prompt embeddings): its
-    blocks are neither handed over nor stored, and never taken from elsewhere. `hashes` are the
-    engine's own, of its whole blocks; `adapter_name` is what clients call the adapter.
+    One that is not `shareable` depends on something that has no name: prompt embeddings, inputs
+    that a session adds while it runs, an adapter whose weights are not known. Its blocks are
+    neither handed over nor stored, and never taken from elsewhere. `hashes` are the engine's own,
+    of its whole blocks; `adapter_name` is what clients call the adapter.
     """
 
     id: str
@@ -285,45 +284,24 @@ class EngineRequest:
         return bool(self.params and self.params.get(ASKS_FOR_TICKETS))
 
 
-def request_of(request: Any) -> EngineRequest:
-    """A request of vLLM's, as a plain value."""
+def request_of(request: Any, adapters: KnownAdapters | None = None) -> EngineRequest:
+    """A request of vLLM's, as a plain value. `adapters` are those that its engine has used."""
     adapter = request.lora_request
+    known = (adapters or KnownAdapters()).name(adapter) if adapter else ""
     return EngineRequest(
         id=request.request_id,
         tokens=request.all_token_ids,
         params=request.kv_transfer_params,
-        adapter=_adapter(adapter.lora_name, adapter.lora_path) if adapter else "",
+        adapter=known or "",
         salt=request.cache_salt or "",
         extra=tuple(
             (part.mm_position.offset, str(part.identifier).encode())
             for part in request.mm_features or ()
         ),
-        shareable=request.prompt_embeds is None,
+        shareable=request.prompt_embeds is None and not request.resumable and known is not None,
         hashes=request.block_hashes,
         adapter_name=adapter.lora_name if adapter else "",
     )
-
-
-def _adapter(name: str, path: str) -> str:
-    """What vLLM knows an adapter by, and a digest of its weights where they lie on disk."""
-    return _known_adapter(name, path, _changed_at(path))
-
-
-def _changed_at(path: str) -> int:
-    """When something in a folder was last written, 0 where there is none: an adapter may be
-    loaded again under its name."""
-    try:
-        return max((entry.stat().st_mtime_ns for entry in os.scandir(path)), default=0)
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=1024)
-def _known_adapter(name: str, path: str, changed_at: int) -> str:
-    try:
-        return f"{name} {adapter_digest(path)}"
-    except ModelError:
-        return f"{name} {path}"
 
 
 def prompt_digest(request: EngineRequest, num_tokens: int) -> str:

@@ -46,8 +46,6 @@ class RecalledRequest:
     partial: KeysPresent | None = None
     """What some ranks have answered."""
     answer: KeysPresent | None = None
-    length: int = 0
-    """Tokens that can be loaded, as the engine was told last."""
     tried: bool = False
     """A load was ordered, and nothing computed since: there is no second one."""
     explained: bool = False
@@ -64,6 +62,7 @@ class Recall:
         options: ConnectorOptions,
         *,
         num_blocks: int,
+        num_ranks: int = 1,
         events: TierEvents | None = None,
     ) -> None:
         self._events = events
@@ -79,15 +78,17 @@ class Recall:
             [sum(layer.page_bytes for layer in group.layers) for group in groups],
             max_rows=max(1, num_blocks // (8 if options.store_bytes_per_second else 2)),
             bytes_per_second=options.store_bytes_per_second,
+            num_ranks=num_ranks,
         )
         self.counts: Counter[str] = Counter()
         self.prompt_tokens = 0
         """Tokens of prompts in the step that was planned last."""
 
     def meet(self, ranks: Sequence[str]) -> None:
-        """These ranks have tiers."""
+        """These ranks have tiers. They may be fewer than there are, where a connector beside ours
+        has kept the others from us."""
         self.known.expect(ranks)
-        self.stores.num_ranks = len(ranks)
+        self.stores.num_ranks = max(self.stores.num_ranks, len(ranks))
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
@@ -148,7 +149,6 @@ class Recall:
         if self.journal is not None and not request.explained:
             request.explained = True
             self.journal.looked_up(request.request, far)
-        request.length = far
         return max(0, far - num_computed)
 
     def _limit(self, request: RecalledRequest) -> int:
@@ -174,19 +174,22 @@ class Recall:
             lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, each >= least)]
         return int(lengths.max(initial=0))
 
-    def taken(self, id: str, ids: BlockIds, num_external: int) -> LoadBlocks:
-        """The engine has given blocks for `num_external` tokens: what to bring where."""
+    def taken(self, id: str, ids: BlockIds, start: int, length: int) -> LoadBlocks:
+        """The engine has given blocks for tokens `[start, length)`: what to bring where.
+
+        Every block that it has given is brought, or the load fails: the engine counts them all as
+        filled.
+        """
         request = self._requests[id]
         request.tried = True
-        request.passed = [request.length // group.block_tokens for group in self._groups]
+        request.passed = [length // group.block_tokens for group in self._groups]
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
-            keys = request.keys.of(group.block_tokens, request.length)
-            sinks, rest = seen_blocks(group.retention, request.length, group.block_tokens)
-            first = (request.length - num_external) // group.block_tokens
-            places = [k for k in (*sinks, *rest) if k >= first and ids[g][k] > 0]
+            keys = request.keys.of(group.block_tokens, length)
+            first = start // group.block_tokens
+            places = [k for k in range(first, len(keys)) if ids[g][k] > 0]
             rows[g] = tuple(keys[k] for k in places), tuple(ids[g][k] for k in places)
-        return LoadBlocks(request=id, rows=rows, num_tokens=num_external)
+        return LoadBlocks(request=id, rows=rows, num_tokens=length - start)
 
     # ── going out ─────────────────────────────────────────────────────────────────
 
@@ -250,12 +253,16 @@ class Recall:
             self.counts["not stored rows"] += given_up
         return given_up > 0 or self.stores.is_under_way
 
+    def forget(self, id: str) -> None:
+        """Nothing more of a request is stored, and nothing comes back for it."""
+        self._requests.pop(id, None)
+
     def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:
         of those, too, that were cached or loaded when it began, and that a tier may have lost."""
         request = self._requests.get(id)
         if request is None or not num_tokens:
-            self._requests.pop(id, None)
+            self.forget(id)
             return
         request.passed = [0] * len(self._groups)
         self.computed(id, num_tokens, ids)
@@ -279,6 +286,16 @@ class Recall:
             self.counts["not noted prompts"] += 1
         else:
             self.journal.stored(request.request, num_tokens)
+
+    def reset(self, identity: Identity) -> None:
+        """Rows are kept and found under another identity from now on. Requests that are known
+        have blocks of the time before: they are not stored any more, and nothing comes back for
+        them."""
+        self._identity = identity
+        self._requests.clear()
+        self.counts["not stored rows"] += self.stores.give_up()
+        if self.journal is not None:
+            self.journal.identity = identity
 
     def close(self) -> None:
         """Let go of the journal."""

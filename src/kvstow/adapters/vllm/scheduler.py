@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -86,23 +87,38 @@ class SchedulerSide:
         options: ConnectorOptions,
         *,
         identity: Identity,
+        num_ranks: int = 1,
+        takes_over: bool = True,
         events: TierEvents | None = None,
     ) -> None:
+        """`num_ranks` workers compute together. Without `takes_over` nothing is pulled: the engine
+        gives blocks away that a step under way still writes to."""
         self._groups = tuple(groups)
+        self._takes_over = takes_over
         self._options = options
         self._identity = identity
         self.recall = (
-            Recall(groups, identity, options, num_blocks=num_blocks, events=events)
+            Recall(
+                groups,
+                identity,
+                options,
+                num_blocks=num_blocks,
+                num_ranks=num_ranks,
+                events=events,
+            )
             if options.offloads
             else None
         )
-        self._peers = PeerQuestions(groups, identity, options) if options.peers else None
+        asks = takes_over and options.peers
+        self._peers = PeerQuestions(groups, identity, options) if asks else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
         self._numbers: tuple[LeaseNumbers, ...] = ()
         self._adopt: Callable[[OfferBlocks], object] | None = None
         self._incoming: dict[str, Handover] = {}
+        self._held: dict[str, int] = {}
+        """Tokens that a request had when the engine was told last how many could be loaded."""
         self._loading: set[str] = set()
         """Requests whose blocks are not yet what the engine counts as computed."""
         self._outgoing: dict[str, Mapping[int, Blocks]] = {}
@@ -146,6 +162,7 @@ class SchedulerSide:
         """Tickets that came with the request, and may be used, are kept alive."""
         try:
             handover = handover_in(request)
+            self._check_role(handover)
             self._check_identity(handover)
             handover = self._short_of_last(request, handover)
         except TransferError as error:
@@ -156,6 +173,14 @@ class SchedulerSide:
         if handover is not None:
             self._incoming[request.id] = handover
             self._keeps += handover.tickets
+
+    def _check_role(self, handover: Handover | None) -> None:
+        if handover is not None and not self._takes_over:
+            raise TransferError(
+                "this engine was started as kv_producer, for which vLLM does not keep blocks from "
+                'being written while they are loaded\n\nhint: "kv_role": "kv_both"',
+                kind="refused",
+            )
 
     def _check_identity(self, handover: Handover | None) -> None:
         """Refuse tickets of another computation; those that name none are compared when met."""
@@ -212,6 +237,7 @@ class SchedulerSide:
 
     def matched(self, request: str, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
+        self._held[request] = num_computed
         handover = self._incoming.get(request)
         if handover is not None:
             return max(0, handover.num_tokens - num_computed)
@@ -223,8 +249,10 @@ class SchedulerSide:
     def allocated(self, request: str, ids: BlockIds, num_external: int) -> None:
         """The engine has given the request blocks, for `num_external` tokens to be loaded.
 
-        With none to be loaded it goes on to compute, after a load too, failed or not.
+        With none to be loaded it goes on to compute, after a load too, failed or not. The engine
+        may take fewer than it was told of: they are counted from what it had then.
         """
+        start = self._held.pop(request, 0)
         if num_external == 0:
             self._loading.discard(request)
             self._give_back(request)
@@ -233,18 +261,28 @@ class SchedulerSide:
         handover = self._incoming.pop(request, None)
         if handover is None:
             assert self.recall is not None
-            self._loads.append(self.recall.taken(request, ids, num_external))
+            self._loads.append(self.recall.taken(request, ids, start, start + num_external))
             return
+        self._check_whole(handover, start + num_external)
         self._pulls.append(
             PullBlocks(
                 request=request,
                 tickets=handover.tickets,
                 ids=ids,
-                start_token=handover.num_tokens - num_external,
-                num_tokens=handover.num_tokens,
+                start_token=start,
+                num_tokens=start + num_external,
                 seconds=self._options.peers_pull_seconds if handover.asked else None,
             )
         )
+
+    def _check_whole(self, handover: Handover, num_tokens: int) -> None:
+        """A recurrent state is that after all tokens of the tickets, and none before."""
+        states = any(group.retention == AFTER_LAST_TOKEN for group in self._groups)
+        if num_tokens > handover.num_tokens or (states and num_tokens < handover.num_tokens):
+            raise TransferError(
+                f"the engine wants {num_tokens} tokens, the tickets are for {handover.num_tokens}",
+                kind="ticket",
+            )
 
     # ── handing over ──────────────────────────────────────────────────────────────
 
@@ -258,11 +296,13 @@ class SchedulerSide:
         """
         loading = request.id in self._loading
         self._loading.discard(request.id)
+        self._held.pop(request.id, None)
         self._give_back(request.id)
         if self._peers is not None:
             self._peers.forget(request.id)
         if self.recall is not None:
-            self.recall.finished(request.id, 0 if loading else num_tokens, ids)
+            is_stored = request.shareable and not loading
+            self.recall.finished(request.id, num_tokens if is_stored else 0, ids)
         if loading or not request.asks_for_tickets or num_tokens < 1:
             return False, None
         if not request.shareable or not self._workers:
@@ -345,10 +385,37 @@ class SchedulerSide:
         self._computes = computes
         return step
 
+    def reset(self) -> bool:
+        """From now on the engine computes otherwise, as far as we know: its weights may have been
+        changed in place. Nothing that was kept until now is found any more, here or elsewhere, and
+        nobody takes over from it who has not been started with the same. False while something is
+        being loaded, which is of the time before.
+        """
+        self._identity = _renamed(self._identity)
+        for request in tuple(self._incoming):
+            self._give_back(request)
+        if self._peers is not None:
+            self._peers.reset(self._identity)
+        if self.recall is not None:
+            self.recall.reset(self._identity)
+        return not self._loading
+
+    def forget_stored(self) -> None:
+        """The engine has computed with blocks that turned out to be invalid: what was stored of
+        that, and with it everything else that is kept, is not found any more."""
+        if self.recall is not None:
+            self.recall.reset(_renamed(self._identity))
+
     def close(self) -> None:
         """The engine ends."""
         if self.recall is not None:
             self.recall.close()
+
+
+def _renamed(identity: Identity) -> Identity:
+    """The same, under a name that nobody else has."""
+    config = dict(identity.config) | {"run.reset": token_hex(16)}
+    return replace(identity, config=tuple(sorted(config.items())))
 
 
 def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:

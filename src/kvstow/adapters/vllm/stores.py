@@ -46,6 +46,7 @@ class StoreQueue:
         *,
         max_rows: int,
         bytes_per_second: int = 0,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._row_bytes = tuple(row_bytes)
@@ -55,7 +56,7 @@ class StoreQueue:
         self._credit = 0.0
         self._credited_at = clock()
         self.holds: BlockHolds | None = None
-        self.num_ranks = 1
+        self.num_ranks = num_ranks
         self._keys: set[tuple[int, bytes]] = set()
         self._waiting: deque[RowToStore] = deque()
         self._jobs: dict[int, list[RowToStore]] = {}

@@ -26,6 +26,7 @@ from kvstow.adapters.vllm.protocol import (
     PullBlocks,
     StepOrders,
     StepResults,
+    StoreBlocks,
     WorkerEndpoint,
 )
 from kvstow.adapters.vllm.scheduler import held
@@ -84,7 +85,13 @@ class WorkerSide:
     """One rank: its arena, its agent, its open business."""
 
     def __init__(
-        self, arena: Arena, options: ConnectorOptions, *, transport: Transport, name: str
+        self,
+        arena: Arena,
+        options: ConnectorOptions,
+        *,
+        transport: Transport,
+        name: str,
+        loads_after_steps: bool = False,
     ) -> None:
         self.arena = arena
         self._options = options
@@ -117,7 +124,11 @@ class WorkerSide:
         """A pull has ended."""
         self._was_news = False
         """The engine looks at what it was told one step later: that step does not wait."""
-        self._offload = WorkerTiers(arena, options) if options.offloads else None
+        self._offload: WorkerTiers | None = None
+        if options.offloads:
+            self._offload = WorkerTiers(arena, options, loads_after_steps=loads_after_steps)
+        self._unsaved: tuple[StoreBlocks, ...] = ()
+        """Stores of the last step, until it has computed."""
         self._lender: RowLender | None = None
         if self._offload is not None and options.lend:
             self._lender = RowLender(
@@ -162,6 +173,8 @@ class WorkerSide:
         the scheduler's side has just given out, and pulls and loads write to blocks that nothing
         else uses.
         """
+        self._store_unsaved()  # of a step whose end the engine has not told
+        self._unsaved = step.stores
         with self._lock:
             for offer in step.offers:
                 self._ordered(self.adopt(offer))
@@ -184,12 +197,16 @@ class WorkerSide:
         if self._offload is not None and self._offload.prefill is not None:
             self._offload.prefill.begin(step.prompt_tokens)
 
-    def save(self, step: StepOrders) -> None:
+    def save(self) -> None:
         """Start to store what the scheduler's side has decided, after the engine's computation."""
+        if self._offload is not None and self._offload.prefill is not None:
+            self._offload.prefill.mark()
+        self._store_unsaved()
+
+    def _store_unsaved(self) -> None:
+        stores, self._unsaved = self._unsaved, ()
         if self._offload is not None:
-            if self._offload.prefill is not None:
-                self._offload.prefill.mark()
-            for store in step.stores:
+            for store in stores:
                 self._offload.store(store)
 
     def kept(self) -> KeyLevels:

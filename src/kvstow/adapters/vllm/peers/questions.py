@@ -64,6 +64,13 @@ class PeerQuestions:
             return None
         return Handover(tickets=answer.tickets, num_tokens=num_tokens, prompt="", asked=True)
 
+    def reset(self, identity: Identity) -> None:
+        """Peers are asked for rows of another identity from now on, by requests to come."""
+        self._identity = identity
+        self._requests.clear()
+        self._waiting.clear()
+        self._orders.clear()
+
     def forget(self, id: str) -> None:
         """The request is over, or computes."""
         self._requests.pop(id, None)

@@ -1,0 +1,70 @@
+"""What a LoRA adapter is known by: its name, and a digest of its weights where they lie on disk.
+
+Under an adapter that the engine was given in another way nothing is shared. The engine reads an
+adapter's files when it loads it, and perhaps again later; we read them when a request names it. So
+what is found first counts for as long as the engine runs. Files that were written anew may or may
+not be what the engine has in memory: nothing is shared under them either.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvstow.errors import ModelError
+from kvstow.plan.checkpoint import adapter_digest
+
+
+class KnownAdapters:
+    """Adapters of one engine, as they were when they were first asked for. Where somebody has
+    `vouched` for what is not looked at, one whose weights cannot be found is known by its path."""
+
+    def __init__(self, *, vouched: bool = False) -> None:
+        self._vouched = vouched
+        self._first: dict[tuple[str, str, int], str | None] = {}
+
+    def name(self, adapter: Any) -> str | None:
+        """What an adapter of vLLM's is known by; None where its weights are nowhere to be found, or
+        are not those of before."""
+        name, path = adapter.lora_name, adapter.lora_path
+        folder = _folder(path)
+        digest = _digest(folder, _changed_at(folder)) or (path if self._vouched else None)
+        found = f"{name} {digest}" if digest else None
+        first = self._first.setdefault((name, path, adapter.lora_int_id), found)
+        return found if found == first else None
+
+
+def _folder(path: str) -> str:
+    """Where an adapter lies: a path, or the name of one in the hub's cache; as it is otherwise."""
+    if os.path.isabs(path) or os.path.isdir(path):
+        return path
+    if path.startswith("~"):
+        return os.path.expanduser(path)
+    return _in_hub(path) or path
+
+
+def _in_hub(name: str) -> str:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(name, "adapter_config.json")
+    except (ImportError, ValueError):  # not a name of the hub's
+        return ""
+    return str(Path(config).parent) if isinstance(config, str) else ""
+
+
+def _changed_at(path: str) -> int:
+    """When something in a folder was last written, 0 where there is none: an adapter may be
+    loaded again under its name."""
+    try:
+        return max((entry.stat().st_mtime_ns for entry in os.scandir(path)), default=0)
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1024)
+def _digest(folder: str, changed_at: int) -> str | None:
+    try:
+        return adapter_digest(folder) if os.path.isdir(folder) else None
+    except ModelError:
+        return None
