@@ -22,9 +22,9 @@ from kvstow.offload.remote.prices import ReadRate
 from kvstow.offload.tier import Bytes
 from kvstow.plan.view import Ints
 
-LOT_BYTES = 16 << 20
-"""Objects are fetched in lots of so many bytes, `LOTS` at a time: one is verified while the next
-one comes."""
+LOT_BYTES = 17 << 20
+"""Objects are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a
+time: one is verified while the next one comes."""
 LOTS = 4
 
 
