@@ -116,7 +116,7 @@ def test_an_engine_that_takes_fewer_tokens_than_it_was_told_of_gets_the_first_of
     decode.arrived(asked("d", params=offered(side())))
     assert decode.matched("d", 0) == 9
     decode.allocated("d", ((1, 2), (1, 2)), 8)
-    (pull,) = decode.take_step().pulls
+    (pull,) = decode.take_step(computes=True).pulls
     assert (pull.start_token, pull.num_tokens) == (0, 8)
 
 
