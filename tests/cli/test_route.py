@@ -113,7 +113,7 @@ def test_memory_is_a_device_s_unless_it_is_said_to_be_the_host_s():
         ("host:20:0.4", "host"),
     ):
         found = document("llama-3.1-8b", "llama-3.1-8b", "--rows-in", memory)["ways"]
-        assert found["memory"]["kind"] == kind
+        assert (found["memory"]["kind"], found["memory"]["name"]) == (kind, memory)
         assert (found["staged"]["seconds"] is None) == (kind == "host")
         speed = found["memory"]["bytes_per_second"], found["memory"]["seconds_per_copy"]
         assert speed == pytest.approx((20e9, 0.4e-6))
