@@ -6,6 +6,7 @@ per reader and the inputs that broke one; `scripts/fuzz` runs them for longer.
 """
 
 import atexit
+import importlib.util
 import json
 import resource
 import shutil
@@ -218,3 +219,17 @@ def damaged_msgpack(random: Random, data: bytes, other: bytes) -> bytes:
 
 def _tree(value: Any) -> Any:
     return value if isinstance(value, dict | list) else [value]
+
+
+def readers() -> dict[str, Reader]:
+    """Every reader that a test of its own is about, by name."""
+    found: dict[str, Reader] = {}
+    for file in sorted(CORPUS.parent.glob("test_*.py")):
+        if file.stem != "test_readers":
+            spec = importlib.util.spec_from_file_location(f"fuzz_{file.stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            found[module.READER.name] = module.READER
+    return found

@@ -6,7 +6,6 @@ breaks a reader is kept in `tests/fuzz/corpus/<reader>/`, and the run ends with 
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import mmap
@@ -21,28 +20,14 @@ import time
 import traceback
 from collections import Counter
 from hashlib import blake2b
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing import CORPUS, Reader
+from fuzzing import CORPUS, Reader, readers
 
 HANG_SECONDS = 120
 MOST_DOCUMENTS = 2000
 MOST_INPUT = 8 << 20
-
-
-def readers() -> dict[str, Reader]:
-    """Every reader of this folder, by name."""
-    found: dict[str, Reader] = {}
-    for file in sorted(Path(__file__).parent.glob("test_*.py")):
-        spec = importlib.util.spec_from_file_location(f"fuzz_{file.stem}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found[module.READER.name] = module.READER
-    return found
 
 
 def shape(said: str) -> str:

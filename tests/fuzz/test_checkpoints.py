@@ -3,8 +3,6 @@
 import json
 from random import Random
 
-import pytest
-
 from fuzzing import Reader, damaged_bytes, damaged_json, folder, fuzzed
 from kvstow.errors import ModelError, SpecError
 from kvstow.plan.checkpoint import CACHE_NAME
@@ -74,12 +72,3 @@ READER = Reader(
 @fuzzed(READER)
 def test_a_damaged_checkpoint_has_one_identity_or_is_refused(data):
     READER.outcome(data)
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

@@ -110,8 +110,3 @@ def test_a_host_that_is_none_is_refused(host):
 def test_a_path_that_is_none_is_not_found(path):
     request = b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
     assert read(request).startswith("refused: ")
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

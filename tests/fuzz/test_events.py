@@ -2,8 +2,6 @@
 
 from random import Random
 
-import pytest
-
 from fuzzing import Reader, damaged_msgpack, fuzzed
 from kvstow.errors import SpecError
 from kvstow.events.format import (
@@ -67,12 +65,3 @@ READER = Reader(name="events", read=read, valid=valid, mutate=mutate)
 @fuzzed(READER)
 def test_a_damaged_batch_is_a_batch_or_refused(data):
     READER.outcome(data)
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

@@ -100,8 +100,3 @@ def test_every_kind_of_message_is_among_the_documents():
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_is_read_as_it_was_written(message):
     assert decode(encode(Frame(3, 4, message))) == Frame(3, 4, message)
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

@@ -2,8 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
-
 from fuzzing import Reader, damaged_json, fuzzed
 from kvstow.errors import ManifestError
 from kvstow.plan.group import grouped
@@ -77,12 +75,3 @@ READER = Reader(
 @fuzzed(READER)
 def test_a_damaged_manifest_is_a_lawful_layout_or_refused(data):
     READER.outcome(data)
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

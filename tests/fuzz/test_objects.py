@@ -3,7 +3,6 @@
 from random import Random
 
 import numpy as np
-import pytest
 
 from fuzzing import Reader, damaged_bytes, fuzzed
 from kvstow.offload.remote.directory import WriterLayout
@@ -62,8 +61,3 @@ def test_of_valid_objects_only_the_row_is_accepted():
         "refused: foreign",
         "refused: foreign",
     ]
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

@@ -142,12 +142,3 @@ def test_no_bytes_of_any_length_are_taken_for_a_header_or_a_record(size, fill):
     data = (fill * size)[:size]
     assert decode_header(data) is None
     assert decode_record(data) is None
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

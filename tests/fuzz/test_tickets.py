@@ -6,7 +6,6 @@ from hashlib import blake2b
 from random import Random
 
 import numpy as np
-import pytest
 
 from fuzzing import Reader, damaged_bytes, damaged_msgpack, fuzzed
 from kvstow.errors import TransferError
@@ -82,12 +81,3 @@ READER = Reader(
 @fuzzed(READER)
 def test_a_damaged_ticket_is_a_ticket_or_refused(data):
     READER.outcome(data)
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

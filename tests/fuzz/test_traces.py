@@ -3,8 +3,6 @@
 from contextlib import suppress
 from random import Random
 
-import pytest
-
 from fuzzing import Reader, damaged_bytes, damaged_json, folder, fuzzed
 from kvstow.errors import TraceError
 from kvstow.plan.group import grouped
@@ -65,12 +63,3 @@ READER = Reader(name="traces", read=read, valid=valid, mutate=mutate)
 @fuzzed(READER)
 def test_a_damaged_trace_is_a_trace_or_refused(data):
     READER.outcome(data)
-
-
-def test_documents_that_nothing_has_happened_to_are_accepted():
-    assert {READER.outcome(data) for data in READER.valid()} == {"accepted"}
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from random import Random
 
-import pytest
 from typer.testing import CliRunner
 
 from fuzzing import ODD, Reader, damaged_bytes, folder, fuzzed
@@ -104,8 +103,3 @@ READER = Reader(
 @fuzzed(READER)
 def test_odd_words_are_answered_or_refused(data):
     READER.outcome(data)
-
-
-@pytest.mark.parametrize("file", READER.corpus(), ids=lambda file: file.name)
-def test_what_once_broke_the_reader_no_longer_does(file):
-    READER.outcome(file.read_bytes())

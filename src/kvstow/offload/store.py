@@ -37,8 +37,8 @@ from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.tier import (
     Bools,
     Tier,
-    chosen,
     facts,
+    held_by_any,
     known_identity,
 )
 from kvstow.offload.why import WhyEnded, why_ended
@@ -393,11 +393,7 @@ class Store:
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which rows of a group of the store's layout are there."""
-        found = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            if not found.all():
-                found[~found] = tier.contains(group, chosen(keys, ~found))
-        return found
+        return held_by_any(self.tiers, group, keys)
 
     def loadable(self, group: int, keys: Sequence[bytes]) -> Bools:
         """Which of these rows are there and take less time to load than to compute."""

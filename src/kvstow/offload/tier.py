@@ -143,11 +143,7 @@ class TierChain:
         return Counts(*map(sum, zip(*(_numbers(tier.counts) for tier in self.tiers), strict=True)))
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
-        found = np.zeros(len(keys), bool)
-        for tier in self.tiers:
-            if not found.all():
-                found[~found] = tier.contains(group, chosen(keys, ~found))
-        return found
+        return held_by_any(self.tiers, group, keys)
 
     def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
         kept = np.zeros(len(keys), bool)
@@ -240,6 +236,15 @@ def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
 def chosen(keys: Sequence[bytes], which: Bools) -> list[bytes]:
     """The keys at the positions that are true."""
     return list(compress(keys, which.tolist()))
+
+
+def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:
+    """Which rows are in one of the tiers; a later tier is asked only for what is still lacking."""
+    found = np.zeros(len(keys), bool)
+    for tier in tiers:
+        if not found.all():
+            found[~found] = tier.contains(group, chosen(keys, ~found))
+    return found
 
 
 def facts(tier: Tier) -> dict[str, float]:
