@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -165,6 +167,27 @@ def test_a_terminal_without_unicode_gets_an_answer(encoding):
     )
     assert finished.returncode == 0, finished.stderr
     assert b"2,359,296" in finished.stdout
+
+
+def test_a_router_says_where_it_listens_and_ctrl_c_ends_it():
+    pytest.importorskip("aiohttp")
+    words = ["route-requests", "--decode", "http://127.0.0.1:9", "--port", "0"]
+    router = subprocess.Popen(
+        [*KVSTOW, *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        said = router.stderr.readline()
+        url = re.fullmatch(r"note: (http://127.0.0.1:\d+) \(Ctrl-C ends it\)\n", said)[1]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            assert answer.status == 200
+        router.send_signal(signal.SIGINT)
+        assert router.wait(60) == 0
+    finally:
+        router.kill()
+        router.communicate()
 
 
 def test_version_and_help_need_no_model():

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import MISUSED, refuse
+from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import SpecError
 
 Urls = list[str]
@@ -85,7 +85,14 @@ def route_requests(
         events=sources,
         by_prefix=by is ChooseBy.prefix,
     )
-    serve(prefill or (), decode, host=host, port=port, options=chosen)
+    serve(
+        prefill or (),
+        decode,
+        host=host,
+        port=port,
+        options=chosen,
+        announce=lambda url: note(f"{url} (Ctrl-C ends it)"),
+    )
 
 
 def _check_sources(by: ChooseBy, sources: list[str], urls: list[str]) -> None:

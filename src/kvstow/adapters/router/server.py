@@ -436,7 +436,18 @@ def application(
 
 
 def serve(
-    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, options: RouterOptions
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    options: RouterOptions,
+    announce: Callable[[str], None],
 ) -> None:
-    """Serve until interrupted."""
-    web.run_app(application(prefill, decode, options), host=host, port=port, print=None)
+    """Serve until interrupted; `announce` is told the address once it can be asked."""
+    made = application(prefill, decode, options)
+
+    def started(text: str) -> None:
+        announce(next(word for word in text.split() if word.startswith("http")))
+
+    web.run_app(made, host=host, port=port, print=started)
