@@ -152,6 +152,7 @@ def vllm_config(*, publishes: bool = True, **options: object) -> SimpleNamespace
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         compilation_config=SimpleNamespace(static_forward_context={}),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=publishes),
     )
 
@@ -517,19 +518,45 @@ def test_a_producer_takes_nothing_over(connector: ModuleType):
     prefill.worker.shutdown()
 
 
-@pytest.mark.parametrize(("consumer", "zeroes"), [(False, False), (True, True), (True, False)])
-def test_rows_come_back_after_steps_that_may_still_write_to_their_blocks(
-    connector: ModuleType, consumer: bool, zeroes: bool
+@pytest.mark.parametrize(
+    ("consumer", "zeroes", "policy", "waits"),
+    [
+        (False, False, "fcfs", True),
+        (True, True, "priority", True),
+        (True, True, "fcfs", False),
+        (True, False, "priority", False),
+    ],
+)
+def test_steps_that_may_still_write_to_blocks_are_waited_for(
+    connector: ModuleType, consumer: bool, zeroes: bool, policy: str, waits: bool
 ):
     config, caches = vllm_config(host_bytes=1 << 20), cache_config()
     config.kv_transfer_config.is_kv_consumer = consumer
+    config.scheduler_config.policy = policy
     caches.needs_kv_cache_zeroing = zeroes
     worker = connector.KvstowConnector(config, Role.WORKER, caches)
     worker.register_kv_caches(memory())
-    tiers = worker._worker_side._offload
-    tiers._direct = True  # as on CUDA
-    assert tiers._loads_after_steps == (zeroes or not consumer)
+    side = worker._worker_side
+    assert (side._after_steps, side._offload._after_steps) == (waits, waits)
     worker.shutdown()
+
+
+def test_nothing_is_pulled_while_steps_write_to_its_blocks(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    steps = SimpleNamespace(over=False, query=lambda: steps.over)
+    monkeypatch.setattr(decode.worker._worker_side, "_steps_begun", lambda: steps)
+    decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
+    before = decode.views["b"].clone()
+    for _ in range(20):
+        assert not decode.step().finished_recving
+    assert torch.equal(decode.views["b"], before)
+    steps.over = True
+    assert loaded(decode).failed_recving == set()
+    assert torch.equal(decode.views["b"][1], prefill.views["b"][7])
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
 
 
 def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: ModuleType):

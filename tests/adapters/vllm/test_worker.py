@@ -219,7 +219,7 @@ def test_a_forged_ticket_is_refused_at_once(
     engines: tuple[Engine, Engine], field: str, monkeypatch: pytest.MonkeyPatch
 ):
     """However long one is waited for that the producer's worker has not heard of yet."""
-    monkeypatch.setattr("kvstow.adapters.vllm.worker.GRACE_SECONDS", 1e9)
+    monkeypatch.setattr("kvstow.adapters.vllm.underway.GRACE_SECONDS", 1e9)
     prefill, decode = engines
     params: Any = prefill.prefill(THERE)
     prefill.step()

@@ -17,6 +17,7 @@ stores      rows on their way to the tiers: held, in turn, within a bandwidth
 offers      workers of other processes, told of an offer before the engine's next step
 generations one per rank: leases of its blocks, and which of them a pull has filled
 worker      one per rank: an agent over the engine's memory, pulls and leases
+underway    pulls and leases of one rank that are under way
 tiers       one per rank: rows stored and loaded
 peers/      prefixes of other engines: rows lent to them, theirs asked for by key
 journal     which prompts were stored, for `kvstow why`

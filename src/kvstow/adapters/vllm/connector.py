@@ -149,9 +149,12 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests of the engine that may be stored while they run."""
         self._adapters = KnownAdapters(vouched=bool(self._options.unverified))
         self._takes_over = vllm_config.kv_transfer_config.is_kv_consumer
-        """Whether vLLM lets no block go that a step under way may still write to. Without that,
-        nothing but what waits for those steps may write to a block."""
-        self._zeroes = kv_cache_config.needs_kv_cache_zeroing
+        """Whether vLLM lets no block go that a step under way may still write to."""
+        zeroes = kv_cache_config.needs_kv_cache_zeroing
+        preempts = vllm_config.scheduler_config.policy == "priority"
+        self._after_steps = not self._takes_over or (zeroes and preempts)
+        """Whether such steps are waited for. With priorities vLLM takes a block back in the very
+        pass in which it has decided to zero it."""
         self._events: TierEvents | None = None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -220,7 +223,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._options,
             transport=NixlTransport(listen=self._options.listen),
             name=f"{self._engine}-{rank}",
-            loads_after_steps=self._zeroes or not self._takes_over,
+            after_steps=self._after_steps,
         )
 
     def get_handshake_metadata(self) -> KvstowEndpoint:

@@ -187,9 +187,9 @@ class WorkerTiers:
     """A host tier; below it a disk tier where a path is set, and a remote one where a URL is."""
 
     def __init__(
-        self, arena: Arena, options: ConnectorOptions, *, loads_after_steps: bool = False
+        self, arena: Arena, options: ConnectorOptions, *, after_steps: bool = False
     ) -> None:
-        """With `loads_after_steps` rows come back behind what the engine has been given to compute:
+        """With `after_steps` rows come back behind what the engine has been given to compute:
         one of those steps may still write to the blocks."""
         layout = arena.layout
         self._disk: DiskTier | None = None
@@ -227,7 +227,7 @@ class WorkerTiers:
             self._events = TierWatch(tiers)
             self._events.start()
         self._direct = arena.device.type == "cuda"
-        self._loads_after_steps = loads_after_steps
+        self._after_steps = after_steps
         self._stores: list[StoreJob] = []
         self._loads: list[LoadJob] = []
         self._asker = ThreadPoolExecutor(1, "kvstow-look-up") if self._remote else None
@@ -341,7 +341,7 @@ class WorkerTiers:
 
     def _load(self, group: int, keys: Sequence[bytes], ids: np.ndarray) -> MoverJob:
         is_near = self._host.contains(self._groups[group], keys).all()
-        if self._direct and not self._loads_after_steps and is_near:
+        if self._direct and not self._after_steps and is_near:
             return self._mover.direct.load(group, keys, ids)
         return self._mover.load(group, keys, ids)
 

@@ -8,8 +8,9 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from secrets import token_bytes
+
+import torch
 
 from kvstow.adapters.vllm.generations import LeasedGenerations
 from kvstow.adapters.vllm.offers import OfferInbox
@@ -31,12 +32,13 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler import held
 from kvstow.adapters.vllm.tiers import WorkerTiers
+from kvstow.adapters.vllm.underway import RETRY_SECONDS, AdoptedLease, OpenPull, StepsBegun
 from kvstow.errors import KvstowError, StoreError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.plan.manifest import fingerprint
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.lease import UNKNOWN, EndReason
+from kvstow.transfer.lease import EndReason
 from kvstow.transfer.pulls import Transfer
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
@@ -49,37 +51,6 @@ IDLE_SECONDS = 0.002
 PULL_SECONDS = 0.006
 """So long it waits for the end of a pull: between two steps it would not notice it."""
 
-GRACE_SECONDS = 10.0
-"""A ticket may be shown before the producer's worker has heard of it: ask again so long."""
-
-RETRY_SECONDS = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class OpenPull:
-    """A pull under way. A transfer that has failed may still be written to for a while."""
-
-    pull: PullBlocks
-    started: float
-    transfer: Transfer | None = None
-    again_at: float = 0.0
-
-    def may_retry(self, error: TransferError, now: float) -> bool:
-        """Whether the producer may just not have heard of the ticket; a peer that was asked has."""
-        is_young = now - self.started < GRACE_SECONDS
-        return _may_come(error) and is_young and self.pull.seconds is None
-
-
-@dataclass(slots=True, eq=False)
-class AdoptedLease:
-    """A lease of one request's blocks. `ordered`: the engine's step has named it too, so that its
-    blocks are counted as kept for the request."""
-
-    lease: int
-    request: str
-    ordered: bool = False
-    ended: bool = False
-
 
 class WorkerSide:
     """One rank: its arena, its agent, its open business."""
@@ -91,9 +62,12 @@ class WorkerSide:
         *,
         transport: Transport,
         name: str,
-        loads_after_steps: bool = False,
+        after_steps: bool = False,
     ) -> None:
+        """With `after_steps`, steps that the engine has begun may still write to blocks that it
+        gives for a load: those are waited for."""
         self.arena = arena
+        self._after_steps = after_steps
         self._options = options
         self._owner = LeasedGenerations(arena.layout)
         self.agent = Agent(
@@ -126,7 +100,7 @@ class WorkerSide:
         """The engine looks at what it was told one step later: that step does not wait."""
         self._offload: WorkerTiers | None = None
         if options.offloads:
-            self._offload = WorkerTiers(arena, options, loads_after_steps=loads_after_steps)
+            self._offload = WorkerTiers(arena, options, after_steps=after_steps)
         self._unsaved: tuple[StoreBlocks, ...] = ()
         """Stores of the last step, until it has computed."""
         self._lender: RowLender | None = None
@@ -183,9 +157,10 @@ class WorkerSide:
             for ticket in step.drops:
                 self.agent.drop(ticket)
             for pull in step.pulls:
-                loading = OpenPull(pull, time.monotonic())
+                loading = OpenPull(pull, time.monotonic(), self._steps_begun())
                 self._loading[pull.request] = loading
-                self._try(loading)
+                if loading.may_write:
+                    self._try(loading)
         if self._offload is not None:
             for lookup in step.lookups:
                 self._offload.look_up(lookup)
@@ -353,6 +328,14 @@ class WorkerSide:
 
     # ── pulls ─────────────────────────────────────────────────────────────────────
 
+    def _steps_begun(self) -> StepsBegun | None:
+        """The end of what the engine has given the device by now, where that counts."""
+        if not self._after_steps or self.arena.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.arena.device))
+        return event
+
     def _try(self, loading: OpenPull) -> None:
         pull = loading.pull
         try:
@@ -378,7 +361,7 @@ class WorkerSide:
         now = time.monotonic()
         transfer = loading.transfer
         if transfer is None:
-            if now >= loading.again_at:
+            if now >= loading.again_at and loading.may_write:
                 self._try(loading)
             return
         if not transfer.done or not transfer.wait_quiet(0):
@@ -458,9 +441,3 @@ class WorkerSide:
         if self._offload is not None:
             self._offload.close()
         self.arena.close()
-
-
-def _may_come(error: TransferError) -> bool:
-    """Whether a producer's worker has only not heard of the ticket yet. Forged ones it tells apart
-    by their number."""
-    return error.kind == "ticket" and UNKNOWN in str(error)
