@@ -91,6 +91,12 @@ def test_the_catalogue_tells_what_its_configurations_do_not():
         model_weights("glm-4.7-flash")
 
 
+def test_a_configuration_too_short_to_count_says_what_it_lacks():
+    short = {name: fact for name, fact in DENSE.items() if name != "vocab_size"}
+    with pytest.raises(ModelError, match="no 'vocab_size' to count them by"):
+        model_weights(short)
+
+
 def test_models_with_other_layers_are_not_counted():
     assert parameters(load_model(DENSE | {"mamba_d_state": 16})) is None
     with pytest.raises(ModelError, match="--weights-bytes"):

@@ -81,7 +81,12 @@ def model_weights(model: Source) -> Weights:
         return Weights(nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config")
     known = published(config.name)
     if "parameters" not in known:
-        raise config.error("how large the weights are is not known", "say --weights-bytes SIZE")
+        lacks = "vocab_size" not in config
+        why = "no 'vocab_size' to count them by" if lacks else "no formula for such layers"
+        raise config.error(
+            f"how large the weights are is not known: no weight files, and {why}",
+            "say --weights-bytes SIZE",
+        )
     own = Fraction(own_dtype(config).bits, 8)
     nbytes = known.get("weights_bytes") or round(known["parameters"] * own)
     return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published")
