@@ -11,7 +11,7 @@ from kvstow.memory import cuda
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
-from kvstow.memory.digest import digest, prepared
+from kvstow.memory.digest import DigestOf, digest, prepared
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Alignment, Site, packed
@@ -386,11 +386,12 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
                     assert digest(there, blocks, num_tokens, **which) == digest(
                         host, blocks, num_tokens, **which
                     )
-            take = prepared(there, blocks, 3 * tokens)
-            assert take() == take() == digest(host, blocks, 3 * tokens)
+            take = prepared(there, [DigestOf(blocks, 3 * tokens)])
+            assert take() == take() == (digest(host, blocks, 3 * tokens),)
             there.field("l.1", "v")[blocks[0].ids[0], 0, 0].view(torch.uint8)[0] ^= 1
             assert digest(host, blocks, 1) != digest(there, blocks, 1)
-            assert take() == digest(there, blocks, 3 * tokens) != digest(host, blocks, 3 * tokens)
+            assert take() == (digest(there, blocks, 3 * tokens),)
+            assert take() != (digest(host, blocks, 3 * tokens),)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────

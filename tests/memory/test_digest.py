@@ -180,7 +180,7 @@ def kernel_digest(arena: Arena, blocks: dict[int, Blocks], num_tokens: int, **wh
     """What the Triton kernel makes of host memory, in its interpreter."""
     from kvstow.memory import digest as module
 
-    with patch.object(module, "_on_host", module._on_device):
+    with patch.object(module, "_on_host", module.on_device):
         return digest(arena, blocks, num_tokens, **which)
 
 

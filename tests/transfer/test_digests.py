@@ -6,11 +6,12 @@ from random import Random, SystemRandom
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, counted_states, digest, prepared
+from kvstow.memory.digest import MODULUS, DigestOf, _parts, counted_states, digest, prepared
+from kvstow.memory.digest_device import are_few, few_on_device
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
@@ -204,11 +205,34 @@ def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():
     with Arena(layout) as arena:
         arena.bytes.random_(0, 256)
         for which in ({}, {"heads": (0, 1), "layers": ["l.2"], "every": 4, "phase": 1}):
-            take = prepared(arena, blocks, 11, **which)
+            take = prepared(arena, [DigestOf(blocks, 11, **which)])
             before = take()
-            assert before == take() == digest(arena, blocks, 11, **which)
+            assert before == take() == (digest(arena, blocks, 11, **which),)
             arena.bytes.random_(0, 256)
-            assert before != take() == digest(arena, blocks, 11, **which)
+            assert before != take() == (digest(arena, blocks, 11, **which),)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_device_lists_the_cells_of_samples_and_finds_the_hosts_numbers(data):
+    # the kernel runs in Triton's interpreter here, on an arena in host memory
+    num_tokens = data.draw(st.integers(1, 40))
+    layout = two_layouts(data, data.draw(models()), num_tokens)[0]
+    blocks = data.draw(listed(layout, num_tokens))
+    with Arena(layout) as arena:
+        arena.bytes.random_(0, 256)
+        wanted = [
+            DigestOf(
+                blocks, num_tokens, layers=x.layers, heads=x.heads, every=x.every, phase=x.phase
+            )
+            for x in samples([layout], 0, num_tokens, "sample")
+        ]
+        parts = [_parts(arena, each) for each in wanted]
+        assume(are_few(parts))
+        take = few_on_device(arena, parts)
+        assert take() == prepared(arena, wanted)()
+        arena.bytes.random_(0, 256)
+        assert take() == prepared(arena, wanted)()
 
 
 @settings(max_examples=30)

@@ -8,6 +8,8 @@ copy         whole blocks, or the copies of a route, between two arenas
 cuda         how such a copy runs where a CUDA device is involved
 digest       one number for what blocks hold, whatever the layout
 digest_keys  the factors that it multiplies bytes by
+digest_pages  which pages, heads and states count
+digest_device  the same on a device
 numa         host memory near a device
 kernels      Triton kernels: copies, digests, attention
 """

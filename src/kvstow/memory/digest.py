@@ -9,32 +9,37 @@ the same content: words and keys are those of the whole model (`digest_keys`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from math import gcd
-from weakref import WeakKeyDictionary
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest_keys import CellKeys, Words, cell_keys, seed, shares, state_keys
+from kvstow.memory.digest_device import are_few, few_on_device, on_device
+from kvstow.memory.digest_keys import Words, shares, state_keys
+from kvstow.memory.digest_pages import (
+    CountedBlocks,
+    Intervals,
+    Pages,
+    keys_in,
+    pages_of,
+    picked,
+    unit_of,
+)
 from kvstow.plan.group import Group
-from kvstow.plan.layout import Layout, PlacedGroup, placed_sections
-from kvstow.plan.spec import Extent, LayerSpec
+from kvstow.plan.layout import Layout
+from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
 
-__all__ = ["MODULUS", "Intervals", "Listed", "counted_states", "digest", "prepared", "shares"]
+__all__ = ["MODULUS", "DigestOf", "Listed", "counted_states", "digest", "prepared", "shares"]
 
 MODULUS = 1 << 64
-
-Intervals = tuple[Interval, Interval]
 
 Listed = Mapping[int, Blocks | Sequence[int] | Ints] | Mapping[str, Blocks | Sequence[int] | Ints]
 """The blocks of a request by the number or the name of their group. Ids in place of `Blocks` are
@@ -75,8 +80,7 @@ def digest(
     >>> digest(here, [1, 2], 25) == digest(there, [4, 7], 25)
     False
     """
-    return prepared(
-        arena,
+    asked = DigestOf(
         blocks,
         num_tokens,
         layers=layers,
@@ -85,46 +89,58 @@ def digest(
         heads=heads,
         every=every,
         phase=phase,
-    )()
+    )
+    return prepared(arena, [asked])()[0]
 
 
-def prepared(
-    arena: Arena,
-    blocks: Listed | Blocks | Sequence[int] | Ints,
-    num_tokens: int,
-    *,
-    layers: Collection[str] | None = None,
-    start_token: int = 0,
-    claims: Claims | None = None,
-    heads: Interval | None = None,
-    every: int = 1,
-    phase: int = 0,
-) -> Callable[[], int]:
-    """A digest, ready to be taken: what can be done before the bytes are there is done.
+@dataclass(frozen=True, slots=True)
+class DigestOf:
+    """What one digest counts, as `digest` says."""
+
+    blocks: "Listed | Blocks | Sequence[int] | Ints"
+    num_tokens: int
+    _: KW_ONLY
+    layers: Collection[str] | None = None
+    start_token: int = 0
+    claims: Claims | None = None
+    heads: Interval | None = None
+    every: int = 1
+    phase: int = 0
+
+
+def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[int, ...]]:
+    """Digests, ready to be taken: what can be done before the bytes are there is done.
 
     What is returned counts the bytes as they lie when it is called, as often as it is called;
     on CUDA, in the stream that is current now, and not in two threads at once.
     """
-    _check(arena.layout, layers, (start_token, num_tokens), every, phase)
-    on = _on_device if arena.device.type == "cuda" else _on_host
-    counts: list[Callable[[], int | torch.Tensor]] = []
-    for group, listed in _by_group(arena, blocks).items():
-        ids = arena.checked(group, listed.ids)
-        placed = arena.layout.groups[group]
-        for pages in _pages(arena, group, layers, claims, heads):
-            intervals = counted_states(placed.group, pages.spec, num_tokens, start_token)
-            counting = _counting(placed.group, pages.spec, listed.index, intervals)
-            part = pages, ids[counting], listed.index[counting]
-            if every > 1:
-                part = _picked(*part, intervals, every, phase)
-            if len(part[1]):
-                counts.append(on(arena, *part, intervals))
+    parts = [_parts(arena, asked) for asked in digests]
+    if arena.device.type == "cuda" and are_few(parts):
+        return few_on_device(arena, parts)
+    on = on_device if arena.device.type == "cuda" else _on_host
+    counts = [[on(arena, *part) for part in each] for each in parts]
 
-    def taken() -> int:
-        running = [count() for count in counts]  # on CUDA all run before one is waited for
-        return sum(map(int, running)) % MODULUS
+    def taken() -> tuple[int, ...]:
+        running = [[count() for count in each] for each in counts]  # all run before one is awaited
+        return tuple(sum(map(int, each)) % MODULUS for each in running)
 
     return taken
+
+
+def _parts(arena: Arena, asked: DigestOf) -> list[CountedBlocks]:
+    """The blocks of a digest by like pages, those left out of which nothing counts."""
+    tokens = asked.start_token, asked.num_tokens
+    _check(arena.layout, asked.layers, tokens, asked.every, asked.phase)
+    found: list[CountedBlocks] = []
+    for group, listed in _by_group(arena, asked.blocks).items():
+        ids = arena.checked(group, listed.ids)
+        placed = arena.layout.groups[group]
+        for pages in pages_of(arena, group, asked.layers, asked.claims, asked.heads):
+            intervals = counted_states(placed.group, pages.spec, tokens[1], tokens[0])
+            counting = _counting(placed.group, pages.spec, listed.index, intervals)
+            part = CountedBlocks(pages, ids[counting], listed.index[counting], intervals)
+            found.append(picked(part, asked.every, asked.phase) if asked.every > 1 else part)
+    return [part for part in found if len(part.ids)]
 
 
 def _check(
@@ -190,132 +206,6 @@ def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) 
     return one if other.start == other.stop else np.union1d(np.r_[one], np.r_[other])
 
 
-# ── pages ─────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pages:
-    """Layers whose pages, or sections of them, differ only in where they start, one `offset`
-    and `seed` for each.
-
-    Block `b` starts at `offset + b · block_stride` and holds `states` states. `spec` is the
-    first layer's.
-    """
-
-    spec: LayerSpec
-    keys: CellKeys
-    states: int
-    block_stride: int
-    head_stride: int
-    token_stride: int
-    offsets: Ints
-    seeds: Words
-
-    @property
-    def heads_outside(self) -> bool:
-        return self.head_stride > self.token_stride
-
-    def all_multiples(self, number: int) -> bool:
-        """Whether every cell starts at a multiple of this many bytes from the arena's base."""
-        strides = self.block_stride, self.head_stride, self.token_stride
-        return not any(stride % number for stride in strides) and not (self.offsets % number).any()
-
-
-_whole: WeakKeyDictionary[Arena, dict[int, list[_Pages]]] = WeakKeyDictionary()
-"""The pages of whole groups: an arena's never change, and large models have many layers."""
-
-
-def _pages(
-    arena: Arena,
-    group: int,
-    layers: Collection[str] | None,
-    claims: Claims | None,
-    heads: Interval | None,
-) -> list[_Pages]:
-    """A group's layers, or some of them, or some of their heads; those with like pages together."""
-    placed = arena.layout.groups[group]
-    if layers is not None or claims is not None:
-        alike = _alike(placed, layers, claims)
-    else:
-        known = _whole.setdefault(arena, {})
-        alike = known.get(group) or known.setdefault(group, _alike(placed, None, None))
-    if heads is None:
-        return alike
-    return [few for pages in alike if (few := _with_heads(pages, heads)) is not None]
-
-
-def _alike(
-    placed: PlacedGroup, layers: Collection[str] | None, claims: Claims | None
-) -> list[_Pages]:
-    kinds: dict[tuple[CellKeys, tuple[int, ...]], list[tuple[LayerSpec, int]]] = {}
-    sections = (
-        section
-        for layer, place in zip(placed.group.layers, placed.placements, strict=True)
-        for section in placed_sections(layer, place)
-    )
-    for spec, place in sections:
-        if layers is None or spec.name in layers:
-            numbers = spec.states, place.block_stride, place.head_stride, place.token_stride
-            kind = cell_keys(spec, claims), numbers
-            kinds.setdefault(kind, []).append((spec, place.offset))
-    return [
-        _Pages(
-            members[0][0],
-            keys,
-            *numbers,
-            offsets=np.array([offset for _, offset in members]),
-            seeds=np.array([seed("layer", spec.name) for spec, _ in members], np.uint64),
-        )
-        for (keys, numbers), members in kinds.items()
-    ]
-
-
-def _with_heads(pages: _Pages, heads: Interval) -> _Pages | None:
-    """The part of the pages that some heads are, if they hold any of them."""
-    some = _few_heads(pages.keys, pages.spec.heads, heads)
-    if some is None:
-        return None
-    first, keys = some
-    return replace(pages, keys=keys, offsets=pages.offsets + first * pages.head_stride)
-
-
-@lru_cache(maxsize=256)
-def _few_heads(keys: CellKeys, held: Extent, heads: Interval) -> tuple[int, CellKeys] | None:
-    """The first head that is one of these, as it lies, and the keys from there to the last."""
-    numbers = np.concatenate([np.arange(*piece) for piece in held.pieces])
-    inside = (numbers >= heads[0]) & (numbers < heads[1])
-    if not inside.any():
-        return None
-    where = np.flatnonzero(inside)
-    some = slice(where[0], where[-1] + 1)
-    return int(where[0]), replace(keys, table=keys.table[some] * inside[some, None])
-
-
-def _picked(
-    pages: _Pages, ids: Ints, index: Ints, intervals: Intervals, every: int, phase: int
-) -> tuple[_Pages, Ints, Ints]:
-    """The states that leave `phase`, each as a block of its own that holds one state."""
-    one, other = (np.arange(lo + (phase - lo) % every, hi, every) for lo, hi in intervals)
-    states = np.union1d(one, other) if len(other) else one
-    rows, slots = ids[np.searchsorted(index, states // pages.states)], states % pages.states
-    unit = gcd(pages.block_stride, pages.token_stride)
-    blocks = (rows * pages.block_stride + slots * pages.token_stride) // unit
-    return replace(pages, states=1, block_stride=unit), blocks, states
-
-
-def _unit(pages: _Pages) -> int:
-    """The length of words; single bytes where cells do not start at words' multiples."""
-    return pages.keys.unit if pages.all_multiples(pages.keys.unit) else 1
-
-
-def _keys_in(keys: CellKeys, unit: int) -> Words:
-    """The keys for words of this length."""
-    if unit == keys.unit:
-        return keys.table
-    shifts = np.arange(keys.unit, dtype=np.uint64) * np.uint64(8)
-    return (keys.table[..., None] << shifts).reshape(keys.table.shape[0], -1)
-
-
 # ── on the host ───────────────────────────────────────────────────────────────────────────
 
 CHUNK_BYTES = 512 << 10
@@ -323,14 +213,14 @@ CHUNK_BYTES = 512 << 10
 
 
 def _on_host(
-    arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
+    arena: Arena, pages: Pages, ids: Ints, index: Ints, intervals: Intervals
 ) -> Callable[[], int]:
     return partial(_host_sum, arena, pages, ids, index, intervals)
 
 
-def _host_sum(arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals) -> int:
-    unit, states = _unit(pages), pages.states
-    table = _keys_in(pages.keys, unit)
+def _host_sum(arena: Arena, pages: Pages, ids: Ints, index: Ints, intervals: Intervals) -> int:
+    unit, states = unit_of(pages), pages.states
+    table = keys_in(pages.keys, unit)
     states_at = index[:, None] * states + np.arange(states)
     counted = _inside(states_at, intervals)
     step = max(1, CHUNK_BYTES // (states * table.size * unit))
@@ -350,7 +240,7 @@ def _host_sum(arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: In
 
 def _cells(
     arena: Arena,
-    pages: _Pages,
+    pages: Pages,
     offset: int,
     table_shape: tuple[int, ...],
     unit: int,
@@ -373,34 +263,3 @@ def _inside(states: Ints, intervals: Intervals) -> Words:
     (low, high), (low2, high2) = intervals
     counted = ((states >= low) & (states < high)) | ((states >= low2) & (states < high2))
     return counted.astype(np.uint64)
-
-
-# ── on a device ───────────────────────────────────────────────────────────────────────────
-
-
-def _on_device(
-    arena: Arena, pages: _Pages, ids: Ints, index: Ints, intervals: Intervals
-) -> Callable[[], torch.Tensor]:
-    from kvstow.memory.kernels.digest import cell_sums
-
-    unit = _unit(pages)
-    offsets = pages.offsets // unit
-    numbers = np.concatenate((ids, index, offsets, pages.seeds.view(np.int64)))  # one copy for all
-    there = torch.as_tensor(numbers, device=arena.device)
-    n, m = len(ids), len(offsets)
-    return cell_sums(
-        arena.bytes[: arena.nbytes // unit * unit].view({1: torch.uint8, 4: torch.uint32}[unit]),
-        _device_keys(pages.keys, unit, arena.device),
-        (there[:n], there[n : 2 * n]),
-        (there[2 * n : 2 * n + m], there[2 * n + m :]),
-        (pages.block_stride // unit, pages.head_stride // unit, pages.token_stride // unit),
-        pages.states,
-        (*intervals[0], *intervals[1]),
-        aligned=unit == 4 and arena.address % 16 == 0 and pages.all_multiples(16),
-    )
-
-
-@lru_cache(maxsize=64)
-def _device_keys(keys: CellKeys, unit: int, device: torch.device) -> torch.Tensor:
-    """Keys on a device, copied there once."""
-    return torch.as_tensor(_keys_in(keys, unit).view(np.int64), device=device)

@@ -13,7 +13,8 @@ from typing import get_args
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, Intervals, counted_states, prepared
+from kvstow.memory.digest import MODULUS, DigestOf, counted_states, prepared
+from kvstow.memory.digest_pages import Intervals
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import Claims
@@ -99,15 +100,13 @@ def prepared_digests(
 
     Layers that this arena does not hold count nothing.
     """
-    found: list[Callable[[], int]] = []
+    asked: list[DigestOf] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
-        listed = {g: blocks[g] for g in groups if g in blocks}
-        found.append(
-            prepared(
-                arena,
-                listed,
+        asked.append(
+            DigestOf(
+                {g: blocks[g] for g in groups if g in blocks},
                 sample.stop_token,
                 layers=held,
                 start_token=sample.start_token,
@@ -117,7 +116,7 @@ def prepared_digests(
                 phase=sample.phase,
             )
         )
-    return lambda: tuple(take() for take in found)
+    return prepared(arena, asked)
 
 
 def digests(

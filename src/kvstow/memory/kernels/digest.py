@@ -18,8 +18,8 @@ CHUNK_BYTES = 256 << 10
 """What a program reads at most before it multiplies by keys and adds up."""
 
 
-VARYING = ("num_states", "low", "high", "low2", "high2", "num_blocks", "chunk")
-LISTS = ("index", "seeds", "keys", "state_keys", "ids", "offsets", "sums")
+VARYING = ("num_states", "low", "high", "low2", "high2", "num_blocks", "chunk", "num_cells")
+LISTS = ("index", "seeds", "keys", "state_keys", "ids", "offsets", "sums", "cells")
 """Triton compiles another kernel where one of its numbers is 1 or a multiple of 16, and where a
 pointer is a multiple of 16: these change from transfer to transfer, and each would wait for it."""
 
@@ -124,5 +124,41 @@ def cell_sums(
             TOKENS=tokens, WORDS=words, ALIGNED=aligned, num_warps=1,
         )  # fmt: skip
         return sums.sum()
+
+    return launched
+
+
+@_compiled_once
+def _sum_cells(memory, keys, cells, sums, num_cells, SIZE: tl.constexpr):
+    """One cell's words times their keys, times its state's key."""
+    cell = tl.program_id(0)
+    start = tl.load(cells + cell)
+    factor = tl.load(cells + num_cells + cell).to(tl.uint64)
+    first = tl.load(cells + 2 * num_cells + cell)
+    count = tl.load(cells + 3 * num_cells + cell)
+    total = tl.full((SIZE,), 0, tl.uint64)
+    for at in range(0, count, SIZE):
+        word = at + tl.arange(0, SIZE)
+        inside = word < count
+        words = tl.load(memory + start + word, mask=inside, other=0)
+        key = tl.load(keys + first + word, mask=inside, other=0)
+        total += words.to(tl.uint64) * key.to(tl.uint64)
+    tl.store(sums + cell, (tl.sum(total, axis=0) * factor).to(tl.int64))
+
+
+def cells_summed(
+    memory: torch.Tensor, keys: torch.Tensor, cells: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Per cell, Σ word · key, times the key of its state, modulo 2^64; launched when called.
+
+    `cells` has four rows: where each cell starts in `memory`, its state's key, where its words'
+    keys start in `keys`, and how many words it has.
+    """
+    num_cells = len(cells) // 4
+    sums = torch.empty(num_cells, dtype=torch.int64, device=memory.device)
+
+    def launched() -> torch.Tensor:
+        _sum_cells[(num_cells,)](memory, keys, cells, sums, num_cells, SIZE=256, num_warps=4)
+        return sums
 
     return launched
