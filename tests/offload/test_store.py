@@ -16,6 +16,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.disk.inspect import survey
 from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
@@ -311,6 +312,22 @@ def test_threads_that_save_blocks_of_one_arena_never_store_each_others_bytes(mak
             assert store.load(other, prompt, into=there) == 18
             saved = rows_of(arena, held[worker], 18)
             assert rows_of(other, there, 18) == saved
+
+
+def test_top_is_told_of_host_memory_beside_the_disk(tmp_path):
+    layout = layout_of()
+    arena, blocks = computed(layout, 24)
+    store = Store(host="1MiB", disk=tmp_path / "kv", disk_bytes="8MiB").bind(layout)
+    store.save(arena, blocks, Prompt.of(range(24)))
+    assert store.flush()
+    store.disk.beat()
+    (owner,) = survey(tmp_path / "kv")["owners"]
+    told = {tier["tier"]: tier["rows"] for tier in owner["tiers"]}
+    assert told == {"host": store.host.usage.rows, "disk": store.disk.usage.rows}
+    assert told["host"] > 0
+    store.host.close()
+    store.disk.beat()  # when they are closed, the disk is the last
+    store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -244,7 +244,7 @@ def _inspected(found: dict[str, Any]) -> list[str]:
         f"fingerprint {found['fingerprint']}"
     )
     groups = table(
-        ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired", "files"],
+        ["group", "tokens", "row", "rows", "bytes", "free", "leased", "retired"],
         [
             [
                 g["name"],
@@ -255,7 +255,6 @@ def _inspected(found: dict[str, Any]) -> list[str]:
                 f"{g['free_slots']:,}",
                 f"{g['leased_slots']:,}",
                 f"{g['retired_slots']:,}",
-                str(g["segments"]),
             ]
             for g in found["groups"]
         ],

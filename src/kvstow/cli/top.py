@@ -30,7 +30,7 @@ def top(
     """Show the tiers of stores live, by process.
 
     Rows, bytes, hits, rates, evictions, failures.
-    A process tells at most once a second what it has done, when it stores or loads.
+    A process tells at most once a second what it has done, when it uses its disk.
     """
     for directory in directories:
         options.check_store(directory)

@@ -175,6 +175,8 @@ class Store:
                     tier.close()
             self.remote = None
             raise
+        if disk is not None and self.host is not None:
+            disk.publish(self.host)
         self.disk = disk
         self._rows = ArenaRows(self.host, disk, self.remote)
         self._identity = rows.identity

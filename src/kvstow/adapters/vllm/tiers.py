@@ -211,6 +211,8 @@ class WorkerTiers:
         self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
+        if self._disk is not None:
+            self._disk.publish(self._host)
         lower: tuple[Tier | None, ...] = (self._near or self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
         below = TierChain(self._lower) if self._lower else None
