@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvstow.adapters.vllm.identity import identity_of
 from kvstow.adapters.vllm.layout import (
     CacheDeclaration,
     DeclaredRegion,
@@ -19,7 +20,6 @@ from kvstow.adapters.vllm.layout import (
     declaration,
     declared_groups,
     declared_layout,
-    identity_of,
     wanted_layout,
 )
 from kvstow.adapters.vllm.options import ConnectorOptions
@@ -29,6 +29,7 @@ from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Window
 from kvstow.route.blocks import Blocks, Tokens
+from kvstow.route.compare import layer_differences
 from kvstow.route.route import route
 from recorded_vllm import FULL, IDENTITY, gemma3, hybrid, pages, smollm2
 
@@ -217,10 +218,20 @@ def engine(model: Path, **changed: object) -> SimpleNamespace:
             hf_overrides=given.get("overrides", {}),
             hf_config_path=given.get("config_path"),
             hf_config=SimpleNamespace(to_dict=lambda: {"rms_norm_eps": 1e-3}),
-            hf_text_config=SimpleNamespace(rope_theta=10000.0, sliding_window=given["window"]),
+            hf_text_config=SimpleNamespace(
+                rope_theta=10000.0,
+                sliding_window=given["window"],
+                rope_parameters=given.get("rope"),
+            ),
+            max_model_len=given.get("longest", 4096),
+            quantization_config=given.get("online"),
+            model_class_overrides=given.get("classes", {}),
+            multimodal_config=SimpleNamespace(mm_processor_kwargs=given.get("images")),
         ),
         cache_config=SimpleNamespace(
-            cache_dtype=given["cache"], calculate_kv_scales=given.get("scales", False)
+            cache_dtype=given["cache"],
+            calculate_kv_scales=given.get("scales", False),
+            mamba_ssm_cache_dtype=given.get("states", "auto"),
         ),
         device_config=SimpleNamespace(device_type=given["device"]),
         load_config=SimpleNamespace(load_format=given["load"]),
@@ -250,6 +261,10 @@ def test_copies_of_a_checkpoint_are_the_same_computation(tmp_path: Path):
         ({"quantization": "fp8"}, "quantization"),
         ({"overrides": {"num_experts_per_tok": 1}}, "num_experts_per_tok"),
         ({"config_path": "/elsewhere"}, "rms_norm_eps"),
+        ({"states": "float16"}, "mamba_ssm_cache_dtype"),
+        ({"online": {"linear": "fp8"}}, "quantization_config"),
+        ({"classes": {"LlamaForCausalLM": "Other"}}, "model_class_overrides"),
+        ({"images": {"do_rescale": False}}, "mm_processor_kwargs"),
     ],
 )
 def test_engines_that_compute_otherwise_differ_in_words(
@@ -259,6 +274,28 @@ def test_engines_that_compute_otherwise_differ_in_words(
     ours = identity_of(engine(folder), NO_OPTIONS)
     theirs = identity_of(engine(folder, **change), NO_OPTIONS)
     assert any(says in each for each in ours.differences(theirs))
+
+
+LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("rope", "lengths", "same"),
+    [
+        (LONG_ROPE, (4096, 2048), True),
+        (LONG_ROPE, (4096, 8192), False),
+        (LONG_ROPE, (8192, 16384), True),
+        ({"rope_type": "longrope"}, (4096, 8192), False),
+        ({"rope_type": "yarn"}, (4096, 8192), True),
+    ],
+)
+def test_the_longest_request_that_is_allowed_counts_where_the_rope_depends_on_it(
+    tmp_path: Path, rope: dict[str, object], lengths: tuple[int, int], same: bool
+):
+    """vLLM takes LongRoPE's long factors for every token if one request may need them."""
+    folder = checkpoint(tmp_path / "m")
+    one, other = (identity_of(engine(folder, rope=rope, longest=n), NO_OPTIONS) for n in lengths)
+    assert (one == other) == same
 
 
 def test_another_checkpoint_of_the_same_name_and_shape_differs(tmp_path: Path):
@@ -331,6 +368,8 @@ def mamba(**changes: Any) -> Any:
         "tp_replicated": False,
         "block_size": 128,
         "state_content_size_bytes": 35_840,
+        "shapes": ((3, 512), (8, 64, 64)),
+        "dtypes": (torch.bfloat16, torch.bfloat16),
         "tokens_per_state": -1,
     }
     return type("MambaSpec", (), {**facts, **changes})()
@@ -348,6 +387,17 @@ def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
         (tokens, *_) = Tokens(0, num_tokens).needed(group)
         assert (tokens.first, tokens.end) == (num_tokens - 1, num_tokens)
         assert held.index[tokens.first // 128] == needed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtypes": (torch.bfloat16, torch.float16)}, {"shapes": ((512, 3), (8, 64, 64))}],
+)
+def test_states_of_one_size_that_kernels_read_otherwise_are_not_joined(change: dict[str, Any]):
+    """Such as VLLM_SSM_CONV_STATE_LAYOUT=DS on one side, or another mamba_ssm_cache_dtype."""
+    ours, theirs = (_spec(mixer(mamba(**each), (0, 1)), "BLHNC") for each in ({}, change))
+    assert ours.page_bytes == theirs.page_bytes
+    assert list(layer_differences(ours, theirs))
 
 
 @pytest.mark.parametrize(

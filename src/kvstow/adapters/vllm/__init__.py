@@ -7,6 +7,7 @@
 connector   vLLM's questions and orders, handed to our two sides; the only importer of vllm
 options     what an operator may set in `kv_connector_extra_config`
 layout      what vLLM declares of its cache → a layout; its memory, adopted
+identity    which computation fills its cache
 pages       what one layer's page holds: its fields, where they are in several sections
 protocol    what scheduler, workers and other instances tell each other
 scheduler   one per engine: which request hands over or takes over

@@ -10,21 +10,20 @@ what lies inside a page is the kernels' business (vLLM's own for CPUs keep keys 
 whole block): all tokens of a block are one state, and blocks move whole.
 """
 
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvstow.adapters.vllm.identity import identity_of
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.pages import STATE_KIND, DeclaredPage, declared_page, kernels_of
-from kvstow.errors import MemoryLayoutError, ModelError
+from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group
-from kvstow.plan.identity import TOKEN_ORDERED, Identity, config_fields
+from kvstow.plan.identity import Identity
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
 from kvstow.plan.pack import page_in_one_piece
 from kvstow.plan.retention import short_name
@@ -33,26 +32,6 @@ from kvstow.plan.spec import Extent, Field, LayerSpec
 MAX_BASE_ALIGN = 64
 """No more is asked of the allocation than any allocator gives, so that a layout stays the same
 from start to start."""
-
-CPU_INTERIOR = "cpu-transposed"
-"""vLLM's plain CPU kernels keep keys transposed over the whole block. A name for all CPU kernels,
-so that nothing of theirs is taken for what others keep; `pages.IN_TOKEN_ORDER` tells which of
-them a route may look into."""
-
-RUNNING_FIELDS = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "sliding_window",
-    "attention_chunk_size",
-)
-"""Fields that arguments of the engine may change from what the checkpoint says."""
-
-HINT = (
-    'hint: "kv_connector_extra_config": {"unverified": "why"}, where all instances and stores are '
-    "known to run the same weights"
-)
 
 CANNOT_VIEW_ROWS = {("cpu", "mla"): "0.32.0"}
 """Device and attention whose backend grants any layout, and then cannot view rows, with the
@@ -228,78 +207,6 @@ def _inside(
 
 
 # ── from vLLM's own objects ───────────────────────────────────────────────────────────
-
-
-def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
-    """Which computation fills the cache: weights, configuration as it runs, cache dtype, kernels.
-
-    Raises ModelError where the weights cannot be looked at, unless `options.unverified` says
-    why that is fine.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    name = options.model or os.path.basename(os.path.normpath(model.model))
-    own = str(model.dtype).removeprefix("torch.")
-    kv_dtype = own if cache.cache_dtype == "auto" else str(cache.cache_dtype)
-    if options.unverified:
-        return Identity.unverified(options.unverified, model=name, kv_dtype=kv_dtype)
-    if getattr(cache, "calculate_kv_scales", False):
-        raise ModelError(
-            "vLLM computes its cache's scales while it runs: bytes of two engines mean different "
-            "numbers\n\nhint: use a checkpoint with scales, without --calculate-kv-scales"
-        )
-    cpu = vllm_config.device_config.device_type == "cpu"
-    found = Identity.of(
-        _checkpoint(vllm_config),
-        model=name,
-        kv_dtype=kv_dtype,
-        interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
-    )
-    running = {field: getattr(model.hf_text_config, field, None) for field in RUNNING_FIELDS}
-    engine = {"dtype": own, "quantization": model.quantization, **running, **_changed(model)}
-    engine["draft"] = _draft(vllm_config)
-    return replace(found, config=tuple(sorted((*found.config, *config_fields({"run": engine})))))
-
-
-def _changed(model: Any) -> dict[str, Any]:
-    """What somebody has put into the place of the checkpoint's own configuration."""
-    overrides: Any = getattr(model, "hf_overrides", None) or {}
-    if callable(overrides):
-        raise ModelError(
-            f"{model.model}: its configuration is changed by a function, {overrides!r}: what it "
-            f"does has no name\n\n{HINT}"
-        )
-    other = getattr(model, "hf_config_path", None)
-    return {"overrides": overrides, "config": model.hf_config.to_dict() if other else {}}
-
-
-def _draft(vllm_config: Any) -> str | None:
-    """The weights of a model that drafts tokens, where it has its own: its cache is in the rows."""
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    if draft is None or draft.model == vllm_config.model_config.model:
-        return None
-    folder = _folder(draft)
-    return Identity.of(folder).weights if folder else str(draft.model)
-
-
-def _checkpoint(vllm_config: Any) -> Path:
-    """The folder that vLLM has read its weights from."""
-    model = vllm_config.model_config
-    if str(vllm_config.load_config.load_format) == "dummy":
-        raise ModelError(f"{model.model}: its weights are made up (load_format dummy)\n\n{HINT}")
-    folder = _folder(model)
-    if folder is None:
-        raise ModelError(f"{model.model}: neither a folder nor in the hub's cache\n\n{HINT}")
-    return folder
-
-
-def _folder(model: Any) -> Path | None:
-    """Where a model lies, in the hub's cache perhaps."""
-    if os.path.isdir(model.model):
-        return Path(model.model)
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def wanted_layout(vllm_config: Any, options: ConnectorOptions) -> str | None:

@@ -246,7 +246,14 @@ def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
         content=spec.state_content_size_bytes,
         dtype=DType.INT8,
         is_state=True,
+        kernels=_state_kernels(spec),
     )
+
+
+def _state_kernels(spec: Any) -> str:
+    """What the kernels make of a state's bytes: the same number may be other dtypes or axes."""
+    parts = zip(getattr(spec, "dtypes", ()), getattr(spec, "shapes", ()), strict=True)
+    return ", ".join(f"{str(d).removeprefix('torch.')} {list(shape)}" for d, shape in parts)
 
 
 def retention_of(spec: Any) -> Retention:
