@@ -17,6 +17,7 @@ from kvstow.cli.output import (
     note,
     refuse,
     table,
+    wrapped,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Ratios measured on this machine, in one run.")
@@ -178,9 +179,13 @@ def _shown(found: dict[str, Any]) -> list[str]:
     return [
         found["machine"],
         table(("moved by " + found["direction"], "descriptors", "GB/s"), lines),
-        f"scattered rows: {found['ratio_to_raw']:.2f} of one buffer's rate\n"
-        f"{found['ratio_to_per_layer']:.2f} times the pieces' rate, "
-        f"{found['ratio_to_per_layer_built']:.2f} times where they are listed per request{beside}\n"
+        wrapped(
+            f"scattered rows: {found['ratio_to_raw']:.2f} of one buffer's rate, "
+            f"{found['ratio_to_per_layer']:.2f} times the pieces', "
+            f"{found['ratio_to_per_layer_built']:.2f} times where they are listed per "
+            f"request{beside}"
+        )
+        + "\n"
         f"{found['overhead_us_per_pull']:,.0f} µs of our own per pull; the digest's sample took "
         f"{100 * found['digest_sample_cost']:.1f} % (medians)\n"
         f"{found['contact_ms']:.1f} ms at first contact, {found['contact_million_rows_ms']:.1f} ms "
