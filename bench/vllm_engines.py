@@ -168,8 +168,8 @@ def fill_weights(model: Any) -> None:
                 parameter.fill_(neutral if "norm" in name else 0.0)
                 continue
             scale = 2.0 / parameter.shape[-1] ** 0.5
-            if "embed" in name:  # Gemma multiplies them by the width's root
-                scale = scale / 2 if gemma else 1.0
+            if "embed" in name:  # Gemma's output, too: large ones repeat themselves
+                scale = scale / 40 if gemma else 1.0
             noise = torch.empty_like(parameter, dtype=torch.float32)
             parameter.copy_(noise.normal_(0.0, scale, generator=generator))
 

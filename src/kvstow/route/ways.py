@@ -31,13 +31,13 @@ PREFER_READ = 2.0
 PREFER_DIRECT = 1.25
 """Rows read whole use memory and the consumer's processor: they have to be so much cheaper."""
 
-GATHER_RATE = 20e9
-"""Bytes per second that a producer on a device gathers: an estimate, since a processor has to list
-every short copy."""
+GATHER_RATE = 10e9
+"""Bytes per second that a producer on one H200 gathered: a processor has to list every short copy
+(bench/results/transfer_rows_gpu.json)."""
 
 BYTES_PER_WRITE = 128 << 10
-"""A write costs about as much as gathering so many bytes: it takes 6 µs between two processes on
-one H200."""
+"""A write costs about as much as gathering so many bytes: it takes 6 to 8 µs between two processes
+on one H200."""
 
 LEAST_SAVED = 256
 """Fewer writes than these are not worth the slots to gather in."""
