@@ -93,3 +93,8 @@ def test_extra_content_that_changes_places_changes_the_hash() -> None:
 def test_extra_content_without_a_digest_or_outside_the_prompt_is_refused(wrong: object) -> None:
     with pytest.raises(SpecError, match="extra content"):
         Prompt.of([1, 2, 3, 4], extra=wrong)
+
+
+def test_a_salt_that_is_text_is_refused_with_what_to_do() -> None:
+    with pytest.raises(SpecError, match=r"salt 'ü' is str\n\nhint: salt.encode\(\)"):
+        Prompt.of([1, 2], salt="ü")  # pyright: ignore[reportArgumentType]

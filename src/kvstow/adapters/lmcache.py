@@ -35,19 +35,23 @@ class KvstowL2Adapter(L2AdapterInterface):
     """Stores, looks up and loads chunks in threads of its own.
 
     `adapter_params`: `path`, `capacity`, and `model_dir` or `unverified`, which says why nobody
-    need look at the weights.
+    need look at the weights. LMCache's names do not say what the elements of the cache are: give
+    `kv_dtype` as the engine's `--kv-cache-dtype` where it is not the model's own, since chunks of
+    `fp8_e4m3` and `fp8_e5m2` are equally long.
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
-        unknown = set(params) - {"path", "capacity", "model_dir", "unverified"}
+        unknown = set(params) - {"path", "capacity", "model_dir", "unverified", "kv_dtype"}
         if unknown or not {"path", "capacity"} <= set(params):
             raise SpecError(
                 f"adapter_params are {sorted(params)}\n\n"
-                "hint: path, capacity, and model_dir or unverified"
+                "hint: path, capacity, model_dir or unverified, and kv_dtype"
             )
         super().__init__()
         self._chunks = ChunkStore(
-            disk=params["path"], disk_bytes=params["capacity"], identity=stated_identity(params)
+            disk=params["path"],
+            disk_bytes=params["capacity"],
+            identity=stated_identity(params, kv_dtype=str(params.get("kv_dtype", ""))),
         )
         self._threads = ThreadPoolExecutor(THREADS, "kvstow-lmcache")
         self._lock = Lock()

@@ -57,6 +57,8 @@ class Prompt:
         embeddings has ids of 0 and `extra=[(0, digest of the embeddings)]`.
         """
         own = _own(tokens)
+        if not isinstance(salt, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"salt {salt!r} is {type(salt).__name__}\n\nhint: salt.encode()")
         given = _checked(extra, len(own))
         sums = _sums(own, 0, np.uint64(_word(salt)))
         for position, digest in given:

@@ -3,6 +3,7 @@
 tier      what every tier does: rows by key, bounded, never a wrong row
 keys      the one key scheme: what a block's row is called
 store     Store: prefixes of prompts in tiers
+prefixes  how much of a prompt can be loaded
 request   whole requests out of stores of other ranks, orders and block sizes
 rows      a row outside an arena: its layout and its mapping to blocks
 arenas    rows between arenas and the tiers of a store

@@ -31,6 +31,7 @@ from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
+from kvstow.offload.prefixes import check_listed, last_row, longest_prefix
 from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
@@ -44,8 +45,7 @@ from kvstow.offload.tier import (
 from kvstow.offload.why import WhyEnded, why_ended
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import State, can_hit
-from kvstow.plan.view import Ints
+from kvstow.plan.retention import State
 from kvstow.plan.words import parse_size
 from kvstow.route.blocks import Blocks
 
@@ -254,7 +254,7 @@ class Store:
                 keys: list[bytes] = [whole[k] for k in numbers]
                 where: list[ChainLink] = [chain[k] for k in numbers]
                 count += int(self.save_rows(arena, g, listed.ids[at], keys, where).sum())
-            last = _last_row(blocks.get(g), group.retention, len(prompt), group.block_tokens)
+            last = last_row(blocks.get(g), group.retention, len(prompt), group.block_tokens)
             if len(last):
                 end = keys_at(known, prompt, [len(prompt)])
                 count += int(self.save_rows(arena, g, last, end).sum())
@@ -286,7 +286,7 @@ class Store:
         """
         known = identity or self.identity
         self.expect(prompt, known)
-        return self._longest(self.layout, known, prompt, most, None)
+        return self._longest(self.layout, known, prompt, most)
 
     def expect(self, prompt: Prompt, identity: Identity | None = None) -> None:
         """Rows of this prompt will be asked for by key. `stored_tokens` and `load` say so by
@@ -309,7 +309,7 @@ class Store:
         first and admit as many. 0 where nothing fits; the blocks' bytes are unspecified then.
         """
         self.bind(arena.layout, self._wanted_identity)
-        _check_listed(arena.layout, into)
+        check_listed(arena.layout, into)
         known = identity or self.identity
         self.expect(prompt, known)
         limit = most
@@ -336,39 +336,9 @@ class Store:
         identity: Identity,
         prompt: Prompt,
         most: int | None,
-        into: Mapping[int, Blocks] | None,
+        into: Mapping[int, Blocks] | None = None,
     ) -> int:
-        """The longest beginning that is kept, and for which blocks are listed."""
-        end = len(prompt) if most is None else max(0, min(most, len(prompt)))
-        if end == len(prompt) and self._has_all(layout, identity, prompt, end, into):
-            return end
-        groups = tokenwise_groups(layout)
-        unit = lcm(*(group.block_tokens for _, group in groups))
-        lengths: Ints = np.arange(0, end // unit * unit + 1, unit)
-        for g, group in groups:
-            keys = block_keys(identity, prompt, group.block_tokens)
-            keys = keys[: int(lengths[-1]) // group.block_tokens]
-            present = self._present(layout, g, keys)
-            if into is not None and not isinstance(group.retention, State):
-                present &= np.isin(np.arange(len(keys)), into[g].index)
-            lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
-        return int(lengths[-1])
-
-    def _has_all(
-        self,
-        layout: Layout,
-        identity: Identity,
-        prompt: Prompt,
-        length: int,
-        into: Mapping[int, Blocks] | None,
-    ) -> bool:
-        for g, keyed in wanted(identity, prompt, layout, length).items():
-            recurrent = isinstance(layout.groups[g].group.retention, State)
-            if into is not None and not recurrent and not np.isin(keyed.index, into[g].index).all():
-                return False
-            if not self._present(layout, g, keyed.keys).all():
-                return False
-        return length > 0
+        return longest_prefix(layout, identity, prompt, partial(self._present, layout), most, into)
 
     def _loaded(
         self,
@@ -472,24 +442,3 @@ def _folder(path: Path, layout: Layout) -> Path:
     if layout.tp[1] == layout.pp[1] == 1:
         return path
     return path / f"tp{layout.tp[0]}of{layout.tp[1]}-pp{layout.pp[0]}of{layout.pp[1]}"
-
-
-def _check_listed(layout: Layout, into: Mapping[int, Blocks]) -> None:
-    """Refuses blocks that leave out a whole group."""
-    missing = [group.name for g, group in tokenwise_groups(layout) if g not in into]
-    if missing:
-        raise StoreError(
-            f"no blocks are listed for {len(missing)} of {len(layout.groups)} groups: "
-            f"{', '.join(missing)}\n\nhint: into=ledger.blocks(request)"
-        )
-
-
-def _last_row(listed: Blocks | None, retention: object, num_tokens: int, block_tokens: int) -> Ints:
-    """The block that ends with the prompt: a running state, or a block that is partly filled."""
-    if listed is None or not num_tokens:
-        return np.empty(0, np.int64)
-    if isinstance(retention, State):
-        return listed.ids[:1]
-    if num_tokens % block_tokens == 0:
-        return np.empty(0, np.int64)
-    return listed.ids[listed.index == num_tokens // block_tokens]

@@ -16,7 +16,7 @@ from kvstow.adapters.transformers import (
 )
 from kvstow.adapters.transformers.attention import BatchTable, gathered, one_stride, write
 from kvstow.adapters.transformers.inspect import trial
-from kvstow.adapters.transformers.sequences import prompts_of
+from kvstow.adapters.transformers.prompts import prompts_of
 from kvstow.errors import BlockError, ModelError, OutOfBlocks
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType

@@ -145,8 +145,3 @@ def test_a_medium_that_fails_costs_a_cache_nothing_but_what_it_would_have_found(
     with Cache(memory_for(model), tokens=LONGER, store=store) as cache:
         assert cache.found_tokens == 0
         assert torch.equal(generated(model, LONGER, cache), wanted(family))
-
-
-def test_a_batch_of_no_sequences_is_refused():
-    with pytest.raises(BlockError, match="no sequences"):
-        Cache(memory_for(tiny_model("llama")), tokens=torch.zeros((0, 8), dtype=torch.long))

@@ -278,6 +278,22 @@ def test_a_capacity_that_is_refused_leaves_the_stores_own(tmp_path, capacity):
     tier.close()
 
 
+def test_a_capacity_beyond_the_file_system_costs_no_memory(tmp_path):
+    tier = DiskTier(tmp_path / "s", hybrid(), capacity=1 << 62)
+    assert tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(10)]).all()
+    assert right_rows(tier) == 10
+    assert tier.usage.capacity == 1 << 62
+    tier.close()
+
+
+def test_a_new_store_without_a_capacity_is_refused_with_what_to_give(tmp_path):
+    with pytest.raises(
+        StoreError, match=r"(?s)no capacity given.*hint: Store\(disk=..., disk_bytes"
+    ):
+        DiskTier(tmp_path / "s", hybrid())
+    DiskTier(tmp_path / "s", hybrid(), capacity=MIB).close()
+
+
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_that_was_set_does_not_keep_a_broken_index(tmp_path, jump):
     now = [1e9]

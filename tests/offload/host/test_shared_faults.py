@@ -176,3 +176,30 @@ def test_two_processes_store_at_once_and_a_third_loads_from_both(name):
     mover.close()
     for tier in (mine, beside):
         tier.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_a_part_whose_rows_were_cut_short_is_not_taken_over(name, nbytes):
+    first = HostTier(hybrid(), capacity=CAPACITY, shared=name)
+    first.store(0, [key(1)], [row(first, 0, 1)])
+    first.close()
+    os.truncate(f"/dev/shm/{name}.0.rows", nbytes)
+    tier = HostTier(hybrid(), capacity=CAPACITY, shared=name)
+    assert tier.part == f"{name}.1"
+    assert tier.store(0, [key(1)], [row(tier, 0, 1)]).all()
+    tier.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096, 100_000])
+def test_what_a_process_left_that_died_while_it_made_a_part_is_replaced_and_not_made_shorter(
+    name, nbytes
+):
+    index = Path(f"/dev/shm/{name}.0.index")
+    index.touch(mode=0o600)
+    os.truncate(index, nbytes)
+    with index.open("rb") as file:  # somebody has it open, and may have mapped it
+        tier = HostTier(hybrid(), capacity=CAPACITY, shared=name)
+        assert tier.part == f"{name}.0"
+        assert nbytes == 0 or os.fstat(file.fileno()).st_size == nbytes
+    assert tier.store(0, [key(1)], [row(tier, 0, 1)]).all()
+    tier.close()

@@ -8,6 +8,7 @@ layers      its layers, one class per kind of layer: what transformers asks of e
 inspect     what a model keeps, found by letting it keep a few tokens; which computation it is
 memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or many
 sequences   the sequences behind one cache: requests of the ledger, their tables
+prompts     tokens, padding and other content of sequences, as prompts
 prefixes    beginnings of prompts, loaded from a store and saved to it
 states      recurrent states of the sequences
 attention   tokens written to rows and gathered; attention that reads rows in place

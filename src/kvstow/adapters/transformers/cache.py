@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """A transformers `Cache` whose every byte lies in kvstow rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from kvstow.adapters.transformers.layers import (
 )
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
+from kvstow.adapters.transformers.prompts import prompts_of
 from kvstow.adapters.transformers.sequences import Sequences
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
@@ -43,9 +44,10 @@ class Cache(TransformersCache):
 
     Sequences are admitted when the first keys arrive. Give `tokens` (`input_ids`, and
     `attention_mask` where there is padding) to admit them at once: then what the memory still
-    knows of a common prefix is not computed again. Or give the `requests` of the ledger that
-    hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens` positions of
-    an encoder, where there is one.
+    knows of a common prefix is not computed again. Where tokens stand for images or other content,
+    `extra` must tell for which, sequence by sequence, as in `Prompt.of`. Or give the `requests` of
+    the ledger that hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens`
+    positions of an encoder, where there is one.
 
     With a `store`, known tokens that it has rows for are not computed either. What was computed
     of them is stored at the end of the prompt, what `remember` tells when the cache is closed. A
@@ -77,6 +79,7 @@ class Cache(TransformersCache):
         store: Store | None = None,
         tokens: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        extra: Sequence[Iterable[tuple[int, bytes]]] = (),
         requests: Sequence[int] = (),
         num_tokens: int = 0,
         num_encoder_tokens: int = 0,
@@ -109,11 +112,12 @@ class Cache(TransformersCache):
             store=PrefixStore(held, store) if store is not None else None,
         )
         if tokens is not None:
-            self.batch.admit(tokens, attention_mask)
+            self.batch.admit(prompts_of(tokens, attention_mask, extra, held.placeholder_tokens))
         self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
         layers = [_layer(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
-        if tokens is not None and attention_mask is None and not isinstance(model, ModelMemory):
+        alone = tokens is not None and attention_mask is None and not extra
+        if alone and not isinstance(model, ModelMemory):
             self._compute_states(model, tokens)
 
     def _compute_states(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
@@ -129,6 +133,13 @@ class Cache(TransformersCache):
             return  # such as Mamba-2, which is given its cache under another name
         with torch.no_grad():
             model(tokens[:, self.batch.num_tokens : end], past_key_values=self, use_cache=True)
+
+    def __deepcopy__(self, memo: object) -> "Cache":
+        """Refused: rows belong to the memory, and others may share them."""
+        raise TypeError(
+            "a cache of rows cannot be copied\n\nhint: Cache(memory, tokens=...) finds a prompt "
+            "that the memory has computed; batch_repeat_interleave(n) goes on n times"
+        )
 
     @property
     def memory(self) -> ModelMemory:

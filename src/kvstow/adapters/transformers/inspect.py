@@ -8,6 +8,7 @@ model that stores decompressed keys is described as such, whatever its paper say
 """
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
@@ -303,6 +304,18 @@ def encoder_positions(model: PreTrainedModel) -> int:
             "hint: ModelMemory.of(model, encoder_tokens=...)"
         )
     return int(most)
+
+
+def placeholder_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The ids of tokens that stand for an image, a clip or a sound, as the configuration says."""
+    return frozenset(
+        value
+        for name, value in model.config.to_dict().items()
+        if _PLACEHOLDER.search(name) and isinstance(value, int)
+    )
+
+
+_PLACEHOLDER = re.compile(r"(image|video|vision|audio|speech)\w*_token_(id|index)$")
 
 
 # ── which computation ─────────────────────────────────────────────────────────────────

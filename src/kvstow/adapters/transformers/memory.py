@@ -17,6 +17,7 @@ from kvstow.adapters.transformers.inspect import (
     encoder_positions,
     kept_layers,
     model_identity,
+    placeholder_tokens,
     resumes,
     trial,
 )
@@ -47,6 +48,8 @@ class ModelMemory:
     """Windows keep so many tokens longer than they are seen: see `Cache.crop`."""
     in_place: bool = False
     """Attention reads the rows; otherwise they are gathered for it."""
+    placeholder_tokens: frozenset[int] = frozenset()
+    """Tokens that stand for an image, a clip or a sound: their ids do not tell which."""
     on_close: Callable[[], None] | None = None
     """Gives the model its own attention back."""
 
@@ -100,6 +103,7 @@ class ModelMemory:
             own_cache=type(cache).__name__,
             rollback_tokens=rollback_tokens,
             in_place=in_place,
+            placeholder_tokens=placeholder_tokens(model),
             on_close=attend_in_place(model) if in_place else None,
         )
 

@@ -18,7 +18,6 @@ the time the next one begins was of a single token.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.states import RecurrentStates, StatePass
+from kvstow.adapters.transformers.states import RecurrentStates, StatePass, torn
 from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
@@ -80,11 +79,8 @@ class Sequences:
 
     # ── sequences ─────────────────────────────────────────────────────────────────
 
-    def admit(self, tokens: Tensor, mask: Tensor | None) -> None:
+    def admit(self, prompts: list[Prompt]) -> None:
         """Admit sequences whose tokens are known; equally long hits are not computed again."""
-        prompts = prompts_of(tokens, mask)
-        if not prompts:
-            raise BlockError(f"no sequences: tokens are {tuple(tokens.shape)}")
         hits = {self.memory.ledger.hit_tokens(prompt) for prompt in prompts}
         if not self._load(prompts, max(hits)):
             if len(hits) > 1:
@@ -93,7 +89,7 @@ class Sequences:
             self._admit(prompts)
             self.num_tokens = hits.pop()
         self.hit_tokens = self._grown_tokens = self.num_tokens
-        self._known = self._fixed_tokens = tokens.shape[1]
+        self._known = self._fixed_tokens = len(prompts[0])
         self._prompts = prompts
 
     def _load(self, prompts: Sequence[Prompt], hit_tokens: int) -> bool:
@@ -291,13 +287,7 @@ class Sequences:
         """Refuses to go on after a pass that was interrupted: what follows would be wrong, and
         the store would keep it."""
         if is_torn:
-            seen = [self.seen(layer) for layer in self._token_layers] or [self.num_tokens]
-            raise BlockError(
-                f"the last pass was interrupted: some layers hold {min(seen)} tokens, others up "
-                f"to {max(*seen, self.num_tokens)}\n\n"
-                "hint: begin again with a new cache, or cache.reset(); crop() takes tokens back "
-                "where no layer is recurrent"
-            )
+            raise torn([self.seen(layer) for layer in self._token_layers], self.num_tokens)
 
     def step(self, layer: str, tokens: int) -> None:
         """Make room for so many more tokens of a layer, and of all others that follow."""
@@ -476,18 +466,3 @@ class Sequences:
             else:
                 first = int(blocks[0][g].index[0]) if ids.shape[1] else 0
                 self._tables[g] = BatchTable(placed, first, group.block_tokens)
-
-
-def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[Prompt]:
-    """Sequences as prompts; equal tokens behind different padding are different prompts."""
-    given: Any = tokens.cpu().numpy()
-    padding = np.zeros(len(given), np.int64)
-    if mask is not None:
-        seen: Any = mask.cpu().numpy()
-        padding = (seen == 0).sum(axis=1)
-        if ((seen == 0).cumprod(axis=1).sum(axis=1) != padding).any():
-            raise BlockError("the attention mask hides tokens that are not padding on the left")
-    return [
-        Prompt.of(row, salt=b"" if pad == 0 else f"padded by {pad}".encode())
-        for row, pad in zip(given, padding.tolist(), strict=True)
-    ]

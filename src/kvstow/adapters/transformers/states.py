@@ -6,6 +6,8 @@ A state is lent as a view of the rows where these lie at one stride, and otherwi
 that goes back into the rows before anybody else looks.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from kvstow.adapters.transformers.attention import one_stride
@@ -170,6 +172,16 @@ class StatePass:
     def stored(self) -> None:
         """All layers that keep tokens have those of the pass."""
         self._is_ahead = False
+
+
+def torn(seen: Sequence[int], num_tokens: int) -> BlockError:
+    """The error of a cache whose layers have seen so many tokens each, of so many in all."""
+    fewest, most = min(seen, default=num_tokens), max(*seen, num_tokens, 0)
+    return BlockError(
+        f"the last pass was interrupted: some layers hold {fewest} tokens, others up to {most}\n\n"
+        "hint: begin again with a new cache, or cache.reset(); crop() takes tokens back where no "
+        "layer is recurrent"
+    )
 
 
 def put(lent: Tensor | None, states: Tensor, name: str) -> None:

@@ -1,6 +1,7 @@
 """Rows in data files with an index, shared by processes, safe against crashes.
 
 tier        DiskTier: store, load, evict
+writing     rows onto disk: leased, written, made durable, entered
 opening     the directory: lock, layout, index and data files, found or made
 recovery    what is put right when a store is opened
 attachment  a store in use, and an index that breaks meanwhile

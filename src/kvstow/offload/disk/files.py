@@ -203,6 +203,11 @@ class Files:
         left = os.statvfs(path)
         return left.f_bavail * left.f_frsize
 
+    def total(self, path: Path) -> int:
+        """Bytes of the whole file system of a directory."""
+        facts = os.statvfs(path)
+        return facts.f_blocks * facts.f_frsize
+
     def size(self, path: Path) -> int | None:
         """Bytes of the file; None where there is no such file."""
         try:

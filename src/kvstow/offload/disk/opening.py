@@ -98,9 +98,12 @@ class OpenStore:
 
     @property
     def max_segments(self) -> int:
-        """One more than the highest number that a data file has or may get."""
+        """One more than the highest number that a data file has or may get: whatever the capacity,
+        no more than the file system has room for."""
         numbers = [segment + 1 for segment, _, _ in self.index.segments()]
-        return max([self.capacity // self._size, *numbers])
+        with store_errors(self.path):
+            room = self._files.total(self.path) // self._size + 1
+        return max([min(self.capacity // self._size, room), *numbers])
 
     def close(self) -> None:
         self.segments.close()
@@ -275,6 +278,11 @@ class OpenStore:
             whole = (size or 0) * len(files)
             wanted = self._wanted_capacity
             most = (known.get("capacity") or whole) if wanted is None else wanted
+            if not most and wanted is None:
+                raise StoreError(
+                    f"{self.path}: no store there yet, and no capacity given for a new one\n\n"
+                    'hint: Store(disk=..., disk_bytes="100GiB"), DiskTier(..., capacity=...)'
+                )
             if size is None:
                 size = segment_bytes(self.layout, most)
             _check_size(self.layout, size)

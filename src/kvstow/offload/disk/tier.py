@@ -11,9 +11,8 @@ checksum do not match, and that is a miss. Several processes may use one store.
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
@@ -31,7 +30,6 @@ from kvstow.offload.disk.index import (
     FREE,
     RETIRED,
     IndexBroken,
-    RowEntry,
     RowPlaces,
     StoreIndex,
     Transaction,
@@ -39,8 +37,9 @@ from kvstow.offload.disk.index import (
 from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.disk.owners import Processes
 from kvstow.offload.disk.recovery import DroppedRows
-from kvstow.offload.disk.segments import PendingWrite, Segments, SlotRow
-from kvstow.offload.eviction.policies import PolicyName, mark
+from kvstow.offload.disk.segments import Segments, SlotRow
+from kvstow.offload.disk.writing import RowWriter
+from kvstow.offload.eviction.policies import PolicyName
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -50,7 +49,6 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
-    firsts,
     known_identity,
     note_unverified,
 )
@@ -58,12 +56,6 @@ from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 
 log = logging.getLogger("kvstow.offload")
-
-LEASE_BYTES = 256 << 20
-"""A store call leases, writes and enters slots in parts of about so many bytes."""
-
-PARTS = 2
-"""Parts that are being written while one is leased or entered."""
 
 BEAT_SECONDS = 1.0
 
@@ -116,8 +108,6 @@ class DiskTier:
         self._clock = clock
         self._reading: tuple[dict[int, list[int]], ...] = tuple({} for _ in self.layout.groups)
         """Per group and load under way, the places that are read."""
-        self._unreleased: set[int] = set()
-        """Slots that are to be given back as soon as the index can be written."""
         self._numbers = count()
         self._lock = Lock()
         self._attachment = Attachment(self._open, clock, self._index_replaced)
@@ -135,10 +125,12 @@ class DiskTier:
             self._open.index, self._policy, self.segments.slots, self._open.max_segments
         )
         self._allocator = SlotAllocator(self._open, self._recency)
+        self._writer = RowWriter(
+            self._open, self._allocator, self._counter, busy=self._busy, entered=self._beat
+        )
 
     def _index_replaced(self) -> None:
         """Leases and ages of the old index mean nothing any more."""
-        self._unreleased.clear()
         self._note_dropped()
         self._make_allocator()
 
@@ -224,119 +216,7 @@ class DiskTier:
         index fails; rows that were entered before stay.
         """
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
-        return self._attachment.retried(lambda: self._stored(group, keys, rows, links))
-
-    def _stored(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        rows: Sequence[Bytes],
-        links: Sequence[ChainLink],
-    ) -> Bools:
-        kept = self.index.contains(group, keys)
-        missing = firsts(keys, ~kept)
-        step = max(1, LEASE_BYTES // self.segments.slot_bytes[group])
-        done: set[bytes] = set()
-        under_way: list[PendingWrite] = []
-        try:
-            for start in range(0, len(missing), step):
-                part = missing[start : start + step]
-                under_way.append(self._start(group, keys, rows, links, part))
-                if len(under_way) > PARTS:
-                    done |= self._finish(group, under_way[0])
-                    del under_way[0]
-            while under_way:
-                done |= self._finish(group, under_way[0])
-                del under_way[0]
-        finally:
-            for left in under_way:
-                self._abandon(left)
-        return kept | np.array([key in done for key in keys], bool)
-
-    def _start(
-        self,
-        group: int,
-        keys: Sequence[bytes],
-        rows: Sequence[Bytes],
-        links: Sequence[ChainLink],
-        part: Sequence[int],
-    ) -> PendingWrite:
-        """Lease slots for rows and begin to write them; no more than there is room for."""
-        marks = [mark(keys[i]) for i in part]
-        places, first = self._allocator.lease(group, marks, self._busy())
-        slotted: list[SlotRow] = []
-        for n, (at, i) in enumerate(zip(places, part, strict=False)):
-            link = links[i] if links else ChainLink()
-            slotted.append(SlotRow(at, self._record(group, keys[i], first + n, link), rows[i]))
-        try:
-            return self.segments.start(group, slotted)
-        except BaseException:
-            self._release(places)
-            raise
-
-    def _finish(self, group: int, writing: PendingWrite) -> set[bytes]:
-        """Enter what has reached the medium; its keys. Raises where something has not."""
-        slotted, records = writing.rows, self.segments.finish(writing)
-        good = [
-            (s.place, r) for s, r in zip(slotted, records, strict=True) if isinstance(r, SlotRecord)
-        ]
-        entered = self._enter(group, good)
-        bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
-        if bad:
-            self._counter.add(Counts(failures=len(bad)))
-            raise StoreError(
-                f"{self.path}: {len(bad)} of {len(slotted)} rows were not written: "
-                f"{next(iter(bad.values()))}"
-            )
-        return entered
-
-    def _abandon(self, writing: PendingWrite) -> None:
-        """Wait until nothing writes any more, then give back the slots that are no rows."""
-        wait(writing.futures)
-        self._release([row.place for row in writing.rows])
-
-    def _record(self, group: int, key: bytes, generation: int, link: ChainLink) -> SlotRecord:
-        return SlotRecord(
-            generation=generation,
-            group=group,
-            key=key,
-            checksum=0,
-            link=link,
-            row_bytes=self.layout.row_bytes(group),
-        )
-
-    def _enter(self, group: int, good: Sequence[tuple[int, SlotRecord]]) -> set[bytes]:
-        """Turn what is on the medium into rows; their keys."""
-        entries = [
-            RowEntry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
-            for at, r in good
-        ]
-        with self.index.write() as write:
-            if self._unreleased:
-                self._give_back(write)
-            entered = write.enter(group, entries, self._open.owner)
-            keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
-            nbytes = len(keys) * self.layout.row_bytes(group)
-            self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
-            self._beat(write)
-        return keys
-
-    def _release(self, places: Iterable[int]) -> None:
-        """Give slots back; where the index cannot be written now, later."""
-        with self._lock:
-            self._unreleased.update(places)
-        with suppress(StoreError), self.index.write() as write:
-            self._give_back(write)
-
-    def _give_back(self, write: Transaction) -> None:
-        with self._lock:
-            places, self._unreleased = self._unreleased, set[int]()
-        try:
-            write.release(places, self._open.owner)
-        except BaseException:
-            with self._lock:
-                self._unreleased |= places
-            raise
+        return self._attachment.retried(lambda: self._writer.store(group, keys, rows, links))
 
     # ── load ──────────────────────────────────────────────────────────────────────
 

@@ -322,12 +322,23 @@ def _taken(path: Path, part: str, layout: Layout) -> SharedPart | None:
     try:
         index = SharedIndex(lock, writable=True)
         if index.manifest == encode(layout):
-            os.close(open_shared(f"{part}.rows"))
+            _check_rows(part, layout.nbytes)
             return SharedPart(part, index, lock)
     except (ValueError, ArenaError) as error:
         log.info("shared host tier %s is not taken over: %s", part, error)
     _unlock(lock)
     return None
+
+
+def _check_rows(part: str, nbytes: int) -> None:
+    """ArenaError where the rows of a part are not there, not ours, or not as long as they were."""
+    rows = open_shared(f"{part}.rows")
+    try:
+        size, wanted = os.fstat(rows).st_size, align_up(nbytes, mmap.PAGESIZE)
+    finally:
+        os.close(rows)
+    if size != wanted:
+        raise ArenaError(f"shared memory {part}.rows has {size} bytes, not {wanted}")
 
 
 def _made(part: str, layout: Layout) -> SharedPart | None:

@@ -1,0 +1,56 @@
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+"""What a cache is given of its sequences, as prompts: tokens, padding, other content."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstow.blocks.prompt import Prompt
+from kvstow.errors import BlockError
+
+Tensor = torch.Tensor
+
+
+def prompts_of(
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    extra: Sequence[Iterable[tuple[int, bytes]]] = (),
+    placeholders: Collection[int] = (),
+) -> list[Prompt]:
+    """Sequences as prompts; equal tokens behind different padding are different prompts.
+
+    Refuses tokens that stand for something else, where `extra` does not say for what.
+    """
+    given: Any = tokens.cpu().numpy()
+    if given.ndim != 2 or not len(given) or len(extra) not in (0, len(given)):
+        raise BlockError(
+            f"no sequences: tokens are {given.shape}, with extra content of {len(extra)}\n\n"
+            "hint: tokens are [sequence, token], and extra has an entry for each sequence"
+        )
+    if not len(extra) and np.isin(given, list(placeholders)).any():
+        raise BlockError(
+            "tokens stand for images or other content that their ids do not tell, so that another "
+            "image's rows would be taken for theirs\n\n"
+            "hint: Cache(..., extra=[[(position, digest), ...], ...]), or leave tokens out"
+        )
+    found = extra or [()] * len(given)
+    return [
+        Prompt.of(row, salt=b"" if pad == 0 else f"padded by {pad}".encode(), extra=more)
+        for row, pad, more in zip(given, _padding(given, mask), found, strict=True)
+    ]
+
+
+def _padding(given: Any, mask: Tensor | None) -> list[int]:
+    """How many tokens on the left of each sequence are none."""
+    if mask is None:
+        return [0] * len(given)
+    seen: Any = mask.cpu().numpy()
+    if seen.shape != given.shape:
+        raise BlockError(f"the attention mask is {seen.shape}, tokens are {given.shape}")
+    padding = (seen == 0).sum(axis=1)
+    if ((seen == 0).cumprod(axis=1).sum(axis=1) != padding).any():
+        raise BlockError("the attention mask hides tokens that are not padding on the left")
+    return padding.tolist()

@@ -1,0 +1,88 @@
+"""Sequences as prompts: what their token ids do not tell must be told, or they are refused."""
+
+import functools
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import kvstow
+from kvstow.adapters.transformers import ModelMemory
+from kvstow.adapters.transformers.prompts import prompts_of
+from kvstow.errors import BlockError
+from kvstow.testing.tiny_models import tiny_model
+from kvstow.transformers import Cache
+
+IMAGE = 299
+IDS = torch.tensor([[*range(4), *[IMAGE] * 16, *range(10, 30)]])
+ONE, OTHER = b"one image".ljust(16), b"another image".ljust(16)
+
+
+@functools.cache
+def seeing_model():
+    """A tiny model that is given images."""
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+    text = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def test_prompts_of_two_images_share_nothing_and_of_one_image_everything(tmp_path):
+    model = seeing_model()
+    images = {ONE: torch.ones(1, 3, 16, 16), OTHER: -torch.ones(1, 3, 16, 16)}
+    found = []
+    with kvstow.Store(disk=tmp_path / "kv", disk_bytes="8MiB") as store:
+        for digest in (ONE, OTHER, ONE):
+            extra = [[(4, digest)]]
+            with Cache(model, memory="2MiB", tokens=IDS, extra=extra, store=store) as cache:
+                found.append(cache.found_tokens)
+                given = {} if cache.found_tokens else {"pixel_values": images[digest]}
+                with torch.no_grad():
+                    rest = IDS[:, cache.found_tokens :]
+                    got = model(rest, past_key_values=cache, use_cache=True, **given).logits
+            whole = model(IDS, pixel_values=images[digest]).logits
+            assert torch.allclose(got[:, -1], whole[:, -1], atol=1e-5)
+    assert found == [0, 0, 32]
+
+
+def test_tokens_that_stand_for_an_image_nobody_names_are_refused():
+    with pytest.raises(BlockError, match=r"(?s)another image's rows.*hint: Cache\(..., extra="):
+        Cache(seeing_model(), memory="2MiB", tokens=IDS)
+    with Cache(seeing_model(), memory="2MiB", tokens=IDS[:, 20:]) as cache:  # text alone
+        assert cache.found_tokens == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8,), (1, 2, 3)])
+def test_tokens_that_are_no_sequences_are_refused(shape):
+    with pytest.raises(BlockError, match="no sequences"):
+        prompts_of(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 7), (1, 9), (8,)])
+def test_a_mask_of_another_shape_is_refused_with_both(shape):
+    with pytest.raises(BlockError, match=r"mask is \(.*tokens are \(1, 8\)"):
+        prompts_of(torch.zeros((1, 8), dtype=torch.long), torch.ones(shape))
+
+
+def test_a_cache_is_not_copied_and_says_what_to_do_instead():
+    with (
+        Cache(ModelMemory.of(tiny_model("llama"), budget="1MiB")) as cache,
+        pytest.raises(TypeError, match=r"(?s)cannot be copied.*hint: Cache\(memory, tokens"),
+    ):
+        deepcopy(cache)
