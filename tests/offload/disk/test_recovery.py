@@ -266,7 +266,7 @@ def test_slots_are_given_back_when_a_store_ends_in_any_error(tmp_path, monkeypat
     def breaks(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    target = tier if where == "enter" else tier.segments
+    target = tier._writer if where == "enter" else tier.segments
     with monkeypatch.context() as patch:
         patch.setattr(target, f"_{where}" if where == "enter" else where, breaks)
         with pytest.raises(RuntimeError, match="a bug"):

@@ -116,9 +116,9 @@ class Cache(TransformersCache):
         self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
         layers = [_layer(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
-        alone = tokens is not None and attention_mask is None and not extra
-        if alone and not isinstance(model, ModelMemory):
-            self._compute_states(model, tokens)
+        if tokens is None or attention_mask is not None or extra or isinstance(model, ModelMemory):
+            return
+        self._compute_states(model, tokens)
 
     def _compute_states(self, model: PreTrainedModel, tokens: torch.Tensor) -> None:
         """Compute a prompt of a recurrent model up to its last whole block.
