@@ -33,6 +33,13 @@ def pair(
         engine.close()
 
 
+def test_another_beginning_of_the_prompt_changes_the_text(pair: Pair):
+    """Otherwise equal texts would say nothing of the cache."""
+    one, other = DRAW(300), DRAW(300)
+    texts = [pair[0].first({"prompt": prompt})["text"] for prompt in (one, other[:200] + one[200:])]
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.parametrize("length", [5, 33, 300])
 def test_a_ticket_is_honoured_though_the_engine_that_gave_it_takes_no_step(pair: Pair, length: int):
     prefill, decode, ranks = pair

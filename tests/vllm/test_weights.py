@@ -1,44 +1,16 @@
 """Weights that are changed in place: rows of before are not served, once vLLM is told to reset."""
 
-import json
 import multiprocessing as mp
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FewBlocks
-from vllm_engines import ENVIRONMENT, LLAMA, ON_CPU, SMALL, Prompts, connector, made_small
+from tiny import FewBlocks, checkpoint
+from vllm_engines import ENVIRONMENT, LLAMA, ON_CPU, SMALL, Prompts, connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = Prompts(SMALL["vocab_size"])(300)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FromDisk(FewBlocks):
-    """With the checkpoint's own weights: on CPUs vLLM packs them when it loads them."""
-
-    def arguments(self) -> dict[str, Any]:
-        return super().arguments() | {"load_format": "auto"}
-
-
-def checkpoint(folder: Path, seed: int) -> Path:
-    """A tiny model whose text depends on all of its prompt."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**made_small(LLAMA)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                scale = 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5
-                parameter.normal_(0.0, scale)
-    model.save_pretrained(folder)
-    folder.joinpath("config.json").write_text(json.dumps(made_small(LLAMA)))
-    return folder
 
 
 class Story:
@@ -49,7 +21,7 @@ class Story:
 
         transfer = connector("kvstow", host_bytes=1 << 26)
         del transfer["kv_connector_extra_config"]["unverified"]
-        self.llm = LLM(folder, **FromDisk(num_blocks=40).arguments(), kv_transfer_config=transfer)
+        self.llm = LLM(folder, **FewBlocks(num_blocks=40).arguments(), kv_transfer_config=transfer)
 
     def text(self, salt: str = "") -> list[int]:
         from vllm import SamplingParams
@@ -102,7 +74,7 @@ def tell(folder: str, trained: str, pipe: Any) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folders = [str(checkpoint(tmp_path_factory.mktemp("model"), seed)) for seed in (1, 2)]
+    folders = [str(checkpoint(tmp_path_factory.mktemp("model"), LLAMA, seed)) for seed in (1, 2)]
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=tell, args=(*folders, theirs))

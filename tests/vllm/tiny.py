@@ -23,16 +23,41 @@ class FewBlocks(EngineOptions):
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {
+            "load_format": "auto",
             "num_gpu_blocks_override": self.num_blocks,
             "tensor_parallel_size": self.ranks,
         }
+
+
+def checkpoint(folder: Path, config: dict[str, Any], seed: int = 1) -> Path:
+    """A model of that shape, made small, on disk, whose text depends on all of its prompt.
+
+    On CPUs vLLM packs the weights of layers when it loads them: none can be drawn afterwards, and
+    with vLLM's own dummies attention says nothing.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = json.dumps(made_small(config))
+    folder.joinpath("config.json").write_text(shape)
+    if not folder.joinpath("model.safetensors").exists():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    scale = 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5
+                    parameter.normal_(0.0, scale)
+        model.save_pretrained(folder)
+        folder.joinpath("config.json").write_text(shape)
+    return folder
 
 
 def started(
     folder: Path, config: dict[str, Any], num_blocks: int, *, ranks: int = 1, **options: Any
 ) -> Remote:
     """An engine of a model of that shape, made small, with kvstow's connector."""
-    folder.joinpath("config.json").write_text(json.dumps(made_small(config)))
+    checkpoint(folder, config)
     given = FewBlocks(num_blocks=num_blocks, ranks=ranks)
     engine = Remote(5900, str(folder), given, connector("kvstow", **options))
     engine.imported()
