@@ -64,7 +64,7 @@ NOT_QUICK = (
     "laws/test_offload_jobs.py", "laws/test_offload_store.py",
     "memory/test_kernels.py", "memory/test_digest.py",
     "offload/disk", "offload/host", "offload/mover", "offload/remote", "offload/test_layouts.py",
-    "offload/test_events.py", "offload/test_store.py",
+    "offload/test_events.py", "offload/test_forks.py", "offload/test_store.py",
     "plan/models/test_against_transformers.py", "plan/models/test_every_family.py",
     "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
     "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",
