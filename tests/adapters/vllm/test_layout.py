@@ -276,6 +276,18 @@ def test_engines_that_compute_otherwise_differ_in_words(
     assert any(says in each for each in ours.differences(theirs))
 
 
+@pytest.mark.parametrize(
+    "change", [{"quantization": "fp8"}, {"overrides": {"num_experts_per_tok": 1}}]
+)
+def test_settings_count_though_nobody_looks_at_the_weights(
+    tmp_path: Path, change: dict[str, object]
+):
+    vouched = ConnectorOptions(unverified="a bench")
+    ours, theirs = (identity_of(engine(tmp_path, **each), vouched) for each in ({}, change))
+    assert ours.differences(theirs)
+    assert not ours.differences(identity_of(engine(tmp_path), vouched))
+
+
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 

@@ -55,7 +55,8 @@ def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
     own = str(model.dtype).removeprefix("torch.")
     kv_dtype = own if cache.cache_dtype == "auto" else str(cache.cache_dtype)
     if options.unverified:
-        return Identity.unverified(options.unverified, model=name, kv_dtype=kv_dtype)
+        unseen = Identity.unverified(options.unverified, model=name, kv_dtype=kv_dtype)
+        return replace(unseen, config=config_fields({"run": _settings(vllm_config, seen=False)}))
     if getattr(cache, "calculate_kv_scales", False):
         raise ModelError(
             "vLLM computes its cache's scales while it runs: bytes of two engines mean different "
@@ -68,24 +69,25 @@ def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
         kv_dtype=kv_dtype,
         interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
     )
-    running = config_fields({"run": _settings(vllm_config)})
+    running = config_fields({"run": _settings(vllm_config, seen=True)})
     return replace(found, config=tuple(sorted((*found.config, *running))))
 
 
-def _settings(vllm_config: Any) -> dict[str, Any]:
-    """What the engine runs with that changes its cache, and is not in the checkpoint."""
+def _settings(vllm_config: Any, *, seen: bool) -> dict[str, Any]:
+    """What the engine runs with that changes its cache, and is not in the checkpoint. Unless it
+    was `seen`, somebody vouches for what has no name."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    images = getattr(model, "multimodal_config", None)
+    images, text = (getattr(model, name, None) for name in ("multimodal_config", "hf_text_config"))
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": model.quantization,
-        **{field: getattr(model.hf_text_config, field, None) for field in RUNNING_FIELDS},
-        **_replaced(model),
+        "quantization": getattr(model, "quantization", None),
+        **{field: getattr(text, field, None) for field in RUNNING_FIELDS},
+        **_replaced(model, seen=seen),
         **{name: _text(getattr(model, name, None)) for name in MODEL_SETTINGS},
         **{name: _text(getattr(cache, name, None)) for name in CACHE_SETTINGS},
         **{name: _text(getattr(images, name, None)) for name in IMAGE_SETTINGS},
         "long_rope": _long_rope(model),
-        "draft": _draft(vllm_config),
+        "draft": _draft(vllm_config) if seen else None,
     }
 
 
@@ -93,9 +95,11 @@ def _text(value: Any) -> str | None:
     return None if value in (None, "", "auto", {}) else str(value)
 
 
-def _replaced(model: Any) -> dict[str, Any]:
+def _replaced(model: Any, *, seen: bool) -> dict[str, Any]:
     """What somebody has put into the place of the checkpoint's own configuration."""
     overrides: Any = getattr(model, "hf_overrides", None) or {}
+    if callable(overrides) and not seen:
+        return {}
     if callable(overrides):
         raise ModelError(
             f"{model.model}: its configuration is changed by a function, {overrides!r}: what it "
@@ -108,7 +112,7 @@ def _replaced(model: Any) -> dict[str, Any]:
 def _long_rope(model: Any) -> str | None:
     """Which of its two ropes a model with LongRoPE uses: vLLM decides by the longest request that
     it allows."""
-    text = model.hf_text_config
+    text = getattr(model, "hf_text_config", None)
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     if not any(kind in repr(ropes) for kind in LONG_ROPES):
         return None
