@@ -30,16 +30,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import vllm_damage
 from machine import machine
+from vllm_block_sizes import WAYS, measure_block_sizes, sized_pair
 from vllm_engines import (
     MODELS,
-    TEXT_TOKENS,
     EngineOptions,
     Prompts,
     Remote,
@@ -49,6 +49,8 @@ from vllm_engines import (
     use,
     versions,
 )
+from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
+from vllm_pairs import Save, Settings, begun, counted, pair, prefilled
 
 PARTS = ("handover", "failures", "damage", "block sizes")
 HANDOVER = {
@@ -59,50 +61,7 @@ HANDOVER = {
 }
 
 
-@dataclass
-class Settings:
-    """How much is measured. `slow` lengths are those of a connector that takes seconds.
-
-    Prompts are one token longer than their length says. A whole number of blocks is cached then,
-    and wherever the rest comes from, exactly one token is computed, by the same kernels.
-    """
-
-    options: EngineOptions
-    prompts: Prompts
-    lengths: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32000)
-    slow: tuple[int, ...] = (2048, 8192)
-    repeats: int = 4
-    rounds: int = 4
-    in_flight: tuple[int, ...] = (1, 4, 16)
-    burst: int = 24
-    burst_tokens: int = 4096
-    used: int = 4000
-    first: int = 2048
-    unequal: tuple[int, ...] = (500, 2048, 8192)
-    failing: int = 16384
-    filling: int = 11
-    tier_bytes: int = 1 << 30
-
-
-Save = Callable[[str, dict[str, Any]], None]
-
-
 # ── handover ──────────────────────────────────────────────────────────────────────────
-
-
-def prefilled(prefill: Remote, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The prompts as the other engine is to be asked, with what hands their caches over."""
-    ask = {"do_remote_decode": True, "do_remote_prefill": False}
-    ask |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    jobs = [
-        {"id": f"h{time.monotonic_ns() + i}", "prompt": p, "max_tokens": 1, "params": dict(ask)}
-        for i, p in enumerate(prompts)
-    ]
-    out = prefill.run(jobs, 4)
-    return [
-        {"id": job["id"], "prompt": job["prompt"], "params": done["params"]}
-        for job, done in zip(jobs, out["jobs"], strict=True)
-    ]
 
 
 def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bool) -> Any:
@@ -130,19 +89,6 @@ def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bo
         figures["requests_per_s"] = round(len(jobs) / out["seconds"], 2)
         result["in_flight"][str(many)] = figures
     return result
-
-
-def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What kvstow's own counters say of the pulls between: milliseconds and descriptors each."""
-    grown = {what: after[what] - before.get(what, 0.0) for what in after}
-    pulls = grown.get("pull accepted", 0)
-    if not pulls:
-        return {}
-    return {
-        "agent_ms": round(1000 * grown["pull seconds"] / pulls, 1),
-        "descriptors": grown["descriptors"] / pulls,
-        "megabytes": round(grown["pulled bytes"] / pulls / 1e6, 1),
-    }
 
 
 def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
@@ -218,206 +164,6 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
     finally:
         result["shutdown_s"] = [engine.close() for engine in engines]
     save(name, result)
-
-
-def pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
-    """A prefill and a decode engine that have not started."""
-    roles = ("kv_both", "kv_both")
-    if transfer["kv_connector"].startswith("Nixl"):
-        roles = ("kv_producer", "kv_consumer")
-        transfer = {**transfer, "kv_buffer_device": "cpu" if settings.options.cpu else "cuda"}
-    return [
-        Remote(5600 + 100 * i, model, settings.options, {**transfer, "kv_role": role})
-        for i, role in enumerate(roles)
-    ]
-
-
-def begun(engines: list[Remote]) -> None:
-    """Start engines, and wait until all are ready."""
-    for engine in engines:
-        engine.start()
-    for engine in engines:
-        engine.ready()
-
-
-# ── block sizes ───────────────────────────────────────────────────────────────────────
-
-UNEQUAL, EQUAL = (16, 64), (16, 16)
-WAYS: dict[str, tuple[tuple[int, int], dict[str, str]]] = {
-    "as the agent chooses": (UNEQUAL, {}),
-    "every byte compared": (UNEQUAL, {"digest": "always"}),
-    "rows": (UNEQUAL, {"direction": "rows"}),
-    "equal blocks": (EQUAL, {}),
-}
-
-
-def sized_pair(
-    model: str, settings: Settings, transfer: dict[str, Any], sizes: tuple[int, int]
-) -> list[Remote]:
-    """Two engines with so many tokens per block that have not started."""
-    return [
-        Remote(5600 + 100 * i, model, replace(settings.options, block_tokens=size), transfer)
-        for i, size in enumerate(sizes)
-    ]
-
-
-def measure_block_sizes(
-    engines: list[Remote], *, name: str, sizes: tuple[int, int], settings: Settings, save: Save
-) -> None:
-    """Times to first token from each engine to the other, and whether all texts were right."""
-    result: dict[str, Any] = {}
-    try:
-        begun(engines)
-        use(engines, settings.prompts, settings.used)
-        for prefill, decode, told in (
-            (*engines, f"{sizes[0]} to {sizes[1]}"),
-            (*engines[::-1], f"{sizes[1]} to {sizes[0]}, back"),
-        ):
-            figures = result[told] = {}
-            decode.first(prefilled(prefill, [settings.prompts(settings.first)])[0])
-            for length in settings.unequal:
-                figures[str(length)] = unequal(prefill, decode, length, settings)
-                save(name, result)
-    except Exception as error:  # one way's failure is a result, too
-        result["error"] = repr(error)[:500]
-    finally:
-        result["shutdown_s"] = [engine.close() for engine in engines]
-    save(name, result)
-
-
-def unequal(prefill: Remote, decode: Remote, length: int, settings: Settings) -> dict[str, Any]:
-    """Prompts of one length, which need not be whole blocks: the right text is how prefill itself
-    goes on, one token at a time. What decode has refused it has computed, and counted."""
-    seconds, wrong, before = [], 0, decode.counts()
-    for _ in range(min(3, settings.repeats)):
-        prompt = settings.prompts(length)
-        following = prefill.first({"prompt": prompt, "max_tokens": 1})["text"]
-        job = handed_whole(prefill, prompt, following)
-        told = prefill.first({"prompt": prompt, "max_tokens": TEXT_TOKENS + 1})["text"]
-        done = decode.first({**job, "prompt": [*prompt, *following]})
-        seconds.append(done["first"])
-        wrong += done["text"] != told[1:]
-    after = decode.counts()
-    refused = after.get("pull refused", 0) - before.get("pull refused", 0)
-    return {**spread(seconds), **counted(before, after), "refused": refused, "wrong_texts": wrong}
-
-
-def handed_whole(prefill: Remote, prompt: list[int], following: list[int]) -> dict[str, Any]:
-    """Tickets for all of a prompt. The cache is computed as when prefill goes on by itself: with
-    windows it stops one token short, and is told one more."""
-    from kvstow.adapters.vllm.protocol import OURS
-
-    job = prefilled(prefill, [prompt])[0]
-    if job["params"][OURS]["num_tokens"] < len(prompt):
-        job = prefilled(prefill, [[*prompt, *following]])[0]
-    return job
-
-
-# ── failures ──────────────────────────────────────────────────────────────────────────
-
-LEASE_SECONDS = 2
-
-
-def measure_failures(engines: list[Remote], *, settings: Settings, save: Save) -> None:
-    """What becomes of handed-over requests that cannot be served: seconds, counters, texts."""
-    results: dict[str, Any] = {}
-    cases = {
-        "the ticket was used before": used_ticket,
-        "the lease has expired and its blocks were reused": expired,
-        "the ticket is forged": forged,
-        "the ticket is of another prompt": of_another_prompt,
-        "prefill is killed during the pull": killed,
-    }
-    try:
-        begun(engines)
-        use(engines, settings.prompts, settings.used)
-        for name, case in cases.items():
-            prompt = settings.prompts(settings.failing + 1)
-            results[name] = failed(*engines, prompt, settings, case)
-            save("kvstow", results)
-    finally:
-        for engine in engines:
-            engine.close()
-
-
-def failed(
-    prefill: Remote, decode: Remote, prompt: list[int], settings: Settings, case: Any
-) -> dict[str, Any]:
-    """One case: the job is spoilt, decode must compute it, and count it."""
-    right = prefill.first({"prompt": prompt})["text"]
-    job = prefilled(prefill, [prompt])[0]
-    before = decode.counts()
-    done = case(prefill, decode, job, settings)
-    if done is None:
-        done = decode.first(job)
-    grown = {k: v - before.get(k, 0.0) for k, v in decode.counts().items()}
-    faults = ("pull ", "refused")
-    return {
-        "first_token_s": round(done["first"], 3),
-        "counted": {k: v for k, v in grown.items() if v and k.startswith(faults) and k[-1] != "s"},
-        "text_is_right": done["text"] == right,
-    }
-
-
-def used_ticket(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
-    decode.first(job)
-    fill(decode, settings)
-
-
-def expired(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
-    time.sleep(LEASE_SECONDS + 1)
-    fill(prefill, settings)
-
-
-def fill(engine: Remote, settings: Settings) -> None:
-    """Push everything out of a pool."""
-    prompts = [settings.prompts(settings.failing) for _ in range(settings.filling)]
-    engine.run([{"prompt": prompt, "max_tokens": 1} for prompt in prompts], 2)
-
-
-def forged(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
-    from kvstow.adapters.vllm.protocol import OURS
-    from kvstow.transfer.ticket import Ticket
-
-    carried = job["params"][OURS]
-    ticket = Ticket.parse(carried["tickets"][0])
-    carried["tickets"] = [str(replace(ticket, lease=ticket.lease ^ 1))]
-
-
-def of_another_prompt(
-    prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings
-) -> None:
-    other = prefilled(prefill, [settings.prompts(len(job["prompt"]))])[0]
-    job["params"] = other["params"]
-
-
-def killed(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> Any:
-    decode.begin([job])
-    time.sleep(0.012)
-    prefill.kill()
-    return decode.answer(120)["jobs"][0]
-
-
-def measure_damage(
-    engines: list[Remote], *, settings: Settings, save: Save, shared: str, folder: Path
-) -> None:
-    """Damaged rows of the host tier, and of the disk tier."""
-    from kvstow.offload.host.shared import remove
-
-    files = (partial(vllm_damage.host_files, shared), partial(vllm_damage.disk_files, folder))
-    forget = partial(fill, settings=settings)
-    results: dict[str, Any] = {}
-    try:
-        begun(engines)
-        for name, engine, found in zip(("host memory", "disk"), engines, files, strict=True):
-            results[name] = vllm_damage.measured(
-                engine, settings.prompts, settings.first, forget, found
-            )
-            save("kvstow", results)
-    finally:
-        for engine in engines:
-            engine.close()
-        remove(shared)
 
 
 # ── from the command line ─────────────────────────────────────────────────────────────

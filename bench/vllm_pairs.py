@@ -1,0 +1,84 @@
+"""A prefill and a decode engine for benches: how much is measured, and what they hand over."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_engines import EngineOptions, Prompts, Remote
+
+
+@dataclass
+class Settings:
+    """How much is measured. `slow` lengths are those of a connector that takes seconds.
+
+    Prompts are one token longer than their length says. A whole number of blocks is cached then,
+    and wherever the rest comes from, exactly one token is computed, by the same kernels.
+    """
+
+    options: EngineOptions
+    prompts: Prompts
+    lengths: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32000)
+    slow: tuple[int, ...] = (2048, 8192)
+    repeats: int = 4
+    rounds: int = 4
+    in_flight: tuple[int, ...] = (1, 4, 16)
+    burst: int = 24
+    burst_tokens: int = 4096
+    used: int = 4000
+    first: int = 2048
+    unequal: tuple[int, ...] = (500, 2048, 8192)
+    failing: int = 16384
+    filling: int = 11
+    tier_bytes: int = 1 << 30
+
+
+Save = Callable[[str, dict[str, Any]], None]
+
+
+def prefilled(prefill: Remote, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """The prompts as the other engine is to be asked, with what hands their caches over."""
+    ask = {"do_remote_decode": True, "do_remote_prefill": False}
+    ask |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    jobs = [
+        {"id": f"h{time.monotonic_ns() + i}", "prompt": p, "max_tokens": 1, "params": dict(ask)}
+        for i, p in enumerate(prompts)
+    ]
+    out = prefill.run(jobs, 4)
+    return [
+        {"id": job["id"], "prompt": job["prompt"], "params": done["params"]}
+        for job, done in zip(jobs, out["jobs"], strict=True)
+    ]
+
+
+def pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
+    """A prefill and a decode engine that have not started."""
+    roles = ("kv_both", "kv_both")
+    if transfer["kv_connector"].startswith("Nixl"):
+        roles = ("kv_producer", "kv_consumer")
+        transfer = {**transfer, "kv_buffer_device": "cpu" if settings.options.cpu else "cuda"}
+    return [
+        Remote(5600 + 100 * i, model, settings.options, {**transfer, "kv_role": role})
+        for i, role in enumerate(roles)
+    ]
+
+
+def begun(engines: list[Remote]) -> None:
+    """Start engines, and wait until all are ready."""
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.ready()
+
+
+def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What kvstow's own counters say of the pulls between: milliseconds and descriptors each."""
+    grown = {what: after[what] - before.get(what, 0.0) for what in after}
+    pulls = grown.get("pull accepted", 0)
+    if not pulls:
+        return {}
+    return {
+        "agent_ms": round(1000 * grown["pull seconds"] / pulls, 1),
+        "descriptors": grown["descriptors"] / pulls,
+        "megabytes": round(grown["pulled bytes"] / pulls / 1e6, 1),
+    }
