@@ -427,6 +427,8 @@ class Agent:
 def _checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
     """How many tokens a pull wants; TransferError where the tickets do not have them."""
     lengths = {ticket.num_tokens for ticket in tickets}
+    if not tickets:
+        raise TransferError("there is no ticket to pull with", kind="ticket")
     if len(lengths) != 1:
         raise TransferError(
             f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"

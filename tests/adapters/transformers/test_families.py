@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from kvstow.adapters.transformers import Cache, ModelMemory, cache_name
 from kvstow.demo import weights
+from kvstow.demo.packaged import SMOLLM2
 from kvstow.memory.copy import copy
 from kvstow.plan.layout import ORDERS
 from kvstow.route.route import route
@@ -273,7 +274,7 @@ def test_lightning_attention_in_the_first_layer_is_right_behind_padding():
 
 
 def test_real_weights_have_the_same_logits():
-    model, tokenizer = weights.load(weights.unpacked(weights.SMOLLM2))
+    model, tokenizer = weights.load(weights.unpacked(SMOLLM2))
     tokenizer.padding_side = "left"
     asked = tokenizer(
         ["The capital of France is", "One, two, three, four, five, six, seven, eight,"],

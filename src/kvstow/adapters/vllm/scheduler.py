@@ -263,11 +263,10 @@ class SchedulerSide:
             assert self.recall is not None
             self._loads.append(self.recall.taken(request, ids, start, start + num_external))
             return
-        self._check_whole(handover, start + num_external)
         self._pulls.append(
             PullBlocks(
                 request=request,
-                tickets=handover.tickets,
+                tickets=self._tickets_for(handover, start + num_external),
                 ids=ids,
                 start_token=start,
                 num_tokens=start + num_external,
@@ -275,14 +274,19 @@ class SchedulerSide:
             )
         )
 
-    def _check_whole(self, handover: Handover, num_tokens: int) -> None:
-        """A recurrent state is that after all tokens of the tickets, and none before."""
+    def _tickets_for(self, handover: Handover, num_tokens: int) -> tuple[Ticket, ...]:
+        """The tickets, if so many tokens can be had of them; none, and the pull fails, if not. A
+        recurrent state is that after all tokens of the tickets, and none before."""
         states = any(group.retention == AFTER_LAST_TOKEN for group in self._groups)
-        if num_tokens > handover.num_tokens or (states and num_tokens < handover.num_tokens):
-            raise TransferError(
-                f"the engine wants {num_tokens} tokens, the tickets are for {handover.num_tokens}",
-                kind="ticket",
-            )
+        if num_tokens <= handover.num_tokens and not (states and num_tokens < handover.num_tokens):
+            return handover.tickets
+        log.warning(
+            "the engine wants %d tokens, the tickets are for %d: it computes them",
+            num_tokens,
+            handover.num_tokens,
+        )
+        self._drops += handover.tickets
+        return ()
 
     # ── handing over ──────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import time
 from contextlib import closing, contextmanager
+from queue import Queue
 from threading import Thread
 
 import numpy as np
@@ -106,23 +107,23 @@ def tls_before(port, certificate):
         there = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(passed_on(reader, there[1]), passed_on(there[0], writer))
 
-    async def listening():
-        return await asyncio.start_server(accepted, "127.0.0.1", 0, ssl=context)
+    started: Queue[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(listening())
-    thread = Thread(target=loop.run_forever)
+    async def listening():
+        done = asyncio.Event()
+        async with await asyncio.start_server(accepted, "127.0.0.1", 0, ssl=context) as server:
+            started.put((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), done))
+            await done.wait()
+
+    # all in a thread of its own: a browser's tests leave a loop running in this one
+    thread = Thread(target=asyncio.run, args=(listening(),))
     thread.start()
+    there, loop, done = started.get(timeout=60)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield there
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(done.set)
         thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        server.close()
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
 
 
 def test_objects_of_all_sizes_go_over_tls_and_come_back_whole(valkey, certificate):
