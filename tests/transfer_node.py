@@ -29,7 +29,18 @@ from kvstow.transfer.options import Options
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.nixl import NixlTransport
-from strategies import blocks_of, first_block, group_bytes, own_bytes, value
+from strategies import Kind, blocks_of, first_block, group_bytes, own_bytes, value
+
+_KV = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
+ALL_RETENTIONS = (
+    Kind(Full(), 4, _KV),
+    Kind(Full(), 4, _KV),
+    Kind(Window(24), 4, _KV),
+    Kind(Sink(3, 20), 4, _KV),
+    Kind(Chunk(32), 4, _KV),
+    Kind(State(), 4, (), parts=(4, 4, 8)),
+)
+"""A model with every kind of retention that transfers tell apart."""
 
 CANARY = 0xA5
 IDENTITY = Identity.unverified("bytes of a test")

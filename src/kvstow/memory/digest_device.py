@@ -53,6 +53,7 @@ Digests = Sequence[Sequence[CountedBlocks]]
 """What several digests count, each in parts."""
 
 FEW_BYTES = 8 << 20
+"""A sample of a long prompt is shorter; one program for each cell would be slow for much more."""
 
 
 def are_few(digests: Digests) -> bool:
@@ -62,9 +63,7 @@ def are_few(digests: Digests) -> bool:
     return is_listable and sum(part.nbytes for part in parts) <= FEW_BYTES
 
 
-def few_on_device(
-    arena: Arena, digests: Sequence[Sequence[CountedBlocks]]
-) -> Callable[[], tuple[int, ...]]:
+def few_on_device(arena: Arena, digests: Digests) -> Callable[[], tuple[int, ...]]:
     """Several digests in one copy and one launch, of parts whose blocks hold one state each.
 
     The host lists every cell and finds its keys: a sample has few. With `on_device` every group of

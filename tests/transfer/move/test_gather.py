@@ -12,27 +12,16 @@ from kvstow.errors import ArenaError, CopyError
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Alignment
-from kvstow.plan.retention import Chunk, Full, Sink, State, Window
-from kvstow.plan.spec import DType
 from kvstow.route import ways
 from kvstow.route.copies import Copies, num_stretches
 from kvstow.route.ways import Amount, gathers
 from kvstow.transfer.move import gather
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from strategies import Kind, Served
-from transfer_node import Node, rows_for
+from strategies import Served
+from transfer_node import ALL_RETENTIONS, Node, rows_for
 from waiting import wait_for
 
-KV = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
-MODEL = (
-    Kind(Full(), 4, KV),
-    Kind(Full(), 4, KV),
-    Kind(Window(24), 4, KV),
-    Kind(Sink(3, 20), 4, KV),
-    Kind(Chunk(32), 4, KV),
-    Kind(State(), 4, (), parts=(4, 4, 8)),
-)
 TOKENS = 130
 OPTIONS: dict[str, Any] = {
     "transfer_seconds": 15.0,
@@ -46,9 +35,9 @@ ENGINE_STEP = 64
 
 
 def layout(block_tokens: int, order: str = "BLHNC", tp: int = 1, rank: int = 0) -> Layout:
-    states = {kind.retention: block_tokens for kind in MODEL}
+    states = {kind.retention: block_tokens for kind in ALL_RETENTIONS}
     how = Served(tp=tp, pp=1, states=states, order=order, pack="packed", alignment=Alignment())
-    return how.layout(MODEL, rank, 0, TOKENS)
+    return how.layout(ALL_RETENTIONS, rank, 0, TOKENS)
 
 
 SHORT, LONG = layout(4), layout(64)

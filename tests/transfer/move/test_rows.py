@@ -10,24 +10,13 @@ import pytest
 from kvstow.errors import ArenaError
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import Alignment
-from kvstow.plan.retention import Chunk, Full, Sink, State, Window
-from kvstow.plan.spec import DType
 from kvstow.route.price import LinkSpeed
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.peers.probe import Path
 from kvstow.transfer.transport.local import Fabric, LocalTransport
-from strategies import Kind, Served
-from transfer_node import CANARY, Node, rows_for
+from strategies import Served
+from transfer_node import ALL_RETENTIONS, CANARY, Node, rows_for
 
-KV = (("k", DType.BFLOAT16, 4), ("v", DType.BFLOAT16, 4))
-MODEL = (
-    Kind(Full(), 4, KV),
-    Kind(Full(), 4, KV),
-    Kind(Window(24), 4, KV),
-    Kind(Sink(3, 20), 4, KV),
-    Kind(Chunk(32), 4, KV),
-    Kind(State(), 4, (), parts=(4, 4, 8)),
-)
 TOKENS = 90
 OPTIONS = {
     "transfer_seconds": 15.0,
@@ -38,9 +27,9 @@ OPTIONS = {
 
 
 def layout(block_tokens: int) -> Any:
-    states = {kind.retention: block_tokens for kind in MODEL}
+    states = {kind.retention: block_tokens for kind in ALL_RETENTIONS}
     how = Served(tp=1, pp=1, states=states, order="BLHNC", pack="packed", alignment=Alignment())
-    return how.layout(MODEL, 0, 0, TOKENS)
+    return how.layout(ALL_RETENTIONS, 0, 0, TOKENS)
 
 
 SHORT, LONG = layout(16), layout(64)
