@@ -8,8 +8,11 @@
         "capacity": "100GiB", "model_dir": "/models/llama"}}'
 
 LMCache calls a chunk by model name, rank, group, salt and a hash of tokens. The identity of the
-weights in `model_dir` is added, so that another checkpoint of the same name shares nothing. What
-lies on disk has a checksum per chunk, outlives the process, and may be shared by processes.
+weights in `model_dir` is added, so that another checkpoint of the same name shares nothing; and the
+types of a chunk's elements, so that engines with another `--dtype` do not. fp8 reaches LMCache as
+plain bytes, as do chunks that its `serde` has rewritten: nobody but the operator knows what they
+are, so they are refused until `kv_dtype` says it. What lies on disk has a checksum per chunk,
+outlives the process, and may be shared by processes.
 """
 
 import itertools
@@ -30,14 +33,17 @@ from kvstow.offload.tier import Bools, Bytes, log
 
 THREADS = 4
 
+BYTES = "uint8"
+"""What LMCache calls elements whose type torch, or the engine, has no name for."""
+
 
 class KvstowL2Adapter(L2AdapterInterface):
     """Stores, looks up and loads chunks in threads of its own.
 
     `adapter_params`: `path`, `capacity`, and `model_dir` or `unverified`, which says why nobody
-    need look at the weights. LMCache's names do not say what the elements of the cache are: give
-    `kv_dtype` as the engine's `--kv-cache-dtype` where it is not the model's own, since chunks of
-    `fp8_e4m3` and `fp8_e5m2` are equally long.
+    need look at the weights. `kv_dtype` says what the bytes of a cache are that LMCache sees as
+    plain bytes: `fp8_e4m3` or `fp8_e5m2`, and the `serde` if there is one. Chunks of one are never
+    found by an adapter that says the other.
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
@@ -48,16 +54,24 @@ class KvstowL2Adapter(L2AdapterInterface):
                 "hint: path, capacity, model_dir or unverified, and kv_dtype"
             )
         super().__init__()
+        said = str(params.get("kv_dtype", ""))
+        self._kv_dtype = "" if said == "auto" else said
+        if self._kv_dtype == "fp8":
+            raise SpecError(
+                "kv_dtype 'fp8' does not say which fp8\n\n"
+                "hint: fp8_e4m3 or fp8_e5m2; vLLM's fp8 is fp8_e4m3 on NVIDIA GPUs"
+            )
         self._chunks = ChunkStore(
             disk=params["path"],
             disk_bytes=params["capacity"],
-            identity=stated_identity(params, kv_dtype=str(params.get("kv_dtype", ""))),
+            identity=stated_identity(params, kv_dtype=self._kv_dtype),
         )
         self._threads = ThreadPoolExecutor(THREADS, "kvstow-lmcache")
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._stored: dict[int, L2StoreResult] = {}
         self._answers: dict[int, Any] = {}
+        self._elements_seen: set[str] = set()
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
         self._store_fd, self._lookup_fd, self._load_fd = (os.eventfd(0, flags) for _ in range(3))
 
@@ -80,7 +94,9 @@ class KvstowL2Adapter(L2AdapterInterface):
     def _store(self, number: int, keys: list[Any], objects: list[Any]) -> None:
         sizes = [each.get_size() for each in objects]
         try:
-            kept = self._chunks.store(_names(keys), [_bytes(each) for each in objects])
+            kept = self._chunks.store(
+                self._names(keys, objects), [_bytes(each) for each in objects]
+            )
         except Exception as error:
             log.warning("lmcache: %d chunks were not stored: %s", len(keys), error)
             kept = np.zeros(len(keys), bool)
@@ -99,8 +115,21 @@ class KvstowL2Adapter(L2AdapterInterface):
     # ── look up ───────────────────────────────────────────────────────────────────
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Nothing is locked: a chunk that goes before it is loaded is a miss then."""
-        return self._begin(self._lookup_fd, keys, lambda: self._chunks.contains(_names(keys)))
+        """Nothing is locked: a chunk that goes before it is loaded is a miss then.
+
+        Descriptions are of chunks as the engine has them. Those that a serde rewrites come as
+        bytes: they are looked for, too.
+        """
+
+        def look_up() -> Bools:
+            described = {group: _elements(each) for group, each in group_layout_descs.items()}
+            own = [_name(key, described.get(key.object_group_id, "")) for key in keys]
+            found = self._chunks.contains(own)
+            if self._kv_dtype:
+                found |= self._chunks.contains([_name(key, BYTES) for key in keys])
+            return found
+
+        return self._begin(self._lookup_fd, keys, look_up)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         return self._answer(task_id)
@@ -112,7 +141,9 @@ class KvstowL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         def load() -> Bools:
-            found = self._chunks.load(_names(keys), [_bytes(each) for each in objects])
+            found = self._chunks.load(
+                self._names(keys, objects), [_bytes(each) for each in objects]
+            )
             self._notify_keys_accessed([key for key, here in zip(keys, found, strict=True) if here])
             return found
 
@@ -142,11 +173,31 @@ class KvstowL2Adapter(L2AdapterInterface):
         with self._lock:
             return self._answers.pop(number, None)
 
+    # ── names ─────────────────────────────────────────────────────────────────────
+
+    def _names(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[bytes]:
+        """What chunks are called. SpecError where nobody says what is in them."""
+        elements = [_elements(each.metadata) for each in objects]
+        unclear = [each for each in elements if not each or BYTES in each.split()]
+        if unclear and not self._kv_dtype:
+            raise SpecError(
+                f"chunks of {unclear[0] or 'an unknown type'}, and kv_dtype does not say what they "
+                "are: fp8_e4m3 and fp8_e5m2 look alike\n\n"
+                'hint: "kv_dtype": "fp8_e4m3" in adapter_params, as the engine has it; with a '
+                "serde, its name and settings too"
+            )
+        with self._lock:
+            self._elements_seen.update(elements)
+        return [_name(key, each) for key, each in zip(keys, elements, strict=True)]
+
     # ── the end ───────────────────────────────────────────────────────────────────
 
     def delete(self, keys: list[Any]) -> None:
         """Forget chunks."""
-        self._chunks.evict(_names(keys))
+        with self._lock:
+            seen = sorted(self._elements_seen)
+        for elements in seen:
+            self._chunks.evict([_name(key, elements) for key in keys])
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -155,18 +206,22 @@ class KvstowL2Adapter(L2AdapterInterface):
             os.close(fd)
 
 
-def _names(keys: Sequence[Any]) -> list[bytes]:
-    """What LMCache calls chunks."""
-    return [
-        chunk_name(
-            key.model_name,
-            str(key.kv_rank),
-            str(key.object_group_id),
-            key.cache_salt,
-            bytes(key.chunk_hash),
-        )
-        for key in keys
-    ]
+def _name(key: Any, elements: str) -> bytes:
+    """What LMCache calls a chunk, and what it is made of."""
+    return chunk_name(
+        key.model_name,
+        str(key.kv_rank),
+        str(key.object_group_id),
+        key.cache_salt,
+        bytes(key.chunk_hash),
+        elements,
+    )
+
+
+def _elements(about: Any) -> str:
+    """The types of a chunk's elements in words, one for each tensor; empty where none is said."""
+    dtypes: Sequence[Any] = about.dtypes or [getattr(about, "dtype", None)]
+    return " ".join(str(each).removeprefix("torch.") for each in dtypes if each is not None)
 
 
 def _bytes(memory: Any) -> Bytes:
