@@ -153,10 +153,57 @@ def test_top_fits_the_terminal(width):
     line = dict.fromkeys(("rows", "nbytes", "capacity", "failures"), 12345)
     rates = dict.fromkeys(("stored_bytes_per_s", "loaded_bytes_per_s", "evicted_rows_per_s"), 1.5)
     text = _shown(
-        [{"store": "/a/store", "pid": 7, "tier": "disk", "hit_rate": None, **line, **rates}],
+        [
+            {"store": "/a/store", "pid": 7, "tier": "disk", "hit_rate": None, **line, **rates}
+            | {"idle_seconds": 100.0}
+        ],
         width=width,
     )
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("told", "looks", "rate"),
+    [
+        ((100.0, 102.0), (100.5, 102.5), 30.0),  # 60 bytes in two seconds
+        ((100.0, 100.0), (100.5, 102.5), 0.0),  # nothing was told since
+        ((100.0, 3702.0), (3700.5, 3702.5), 30.0),  # an hour of nothing, and then 60 bytes
+        ((100.0, 101.0), (101.1, 101.2), 60.0),  # looks that are closer than what is told
+    ],
+)
+def test_rates_of_top_are_over_the_time_in_which_something_was_done(told, looks, rate):
+    from kvstow.cli.top import RATES, _lines, _Sample
+
+    samples = [_Sample(), _Sample()]
+    for sample, at, beat, count in zip(samples, looks, told, (0, 60), strict=True):
+        sample.at = at
+        nothing = dict.fromkeys(RATES, 0)
+        sample.tiers["s", 7, "host"] = beat, nothing | {"loaded_bytes": count if rate else 0}
+    (line,) = _lines(*samples)
+    assert line["loaded_bytes_per_s"] == pytest.approx(rate)
+    assert line["idle_seconds"] == pytest.approx(looks[1] - told[1])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "–"), (1.9, "–"), (2.0, "2 s"), (59.9, "59 s"), (60, "1 min"), (7200, "2 h")],
+)
+def test_top_says_for_how_long_a_process_has_been_idle(seconds, text):
+    from kvstow.cli.top import _duration
+
+    assert _duration(seconds) == text
+
+
+def test_top_takes_the_directory_above_several_ranks_and_says_what_it_shows(directory):
+    rank = directory.parent / "tp0of2-pp0of1"
+    directory.rename(rank)
+    tier = DiskTier(rank)
+    tier.beat()
+    done = run("top", directory.parent, "--once", "--every", "0.1")
+    tier.close()
+    assert "tp0of2" in done.stdout
+    assert "transfers: kvstow peers" in done.stdout
+    assert run("top", directory.parent / "none", "--once").exit_code == 2
 
 
 def test_top_shows_the_tiers_of_a_living_process(directory):

@@ -278,6 +278,17 @@ def check_store(path: Path) -> None:
         refuse(f"{path}: {what}\n\nhint: name the directory of a store", code=MISUSED)
 
 
+def stores_in(path: Path) -> list[Path]:
+    """The store in a directory, or those of its folders: ranks, or sizes of chunks, have one each.
+    Ends with 2 where there is none."""
+    if not (path / "layout.json").exists():
+        found = sorted(manifest.parent for manifest in path.glob("*/layout.json"))
+        if found:
+            return found
+    check_store(path)
+    return [path]
+
+
 # ── shorthand ───────────────────────────────────────────────────────────────────────
 
 

@@ -10,15 +10,18 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import WIDTH, emit_json, human, table
 
+SHOWS = "host, disk and remote tiers; transfers: kvstow peers, kvstow dash"
+
 RATES = ("hits", "misses", "stored_bytes", "loaded_bytes", "evicted_rows", "failures")
 
-LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed")
+LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed", "idle")
 """Columns that are left out of a narrow terminal, one after the other."""
 
 GAP = 3
 
 Directories = Annotated[
-    list[Path], typer.Argument(metavar="DIR", help="Stores.", show_default=False)
+    list[Path],
+    typer.Argument(metavar="DIR", help="Stores, or directories of several.", show_default=False),
 ]
 Every = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look again.")]
 Once = Annotated[bool, typer.Option("--once", help="One look, after one interval, and end.")]
@@ -29,18 +32,19 @@ def top(
 ) -> None:
     """Show the tiers of stores live, by process.
 
-    Rows, bytes, hits, rates, evictions, failures.
-    A process tells at most once a second what it has done, when it uses its disk.
+    Rows, bytes, hits, rates, evictions, failures, and for how long a process has done nothing:
+    the host, disk and remote tiers of processes that have a store on disk open. Of a remote store,
+    rows and bytes are those that the process has written. Transfers are not among them: see
+    `kvstow peers` and `kvstow dash`.
     """
-    for directory in directories:
-        options.check_store(directory)
-    before = _sample(directories)
+    stores = [store for directory in directories for store in options.stores_in(directory)]
+    before = _sample(stores)
     time.sleep(every)
     if once or json:
-        lines = _lines(before, _sample(directories))
-        emit_json({"tiers": lines}) if json else typer.echo(_shown(lines, _width()))
+        lines = _lines(before, _sample(stores))
+        emit_json({"tiers": lines}) if json else typer.echo(_screen(lines, _width()))
         return
-    _watch(directories, before, every)
+    _watch(stores, before, every)
 
 
 def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
@@ -53,7 +57,7 @@ def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
         try:
             while True:
                 now = _sample(directories)
-                shown = _shown(_lines(before, now), console.width)
+                shown = _screen(_lines(before, now), console.width)
                 live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
                 time.sleep(every)
@@ -62,9 +66,11 @@ def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
 
 
 class _Sample:
-    """Counts of every tier of every living process, and when they were told."""
+    """Counts of every tier of every living process, and when they were told. A process tells them
+    within a second of what it does, and nothing while it does nothing."""
 
     def __init__(self) -> None:
+        self.at = time.time()
         self.tiers: dict[tuple[str, int, str], tuple[float, dict[str, Any]]] = {}
 
 
@@ -85,17 +91,22 @@ def _sample(directories: list[Path]) -> _Sample:
 
 
 def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
+    from kvstow.offload.disk.tier import BEAT_SECONDS
+
     lines: list[dict[str, Any]] = []
+    between = max(now.at - before.at, BEAT_SECONDS)
     for name, (beat, tier) in sorted(now.tiers.items()):
         then, old = before.tiers.get(name, (beat, tier))
-        seconds = beat - then
+        seconds = min(beat - then, between)  # one that was idle has not told for longer
         rates = {
             f"{key}_per_s": (tier[key] - old[key]) / seconds if seconds > 0 else 0.0
             for key in RATES
         }
         asked = tier["hits"] + tier["misses"]
         hit_rate = tier["hits"] / asked if asked else None
-        lines.append({"store": name[0], "pid": name[1], **tier, "hit_rate": hit_rate, **rates})
+        idle = max(0.0, now.at - beat)
+        about = {"store": name[0], "pid": name[1], **tier, "hit_rate": hit_rate, **rates}
+        lines.append({**about, "idle_seconds": idle})
     return lines
 
 
@@ -104,6 +115,11 @@ def _width() -> int:
     from shutil import get_terminal_size
 
     return get_terminal_size((WIDTH, 24)).columns
+
+
+def _screen(lines: list[dict[str, Any]], width: int) -> str:
+    """The table, and below it what it is a table of, where there is room."""
+    return _shown(lines, width) + (f"\n\n{SHOWS}" if len(SHOWS) <= width else "")
 
 
 def _shown(lines: list[dict[str, Any]], width: int) -> str:
@@ -115,12 +131,13 @@ def _shown(lines: list[dict[str, Any]], width: int) -> str:
         "tier": lambda line: line["tier"],
         "rows": lambda line: f"{line['rows']:,}",
         "bytes": lambda line: human(line["nbytes"]),
-        "of": lambda line: human(line["capacity"]),
+        "of": lambda line: human(line["capacity"]) if line["capacity"] else "–",
         "hits": lambda line: "–" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
         "in/s": lambda line: human(round(line["stored_bytes_per_s"])),
         "out/s": lambda line: human(round(line["loaded_bytes_per_s"])),
         "gone/s": lambda line: f"{line['evicted_rows_per_s']:,.0f}",
         "failed": lambda line: f"{line['failures']:,}",
+        "idle": lambda line: _duration(line["idle_seconds"]),
     }
     cells = {name: [of(line) for line in lines] for name, of in columns.items()}
     for name in LESS_WANTED:
@@ -128,3 +145,12 @@ def _shown(lines: list[dict[str, Any]], width: int) -> str:
         if sum(widths) + GAP * (len(widths) - 1) > width:
             del cells[name]
     return table(list(cells), zip(*cells.values(), strict=True), width=width)
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there is one; nothing where figures are as new as can be."""
+    if seconds < 2:
+        return "–"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    unit, length = next(each for each in units if seconds >= each[1])
+    return f"{seconds // length:.0f} {unit}"

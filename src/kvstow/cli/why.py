@@ -129,9 +129,7 @@ def _stores(place: str, journal: Path | None, identity: str) -> "Iterator[Store]
         yield store
         return
     directory = Path(place)
-    ranks = sorted(found.parent for found in directory.glob("tp*-pp*/layout.json"))
-    options.check_store(ranks[0] if ranks else directory)
-    for rank in ranks or [directory]:
+    for rank in options.stores_in(directory):
         store = Store.open(rank)
         if journal is not None:
             store.journal = Journal(journal)

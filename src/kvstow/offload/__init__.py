@@ -12,6 +12,7 @@ eviction  which rows go first, and which are worth keeping
 host      rows in host memory, alone or shared by processes
 disk      rows in data files with an index
 remote    rows on S3, Redis or Mooncake, which other machines and layouts read
+heartbeat what the tiers of a process have done, told to `kvstow top`
 watch     which rows are in which tier, told as changes
 events    what a ledger and a store have cached, published for routers
 journal   which prompts were stored: digests of their blocks, tokens if asked for

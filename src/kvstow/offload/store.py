@@ -28,6 +28,7 @@ from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
+from kvstow.offload.heartbeat import Heartbeat
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
@@ -109,6 +110,7 @@ class Store:
         self.remote: RemoteTier | None = None
         self._identity: Identity | None = None
         self._rows: ArenaRows | None = None
+        self._heartbeat: Heartbeat | None = None
         self._is_closed = False
         self._opener = os.getpid()
 
@@ -175,8 +177,8 @@ class Store:
                     tier.close()
             self.remote = None
             raise
-        if disk is not None and self.host is not None:
-            disk.publish(self.host)
+        if disk is not None:
+            self._heartbeat = Heartbeat(disk, (self.host, self.remote))
         self.disk = disk
         self._rows = ArenaRows(self.host, disk, self.remote)
         self._identity = rows.identity
@@ -414,6 +416,8 @@ class Store:
         self.flush()
         if self._rows is not None:
             self._rows.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         for tier in (self.host, self.disk, self.remote):
             if tier is not None:
                 tier.close()

@@ -31,6 +31,7 @@ from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.heartbeat import Heartbeat
 from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
@@ -211,8 +212,9 @@ class WorkerTiers:
         self._kept.host = self._host
         self._near = SharedTiers(self._host, self._disk) if options.host_shared else None
         self._remote = RemoteTier(options.remote, rows) if options.remote else None
-        if self._disk is not None:
-            self._disk.publish(self._host)
+        self._heartbeat = (
+            Heartbeat(self._disk, (self._host, self._remote)) if self._disk is not None else None
+        )
         lower: tuple[Tier | None, ...] = (self._near or self._disk, self._remote)
         self._lower = [tier for tier in lower if tier is not None]
         below = TierChain(self._lower) if self._lower else None
@@ -383,8 +385,9 @@ class WorkerTiers:
 
     def close(self) -> None:
         """Finish what has begun; what is on disk, or shared, stays there."""
-        if self._watch is not None:
-            self._watch.close()
+        for thread in (self._watch, self._heartbeat):
+            if thread is not None:
+                thread.close()
         if self._events is not None:
             self._events.close()
         self._mover.direct.wait()
