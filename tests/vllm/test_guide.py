@@ -117,6 +117,16 @@ def test_two_servers_and_a_router_as_the_guide_starts_them(smollm2: Path, logs: 
         while counted(8002)["pull accepted"] < 2 and time.monotonic() < until:
             time.sleep(0.5)
         assert counted(8002)["pull accepted"] == 2
+        (rename,) = (block for block in blocks("Identity") if "update_weight_version" in block)
+        for port in ("8001", "8002"):
+            for command in commands(rename.replace("NEW", str(smollm2))):
+                said(command.replace("8001", port))
+        tickets = said(first)["kv_transfer_params"]
+        said(second.replace("{…}", json.dumps(tickets)))
+        until = time.monotonic() + 60
+        while counted(8002)["pull accepted"] < 3 and time.monotonic() < until:
+            time.sleep(0.5)
+        assert counted(8002)["pull accepted"] == 3
 
 
 def test_offloading_as_the_guide_turns_it_on(smollm2: Path, logs: Path, tmp_path: Path):

@@ -1,16 +1,25 @@
-"""Weights that are changed in place: rows of before are not served, once vLLM is told to reset."""
+"""Weights that are changed in place: rows of before are not served, once vLLM is told to reset.
+
+Engines whose weights have one name take over from each other again, and from no others.
+"""
 
 import multiprocessing as mp
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import Launch, Server, running
 from tiny import FewBlocks, checkpoint
 from vllm_engines import ENVIRONMENT, LLAMA, ON_CPU, SMALL, Prompts, connector
 
+from waiting import wait_for
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-PROMPT = Prompts(SMALL["vocab_size"])(300)
+DRAW = Prompts(SMALL["vocab_size"])
+PROMPT = DRAW(300)
 
 
 class Story:
@@ -68,6 +77,17 @@ def tell(folder: str, trained: str, pipe: Any) -> None:
     story.train(folder)
     assert story.llm.reset_prefix_cache(reset_connector=True)
     note("back")
+    story.llm.update_weight_version("one")
+    note("named")
+    story.text(salt="so that rows are stored")
+    story.llm.reset_prefix_cache()
+    note("named, came back")
+    story.train(trained)
+    story.llm.update_weight_version("two")
+    note("named anew")
+    story.train(folder)
+    story.llm.update_weight_version("one")
+    note("named as before")
     pipe.send(found)
     story.llm.llm_engine.engine_core.shutdown()
 
@@ -121,3 +141,125 @@ def test_rows_of_the_new_weights_are_stored_and_come_back(found: dict[str, Any])
 def test_every_reset_counts(found: dict[str, Any]):
     assert text(found, "back") == text(found, "before")
     assert found["back"][1] == found["told, came back"][1]
+
+
+def test_rows_of_named_weights_come_back_until_they_have_another_name(found: dict[str, Any]):
+    """vLLM's own cache is reset, too, though nobody has said so."""
+    assert text(found, "named") == text(found, "named, came back") == text(found, "before")
+    assert found["named"][1] == found["back"][1]
+    assert found["named, came back"][1] > found["named"][1]
+    assert text(found, "named anew") == text(found, "changed")
+    assert found["named anew"][1] == found["named, came back"][1]
+
+
+def test_a_name_that_comes_again_brings_nothing_back(found: dict[str, Any]):
+    """It could be a mistake: a name stands for one set of weights."""
+    assert text(found, "named as before") == text(found, "before")
+    assert found["named as before"][1] == found["named anew"][1]
+
+
+# ── two servers ───────────────────────────────────────────────────────────────────────────
+
+
+class Trained:
+    """Two servers that are given other weights as a trainer does it, one by one or both."""
+
+    def __init__(self, servers: list[Server], folders: list[str]) -> None:
+        self.prefill, self.decode = servers
+        self.folders = folders
+
+    def train(self, server: Server, weights: int, *, name: str = "") -> None:
+        """Pause, which resets the caches; other weights; their name."""
+        wait_for(lambda: paused(server))
+        path = {"weights_path": self.folders[weights]}
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
+        if name:
+            server.post("/update_weight_version", {"new_version": name})
+        server.post("/resume", {})
+
+    def takes_over(self) -> tuple[bool, list[int]]:
+        """Whether decode takes a prompt over, and the text. It is that of decode alone."""
+        prompt = DRAW(300)
+        before = self.decode.counts()
+        tickets = self.prefill.tickets(prompt)
+        text = tokens(self.decode, prompt, kv_transfer_params=tickets)
+        assert text == tokens(self.decode, prompt, cache_salt="computed here")
+
+        def grown(what: str) -> bool:
+            return self.decode.counts().get(what, 0) > before.get(what, 0)
+
+        wait_for(lambda: grown("pull accepted") or grown("refused"))
+        return grown("pull accepted"), text
+
+
+def paused(server: Server) -> bool:
+    """Whether it pauses; not while blocks are kept for a ticket, whose end it may not know yet."""
+    try:
+        server.post("/pause", {})
+    except AssertionError:
+        server.post("/resume", {})
+        return False
+    return True
+
+
+def tokens(server: Server, prompt: list[int], **more: Any) -> list[int]:
+    answer = server.ask(prompt, max_tokens=12, return_token_ids=True, **more)
+    return answer["choices"][0]["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Iterator[Trained]:
+    folders = [checkpoint(tmp_path_factory.mktemp("model"), LLAMA, seed) for seed in (1, 2, 3)]
+    launch = Launch(
+        model=folders[0],
+        name="trained",
+        settings={"digest": "always", "contact_seconds": 60, "lease_seconds": 30},
+        options=("--skip-tokenizer-init",),
+    )
+    with running(launch, launch, logs=logs) as servers:
+        yield Trained(servers, [str(folder) for folder in folders])
+
+
+def test_weights_that_are_changed_in_one_server_only_are_not_taken_over(trained: Trained):
+    assert trained.takes_over()[0]
+    trained.train(trained.prefill, 1, name="step 1")
+    assert not trained.takes_over()[0]
+
+
+def test_weights_of_one_name_in_both_servers_are_taken_over(trained: Trained):
+    before = tokens(trained.decode, PROMPT)
+    trained.train(trained.decode, 1, name="step 1")
+    assert trained.takes_over()[0]
+    assert tokens(trained.decode, PROMPT) == tokens(trained.prefill, PROMPT) != before
+
+
+def test_weights_that_nobody_has_named_are_not_taken_over(trained: Trained):
+    for server in (trained.prefill, trained.decode):
+        trained.train(server, 2)
+    assert not trained.takes_over()[0]
+
+
+def test_a_name_that_has_been_used_is_not_taken_over(trained: Trained):
+    """Somebody has forgotten to count: prefill's rows could be those of the first "step 1"."""
+    for server in (trained.prefill, trained.decode):
+        server.post("/update_weight_version", {"new_version": "step 1"})
+    assert not trained.takes_over()[0]
+
+
+def test_a_new_name_joins_them_again(trained: Trained):
+    for server in (trained.prefill, trained.decode):
+        server.post("/update_weight_version", {"new_version": "step 2"})
+    assert trained.takes_over()[0]
+
+
+def test_weights_are_not_named_while_blocks_of_before_are_kept(trained: Trained):
+    """A ticket that nobody has used yet keeps its blocks, and stays what it was."""
+    prompt = DRAW(300)
+    tickets = trained.prefill.tickets(prompt)
+    for server in (trained.prefill, trained.decode):
+        server.post("/update_weight_version", {"new_version": "step 3"})
+    alone = tokens(trained.decode, prompt, cache_salt="computed here")
+    refused = trained.decode.counts().get("refused", 0)
+    assert tokens(trained.decode, prompt, kv_transfer_params=tickets) == alone
+    assert trained.decode.await_count("refused", refused + 1) == refused + 1
+    assert not trained.takes_over()[0]

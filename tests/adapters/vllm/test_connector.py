@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,12 @@ from prometheus_client import CollectorRegistry, Counter
 from typer.testing import CliRunner
 
 from kvstow.adapters.vllm.events import check_published
+from kvstow.adapters.vllm.protocol import OURS
 from kvstow.cli import app
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockStored, CacheEvent
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -43,6 +45,10 @@ class StandInBase:
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._metadata = metadata
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        self._kv_cache_manager = manager
+        self.bind_gpu_block_pool(manager.block_pool)  # pyright: ignore
 
     def _get_connector_metadata(self) -> Any:
         return self._metadata
@@ -76,6 +82,16 @@ class TransferResults:
     failed_recving: set[str]
 
 
+class StandInCore:
+    """What vLLM's engine core does with a weight version."""
+
+    def __init__(self, connector: Any) -> None:
+        self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self.weight_version = weight_version
+
+
 def stand_ins() -> dict[str, ModuleType]:
     named: dict[str, dict[str, object]] = {
         f"{BASE}.base": {
@@ -97,6 +113,7 @@ def stand_ins() -> dict[str, ModuleType]:
             "KVConnectorStats": type("KVConnectorStats", (), {}),
         },
         "vllm.v1.request": {"RequestStatus": Status},
+        "vllm.v1.engine.core": {"EngineCore": type("EngineCore", (StandInCore,), {})},
     }
     modules: dict[str, ModuleType] = {}
     for path, content in named.items():
@@ -228,6 +245,19 @@ class BlockPool:
         return [id for id, block in enumerate(self.blocks) if block.ref_cnt]
 
 
+class CacheManager:
+    """vLLM's own cache: it can be reset while no block is in use."""
+
+    def __init__(self) -> None:
+        self.block_pool = BlockPool()
+        self.num_resets = 0
+
+    def reset_prefix_cache(self) -> bool:
+        is_idle = not self.block_pool.held
+        self.num_resets += is_idle
+        return is_idle
+
+
 class Engine:
     """Two connectors of one engine, whose scheduler and worker share a process or do not."""
 
@@ -240,8 +270,15 @@ class Engine:
         told = self.worker.get_handshake_metadata()
         told = told if in_process else pickle.loads(pickle.dumps(told))
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
-        self.pool = BlockPool()
-        self.scheduler.bind_gpu_block_pool(self.pool)
+        self.cache = CacheManager()
+        self.pool = self.cache.block_pool
+        self.scheduler.bind_kv_cache_manager(self.cache)
+
+    def set_weight_version(self, name: str) -> None:
+        """What a user tells vLLM."""
+        from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+        EngineCore(self.scheduler).set_weight_version(name)  # pyright: ignore
 
     def prefill(self) -> dict[str, object]:
         """What a prefill's answer carries."""
@@ -481,6 +518,91 @@ def test_after_a_reset_nobody_takes_over_from_the_engine_nor_it_from_others(conn
         assert other.scheduler._scheduler.counts["refused"] == 1
     for engine in (prefill, decode):
         engine.worker.shutdown()
+
+
+def taken_over(one: Engine, other: Engine) -> bool:
+    """Whether the other takes a request over."""
+    asking = request("d", kv_transfer_params=one.prefill())
+    other.scheduler.on_new_request(asking)
+    count, _ = other.scheduler.get_num_new_matched_tokens(asking, 0)
+    other.scheduler.request_finished_all_groups(asking, ([],))
+    return count > 0
+
+
+def test_engines_whose_weights_have_the_same_name_take_over_from_each_other(connector: ModuleType):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    prefill.scheduler.reset_cache()
+    prefill.set_weight_version("step 1")
+    assert not taken_over(prefill, decode)
+    decode.scheduler.reset_cache()
+    assert not taken_over(prefill, decode)
+    decode.set_weight_version("step 1")
+    assert taken_over(prefill, decode)
+    decode.set_weight_version("step 2")
+    assert not taken_over(prefill, decode)
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_ticket_that_names_no_identity_is_refused_once_weights_have_changed(
+    connector: ModuleType,
+):
+    """It would be compared with what the engines were started with."""
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    params: Any = prefill.prefill()
+    (ticket,) = params[OURS]["tickets"]
+    params[OURS]["tickets"] = [str(replace(Ticket.parse(ticket), identity=b""))]
+    decode.scheduler.on_new_request(asking := request("d", kv_transfer_params=params))
+    assert decode.scheduler.get_num_new_matched_tokens(asking, 0) == (len(PROMPT) - 1, True)
+    decode.set_weight_version("step 1")
+    decode.scheduler.on_new_request(asking := request("e", kv_transfer_params=params))
+    assert decode.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_rows_of_named_weights_are_stored_and_come_back(connector: ModuleType):
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    engine.compute(request("old"), [7, 8, 9, 10, 11])
+    drained(engine)
+    engine.set_weight_version("step 1")
+    assert engine.cache.num_resets == 1, "what vLLM caches itself is of the weights before"
+    assert found(engine) == 0
+    engine.compute(request("new"), [7, 8, 9, 10, 11])
+    drained(engine)
+    assert found(engine) == 16
+    engine.set_weight_version("step 1")
+    assert found(engine) == 0, "what was computed under that name may be of other weights"
+    engine.worker.shutdown()
+
+
+def test_weights_are_not_named_while_a_block_is_in_use(connector: ModuleType):
+    """It may hold something of the weights before."""
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    decode.set_weight_version("step 1")
+    prefill.pool.touch(prefill.pool.blocks[3:4])
+    prefill.set_weight_version("step 1")
+    assert not taken_over(prefill, decode)
+    prefill.pool.free_blocks(prefill.pool.blocks[3:4])
+    prefill.set_weight_version("step 1")
+    assert taken_over(prefill, decode)
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_weight_version_reaches_a_connector_among_others(connector: ModuleType):
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+    engine = Engine(connector, in_process=True)
+    before = engine.scheduler._scheduler._weights.identity
+    core = EngineCore(SimpleNamespace(sub_connectors=[object(), engine.scheduler]))
+    core.set_weight_version("step 1")
+    assert core.weight_version == "step 1"
+    assert dict(engine.scheduler._scheduler._weights.identity.config) == {
+        **dict(before.config),
+        "run.weights": "'step 1'",
+    }
+    engine.worker.shutdown()
 
 
 def test_tickets_that_came_before_a_reset_are_given_back(connector: ModuleType):

@@ -4,7 +4,7 @@
         "kv_connector_module_path": "kvstow.adapters.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}}'
 
-connector   vLLM's questions and orders, handed to our two sides; the only importer of vllm
+connector   vLLM's questions and orders, handed to our two sides
 options     what an operator may set in `kv_connector_extra_config`
 layout      what vLLM declares of its cache → a layout; its memory, adopted
 identity    which computation fills its cache
@@ -23,9 +23,11 @@ tiers       one per rank: rows stored and loaded
 peers/      prefixes of other engines: rows lent to them, theirs asked for by key
 journal     which prompts were stored, for `kvstow why`
 events      what the tiers hold, in vLLM's stream of KV events
-plugin      packed rows for vLLM's CPU attention, if the environment asks for them
+weights     what the engine computes with, while its weights are changed in place
+plugin      what is changed in vLLM: rows for its CPU attention, weight versions for connectors
 
-`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM.
+`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM, which only
+`connector` and `plugin` import.
 """
 
 from typing import TYPE_CHECKING, Any

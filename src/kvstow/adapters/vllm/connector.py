@@ -33,6 +33,7 @@ from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups, w
 from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.plugin import hear_weight_versions
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
     KeyLevels,
@@ -44,13 +45,15 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.recall import Recall
 from kvstow.adapters.vllm.scheduler import SchedulerSide
+from kvstow.adapters.vllm.stores import PoolHolds
 from kvstow.adapters.vllm.worker import WorkerSide
 from kvstow.events.format import CacheEvent
 from kvstow.observe import VLLM_COUNTERS, vllm_counter
-from kvstow.plan.group import Group
 from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Full
 from kvstow.transfer.transport.nixl import NixlTransport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -159,11 +162,12 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            hear_weight_versions(KvstowConnector)
             groups = declared_groups(self._declared)
             if self._options.events:
                 check_published(vllm_config.kv_events_config)
-                size = kv_cache_config.hash_block_size
-                self._events = TierEvents(groups, self._groups_taken, size or _gcd(groups))
+                size = kv_cache_config.hash_block_size or gcd(*(x.block_tokens for x in groups))
+                self._events = TierEvents(groups, self._groups_taken, size)
             self._scheduler = SchedulerSide(
                 groups,
                 self._declared.num_blocks,
@@ -362,6 +366,20 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         `pause`, `sleep`, `reset_prefix_cache(reset_connector=True)`."""
         return self._scheduler_side.reset()
 
+    def name_weights(self, name: str) -> None:
+        """vLLM was told a weight version. What it caches itself is of the weights before, and has
+        to go: while some block is in use the name is not taken."""
+        self._scheduler_side.reset()
+        assert self._kv_cache_manager is not None, "vLLM has not bound its cache yet"
+        if self._kv_cache_manager.reset_prefix_cache():
+            self._scheduler_side.name_weights(name)
+            return
+        log.warning(
+            "weights %r: blocks of the weights before are in use, so nothing is shared with other "
+            "engines\n\nhint: pause the engine, change its weights, then name them",
+            name,
+        )
+
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -392,23 +410,6 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _taken(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(block_ids[group]) for group in self._groups_taken)
-
-
-def _gcd(groups: Sequence[Group]) -> int:
-    return gcd(*(group.block_tokens for group in groups))
-
-
-class PoolHolds:
-    """vLLM's block pool: a block is held by one more reference."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
-
-    def release(self, blocks: Sequence[int]) -> None:
-        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
 
 def _stop_one_token_short(request: Any) -> None:

@@ -2,9 +2,11 @@
 # pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
 # pyright: reportUnknownVariableType=false, reportUntypedBaseClass=false
-"""A plugin that vLLM loads at its start: packed rows for its CPU attention, if asked for."""
+"""What is changed in vLLM while it runs: packed rows for its CPU attention, if asked for, and
+connectors that are told of weight versions."""
 
 import os
+from typing import Any
 
 CPU_ROWS = "KVSTOW_VLLM_CPU_ROWS"
 
@@ -24,3 +26,25 @@ def widen_cpu_layouts() -> None:
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(layouts)
+
+
+def hear_weight_versions(ours: type) -> None:
+    """Have connectors of our class told of weight versions, by `name_weights`.
+
+    vLLM 0.32 takes a weight version (`finish_weight_update`, `update_weight_version`) to its engine
+    core, in the scheduler's process and thread, and to nobody else.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    told = EngineCore.set_weight_version
+    if told.__module__ == __name__:
+        return
+
+    def set_weight_version(core: Any, weight_version: str) -> None:
+        told(core, weight_version)
+        used = core.scheduler.get_kv_connector()
+        for each in (used, *getattr(used, "sub_connectors", ())):
+            if isinstance(each, ours):
+                each.name_weights(weight_version)
+
+    EngineCore.set_weight_version = set_weight_version

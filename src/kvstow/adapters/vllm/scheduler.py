@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from kvstow.adapters.vllm.protocol import (
     tickets_to_drop,
 )
 from kvstow.adapters.vllm.recall import Recall
+from kvstow.adapters.vllm.weights import EngineWeights, unshared
 from kvstow.errors import BlockError, TransferError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
@@ -96,7 +96,7 @@ class SchedulerSide:
         self._groups = tuple(groups)
         self._takes_over = takes_over
         self._options = options
-        self._identity = identity
+        self._weights = EngineWeights(identity)
         self.recall = (
             Recall(
                 groups,
@@ -183,13 +183,17 @@ class SchedulerSide:
             )
 
     def _check_identity(self, handover: Handover | None) -> None:
-        """Refuse tickets of another computation; those that name none are compared when met."""
+        """Refuse tickets of another computation. Those that name none are compared when met, by
+        what both engines were started with."""
+        own = self._weights.identity
         for ticket in handover.tickets if handover else ():
-            if ticket.identity not in (b"", self._identity.digest):
+            unnamed = ticket.identity == b"" and not self._weights.have_changed
+            if ticket.identity != own.digest and not unnamed:
                 raise TransferError(
-                    f"agent {ticket.agent!r} computes otherwise than {self._identity.model!r} "
+                    f"agent {ticket.agent!r} computes otherwise than {own.model!r} "
                     "here: weights, configuration, cache dtype or kernels differ\n\n"
-                    "hint: compare both instances' manifest_file with `kvstow route`",
+                    "hint: compare both instances' manifest_file with `kvstow route`; weights that "
+                    "were changed in place need the same weight version in both",
                     kind="ticket",
                 )
 
@@ -349,7 +353,7 @@ class SchedulerSide:
                 num_tokens=num_tokens,
                 blocks=blocks,
                 generations=generations,
-                identity=self._identity.digest,
+                identity=self._weights.identity.digest,
             )
             for worker, numbers in zip(self._workers, self._numbers, strict=True)
         )
@@ -387,39 +391,45 @@ class SchedulerSide:
             told.clear()
         self._loads.clear()
         self._computes = computes
+        if computes:
+            self._weights.compute()
         return step
 
     def reset(self) -> bool:
         """From now on the engine computes otherwise, as far as we know: its weights may have been
         changed in place. Nothing that was kept until now is found any more, here or elsewhere, and
-        nobody takes over from it who has not been started with the same. False while something is
-        being loaded, which is of the time before.
+        nobody takes over from it, nor it from others, until its weights have a name. False while
+        something is being loaded, which is of the time before.
         """
-        self._identity = _renamed(self._identity)
+        self._weights.change()
+        self._begin_anew()
+        return not self._loading
+
+    def name_weights(self, name: str) -> None:
+        """The engine's weights, which have been changed, are called so in all engines that have
+        them. No block of the engine holds anything of the time before."""
+        self._weights.name(name)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Of the time before, nothing is taken over, found or stored."""
         for request in tuple(self._incoming):
             self._give_back(request)
         if self._peers is not None:
-            self._peers.reset(self._identity)
+            self._peers.reset(self._weights.identity)
         if self.recall is not None:
-            self.recall.reset(self._identity)
-        return not self._loading
+            self.recall.reset(self._weights.identity)
 
     def forget_stored(self) -> None:
         """The engine has computed with blocks that turned out to be invalid: what was stored of
         that, and with it everything else that is kept, is not found any more."""
         if self.recall is not None:
-            self.recall.reset(_renamed(self._identity))
+            self.recall.reset(unshared(self._weights.identity))
 
     def close(self) -> None:
         """The engine ends."""
         if self.recall is not None:
             self.recall.close()
-
-
-def _renamed(identity: Identity) -> Identity:
-    """The same, under a name that nobody else has."""
-    config = dict(identity.config) | {"run.reset": token_hex(16)}
-    return replace(identity, config=tuple(sorted(config.items())))
 
 
 def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:

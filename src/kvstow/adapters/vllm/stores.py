@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstow.adapters.vllm.protocol import KeyedBlocks, StoreBlocks
 
@@ -26,6 +26,19 @@ class BlockHolds(Protocol):
         ...
 
     def release(self, blocks: Sequence[int]) -> None: ...
+
+
+class PoolHolds:
+    """vLLM's block pool: a block is held by one more reference."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
 
 @dataclass(frozen=True, slots=True)
