@@ -26,8 +26,8 @@ events      what the tiers hold, in vLLM's stream of KV events
 weights     what the engine computes with, while its weights are changed in place
 plugin      what is changed in vLLM: rows for its CPU attention, weight versions for connectors
 
-`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM, which only
-`connector` and `plugin` import.
+`KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM,
+which only `connector` and `plugin` import.
 """
 
 from typing import TYPE_CHECKING, Any
