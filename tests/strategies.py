@@ -12,9 +12,10 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Alignment, Site, packed, separate, union
+from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

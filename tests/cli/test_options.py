@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from kvstow.cli.options import alignment, size
-from kvstow.plan.pack import Alignment
+from kvstow.plan.alignment import Alignment
 
 
 def test_a_size_is_read_as_the_planner_reads_it():

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, copy
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import strategies
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.copies import Copies
 from kvstow.route.expand import BlockPairs, EqualRows, block_pairs, expanded

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import Alignment, Site, packed, union
+from kvstow.plan.pack import Site, packed, union
 from kvstow.plan.slab import slab_geometry
 from planning import layer_lists
 

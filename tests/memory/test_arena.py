@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvstow.errors import ArenaError, BlockError, SpecError
 from kvstow.memory.arena import Arena
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Alignment, Site, packed, separate
+from kvstow.plan.pack import Site, packed, separate
 from kvstow.plan.retention import Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from planning import attention, block_bytes, layouts, recurrent

@@ -10,9 +10,10 @@ from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
 from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, word_bytes
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Window
 from kvstow.route.copies import Copies
 from kvstow.testing.patterns import fill, pattern

@@ -6,7 +6,7 @@ from kvstow.errors import PlanError
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS
 from kvstow.plan.models import catalogue, model_layers
-from kvstow.plan.pack import Alignment, Demand, Site, packed, separate, union
+from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Window
 from planning import attention, recurrent
 
@@ -136,12 +136,6 @@ def test_a_site_has_its_order_in_canonical_form(wrong):
         Site(**wrong)
 
 
-@pytest.mark.parametrize("demand", ["offset_multiple", "stride_multiple", "stride_limit"])
-def test_a_demand_of_nothing_is_refused(demand):
-    with pytest.raises(PlanError, match=r"of '\*' is 0"):
-        Demand(**{demand: 0})
-
-
 @pytest.mark.parametrize("budget", [1e9, True, "20 bytes", Lookalike(1 << 30), 0, -5, 10**27])
 def test_a_budget_that_is_no_whole_number_is_refused(budget):
     """Facts 4: a mock object must not become a block count."""
@@ -169,37 +163,6 @@ def test_a_budget_below_two_slabs_is_refused_with_the_least_that_works():
     assert packed(groups, budget=least).num_slabs == 2
     with pytest.raises(PlanError):
         packed(groups, budget=least - 1)
-
-
-def test_demands_on_offsets_and_strides_are_met():
-    """Facts 11: a reader declares its constraints, the plan satisfies them."""
-    layers = [attention(f"layers.{i}", heads=1, dim=10, tokens=3) for i in range(3)]
-    demands = (Demand(layers="layers.1", offset_multiple=512, stride_multiple=3 * 512),)
-    for pack in PACKINGS:
-        site = Site(alignment=Alignment(demands=demands))
-        layout = pack(grouped(layers), num_slabs=3, site=site)
-        place = layout.layers["layers.1"][2]
-        assert place.offset % 512 == 0
-        assert place.block_stride % 1536 == 0
-
-
-def test_a_kernel_that_ignores_strides_is_refused_on_rows_and_served_by_compact_layers():
-    layers = [attention(f"layers.{i}", heads=1, dim=8, tokens=2) for i in range(3)]
-    page = layers[0].page_bytes
-    alignment = Alignment(demands=(Demand(stride_limit=page),))
-    with pytest.raises(PlanError, match=f"is above the limit of {page}"):
-        packed(grouped(layers), num_slabs=3, site=Site(alignment=alignment))
-    site = Site(order="LBHNC", alignment=alignment)
-    assert (
-        packed(grouped(layers), num_slabs=3, site=site).layers["layers.0"][2].block_stride == page
-    )
-
-
-def test_alignments_that_are_no_whole_numbers_are_refused():
-    with pytest.raises(PlanError, match="row alignment is 0"):
-        Alignment(row=0)
-    with pytest.raises(PlanError, match=r"page alignment is 2\.0"):
-        Alignment(page=2.0)
 
 
 def test_inline_scales_are_part_of_the_page():

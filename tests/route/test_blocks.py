@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BlockError, RouteError, SpecError
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
-from kvstow.plan.pack import Alignment, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, Window
 from kvstow.route.blocks import Blocks, Tokens, check_held, check_ids
 from planning import attention, recurrent

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from kvstow.errors import BlockError, RouteError
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.deployment import Deployment
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, PlacedGroup, Placement
-from kvstow.plan.pack import Alignment, Site, packed, separate, union
+from kvstow.plan.pack import Site, packed, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Sink, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.route.blocks import Blocks

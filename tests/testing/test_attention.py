@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from kvstow.errors import SpecError
+from kvstow.plan.alignment import Alignment, Demand
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.models import model_layers
-from kvstow.plan.pack import Alignment, Demand, Site, packed
+from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Chunk, Full, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.testing.attention import check_attention, check_in_place, check_latent_attention

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
-from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
 from kvstow.transfer.digests import digests

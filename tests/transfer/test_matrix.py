@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import strategies
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.manifest import encode
-from kvstow.plan.pack import Alignment
 from kvstow.plan.retention import Chunk, Full, State, Window
 from kvstow.plan.spec import DType
 from kvstow.transfer.transport.local import Fabric

@@ -17,9 +17,10 @@ import typer
 
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.errors import ManifestError, ModelError, PlanError, TransferError
+from kvstow.plan.alignment import Alignment, Demand
 from kvstow.plan.deployment import MAX_BLOCK_TOKENS, Deployment, RankLayers, repacked
 from kvstow.plan.layout import ORDERS, Layout, Order
-from kvstow.plan.pack import PACKINGS, Alignment, Demand, Packing
+from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.words import counted, parse_order, parse_size
 
 _USUAL = Alignment()

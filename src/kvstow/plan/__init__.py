@@ -10,6 +10,7 @@ In the order in which they are read:
     sharing     the sharing law, decided exactly
     slab        how many rows of each group make a slab
     words       sizes and orders as people write them
+    alignment   what kernels, NICs and files ask of offsets and strides
     pack        groups and a budget → layout: packed, union, separate
     models      config.json or catalogue name → the layers of one rank
     deployment  plan_model: model × tp × pp × dtype × packing → layouts of all ranks
@@ -22,18 +23,10 @@ In the order in which they are read:
 `manifest`: they load more than the rest needs.
 """
 
+from kvstow.plan.alignment import Alignment, Demand
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import ORDERS, Layout, Order, PlacedGroup, Placement
-from kvstow.plan.pack import (
-    Alignment,
-    Demand,
-    Packing,
-    Site,
-    packed,
-    packed_as,
-    separate,
-    union,
-)
+from kvstow.plan.pack import Packing, Site, packed, packed_as, separate, union
 from kvstow.plan.retention import Chunk, Encoder, Full, Retention, Sink, State, Window
 from kvstow.plan.sizing.capacity import max_requests, max_tokens, request_bytes
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvstow.errors import PlanError
+from kvstow.plan.alignment import Alignment, whole_number
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import Model, load_model, model_layers
 from kvstow.plan.models.config import Config, Source
 from kvstow.plan.models.serving import precision
-from kvstow.plan.pack import PACKINGS, Alignment, Packing, Site, packed_as, whole_number
+from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import MAX_TOKENS
 from kvstow.plan.sizing.capacity import max_requests, request_bytes
 from kvstow.plan.words import parse_order, parse_size

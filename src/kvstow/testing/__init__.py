@@ -2,6 +2,7 @@
 
 attention    does an attention kernel honour the strides of packed rows?
 cache_writes does a cache-writing kernel?
+strides      what both are tried on: placements that differ in one stride
 layouts      hypothesis strategies for layouts (needs hypothesis)
 patterns     content that names its place
 poison       freed rows that read as not-a-number

@@ -14,7 +14,7 @@ import torch
 from kvstow.errors import SpecError
 from kvstow.memory.arena import POISON, Arena
 from kvstow.plan.layout import Layout
-from kvstow.testing.attention import check_callable, element_of, shapes, stride_variants
+from kvstow.testing.strides import check_callable, element_of, shapes, stride_variants
 
 CacheWrite = Callable[..., object]
 """`(keys [token, head, dim], values [token, head, dim], key_cache [block, head, token, dim],

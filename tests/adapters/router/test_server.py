@@ -15,8 +15,7 @@ from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvstow.adapters.router.prefixes import EventSource, Prefixes
-from kvstow.adapters.router.server import ROUTER, RouterOptions, application, prefill_request
-from kvstow.errors import SpecError
+from kvstow.adapters.router.server import ROUTER, RouterOptions, application
 from kvstow.events.announce import Announcer, GroupKind
 from kvstow.events.publisher import EventPublisher
 from waiting import stop
@@ -821,29 +820,3 @@ def test_what_an_instance_held_is_forgotten_when_its_events_end():
             assert texts == {"d0", "d1"}
 
     run(story)
-
-
-# ── parts ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_prefill_request_asks_for_one_token_and_tickets():
-    asked = prefill_request({"prompt": "x", "stream": True, "min_tokens": 5, "n": 3})
-    assert asked == {
-        "prompt": "x",
-        "max_tokens": 1,
-        "n": 1,
-        "kv_transfer_params": {"do_remote_decode": True},
-    }
-
-
-@pytest.mark.parametrize("text", ["", "http://a", "=tcp://x", "http://a="])
-def test_events_of_nobody_or_from_nowhere_are_refused(text: str):
-    with pytest.raises(SpecError, match="hint: "):
-        EventSource.parse(text)
-
-
-def test_events_are_named_by_instance_address_and_replay():
-    assert EventSource.parse("http://a/=tcp://x:1,tcp://x:2") == EventSource(
-        "http://a", "tcp://x:1", "tcp://x:2"
-    )
-    assert EventSource.parse("http://a=tcp://x:1") == EventSource("http://a", "tcp://x:1")

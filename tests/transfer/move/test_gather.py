@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstow.errors import ArenaError, CopyError
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
-from kvstow.plan.pack import Alignment
 from kvstow.route import ways
 from kvstow.route.copies import Copies, num_stretches
 from kvstow.route.ways import Amount, gathers

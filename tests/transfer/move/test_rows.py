@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from kvstow.errors import ArenaError
+from kvstow.plan.alignment import Alignment
 from kvstow.plan.manifest import encode
-from kvstow.plan.pack import Alignment
 from kvstow.route.price import LinkSpeed
 from kvstow.transfer.move.staged import SLOTS
 from kvstow.transfer.peers.probe import Path

@@ -28,14 +28,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvstow.adapters.router.choice import Instance, Instances
 from kvstow.adapters.router.prefixes import EventSource, Prefixes
+from kvstow.adapters.router.requests import (
+    PARAMS,
+    PATHS,
+    Asked,
+    is_tokens,
+    prefill_request,
+    without_tickets,
+)
 from kvstow.observe import RouterMetrics
 
 log = logging.getLogger(__name__)
-
-PATHS = ("/v1/completions", "/v1/chat/completions")
-PARAMS = "kv_transfer_params"
-ARGUMENTS = "vllm_xargs"
-"""A field of vLLM's requests that is merged with the transfer parameters."""
 
 CHUNK = 1 << 16
 MAX_TICKET_ANSWER = 128 << 20
@@ -60,37 +63,6 @@ class RouterOptions:
     max_body: int = 16 << 20
     events: tuple[EventSource, ...] = ()
     by_prefix: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A client's request: where to, its body without tickets, headers that are passed on, and
-    what is known of its prompt."""
-
-    path: str
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
-    num_tokens: int | None = None
-    held: Mapping[str, int] | None = None
-
-
-def prefill_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request that computes the prompt, one token, and asks for tickets."""
-    changed = {
-        name: value
-        for name, value in body.items()
-        if name not in ("stream", "stream_options", "min_tokens", "max_completion_tokens")
-    }
-    return {**changed, "max_tokens": 1, "n": 1, PARAMS: {"do_remote_decode": True}}
-
-
-def without_tickets(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A client's request without transfer parameters, wherever vLLM would find them."""
-    kept = {name: value for name, value in body.items() if name != PARAMS}
-    arguments = kept.get(ARGUMENTS)
-    if isinstance(arguments, dict):
-        kept[ARGUMENTS] = {name: value for name, value in arguments.items() if name != PARAMS}
-    return kept
 
 
 class NoAnswer(Exception):
@@ -196,7 +168,7 @@ class Router:
         """The prompt's token ids, from an instance where the request has text; None where it does
         not say in time. One that hangs is not asked by the next request."""
         prompt = asked.body.get("prompt")
-        if _is_tokens(prompt):
+        if is_tokens(prompt):
             return prompt
         if not isinstance(prompt, str) and "messages" not in asked.body:
             return None
@@ -220,7 +192,7 @@ class Router:
         ) as answer:
             found: Any = await answer.json() if answer.status == 200 else {}
         tokens = found.get("tokens")
-        return tokens if _is_tokens(tokens) else None
+        return tokens if is_tokens(tokens) else None
 
     def _count_tokens(self, asked: Asked, instance: Instance) -> None:
         if asked.num_tokens is not None and asked.held is not None:
@@ -378,13 +350,6 @@ def _about(kind: type[web.HTTPException], message: str) -> dict[str, Any]:
 def _why(error: Exception) -> str:
     """What an error says, or its name where it says nothing."""
     return str(error) or type(error).__name__
-
-
-def _is_tokens(value: object) -> bool:
-    """Whether these are ids that an engine could have; others are left to it to refuse."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(type(each) is int and 0 <= each < 1 << 32 for each in value)
 
 
 def _passed_on(request: web.Request) -> dict[str, str]:
