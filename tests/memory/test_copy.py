@@ -1,5 +1,7 @@
 """Copies inside one machine: byte-exact, nothing else touched, refused before anything copies."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,15 @@ from hypothesis import strategies as st
 from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
-from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, word_bytes
+from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, warm_up, word_bytes
+from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Window
 from kvstow.route.copies import Copies
+from kvstow.route.route import route
 from kvstow.testing.patterns import fill, pattern
 from planning import attention
 
@@ -323,6 +327,21 @@ def test_the_gather_kernel_shares_long_copies_and_cuts_uneven_ones():
         expected[place : place + size] = source[start : start + size]
     gather(source, destination, copies)
     assert torch.equal(destination, expected)
+
+
+def test_the_gather_kernel_is_compiled_for_words_and_for_no_number_of_copies():
+    kernel = kernels._copy_runs
+    asked = getattr(kernel, "kwargs", None) or vars(
+        kernel
+    )  # as the interpreter, or a device has it
+    assert set(asked["do_not_specialize"]) == {"num_runs", "programs"}
+    layout = flat()
+    arena = Arena(layout)
+    with mock.patch.object(kernels, "copy_runs") as run:
+        warm_up(arena.bytes, route(layout, flat(order="BLNHC")))
+    words = {call.args[3] for call in run.call_args_list}
+    assert words == {16}
+    assert all(call.args[0] is arena.bytes for call in run.call_args_list)
 
 
 @given(st.integers(0, 5000))

@@ -3,7 +3,7 @@
 import ctypes
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,9 @@ import torch
 from kvstow.errors import CopyError
 from kvstow.memory.arena import Arena
 from kvstow.plan.view import align_up
-from kvstow.route.copies import Copies, cut
+from kvstow.route.copies import Copies, cut, joined
+from kvstow.route.lanes import Overlap
+from kvstow.route.route import Route
 
 CudaMethod = Literal["batch", "kernel", "plain"]
 
@@ -192,6 +194,31 @@ def gather(
         table = table.pin_memory().to(device, non_blocking=True)
     copy_runs(source, destination, table, word, programs=-(-mean // TILE_BYTES))
     return (table,)
+
+
+def warm_up(source: torch.Tensor, route: Route) -> None:
+    """Compile what copies of a route run on a device, by gathering a few of them from there.
+
+    Those of whole blocks and those of one token start and end at multiples of every word that
+    any of its copies do.
+    """
+    for copies in _examples(route):
+        places = copies.nbytes.cumsum() - copies.nbytes
+        room = torch.empty(copies.total, dtype=torch.uint8, device=source.device)
+        kept = gather(source, room, Copies(copies.source, places, copies.nbytes))
+        if source.device.type == "cuda":
+            torch.cuda.current_stream(source.device).synchronize()
+        del kept
+
+
+def _examples(route: Route) -> Iterator[Copies]:
+    """The copies of all kinds of full block pairs, and those of one token; in blocks 1."""
+    cells = (pair.lanes(Overlap(0, 0, 1, *pair.spans)) for pair in route.pairs)
+    for kinds in (route.lanes, tuple(cells)):
+        parts = [lanes.copies for lanes in kinds]
+        places = [lanes.copies.source + lanes.source_stride for lanes in kinds]
+        if parts:
+            yield replace(joined(parts), source=np.concatenate(places))
 
 
 def word_bytes(source: int, destination: int, copies: Copies) -> int:

@@ -15,10 +15,12 @@ from typing import Self
 
 from kvstow.blocks.ledger import Ledger
 from kvstow.errors import TransferError
+from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
+from kvstow.route.route import route
 from kvstow.route.ways import Way
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
@@ -381,7 +383,7 @@ class Agent:
     # ── its life ──────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the agent's thread, and compile what digests need on a device.
+        """Start the agent's thread, and compile what digests and short copies run on a device.
 
         Both have ended with what they do to the device when this returns: an engine that
         captures CUDA graphs next must be alone with it.
@@ -394,7 +396,9 @@ class Agent:
 
         self.loop.run(begin)
         if self.endpoint.kind == "VRAM":
-            self.endpoint.worker.submit(warm_up, self.endpoint.arena).result()
+            arena, submit = self.endpoint.arena, self.endpoint.worker.submit
+            submit(warm_up, arena).result()
+            submit(cuda.warm_up, arena.bytes, route(arena.layout, arena.layout)).result()
             begun.wait()
 
     def close(self) -> None:

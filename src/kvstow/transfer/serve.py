@@ -51,7 +51,7 @@ from kvstow.transfer.loop import (
     together,
 )
 from kvstow.transfer.move.copies import chunk_bytes
-from kvstow.transfer.move.gather import Writes
+from kvstow.transfer.move.gather import Writes, ready_to_gather
 from kvstow.transfer.move.staged import gathered, pieces
 from kvstow.transfer.peers.endpoint import Endpoint, Flight, check_blocks
 from kvstow.transfer.peers.incoming import Incoming
@@ -376,6 +376,8 @@ class Server:
         self.incoming[line.session] = Incoming(self.endpoint, card, layout, send, now)
         self.stay_awake(AWAKE_AFTER_HELLO)
         send(Welcome(self.endpoint.card))
+        if self.endpoint.kind == "VRAM" or self.endpoint.gathers:
+            self.loop.start(f"get ready for {card.agent}", ready_to_gather(self.endpoint, layout))
 
     def _begin(self, peer: Incoming, begin: Begin) -> None:
         if begin.transfer in self.servings:

@@ -2,6 +2,7 @@
 slot is nobody else's before its writes are quiet."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,10 @@ import numpy as np
 import pytest
 
 from kvstow.errors import ArenaError, CopyError
+from kvstow.memory import cuda
+from kvstow.memory.arena import Arena
+from kvstow.memory.copy import CopyHandle, copy
+from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.alignment import Alignment
 from kvstow.plan.layout import Layout
 from kvstow.plan.manifest import encode
@@ -16,7 +21,9 @@ from kvstow.route import ways
 from kvstow.route.copies import Copies, num_stretches
 from kvstow.route.ways import Amount, gathers
 from kvstow.transfer.move import gather
-from kvstow.transfer.move.staged import SLOTS
+from kvstow.transfer.move.staged import SLOTS, Stage
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Served
 from transfer_node import ALL_RETENTIONS, Node, rows_for
@@ -210,6 +217,78 @@ def test_a_producer_on_a_device_gathers_by_itself_and_one_on_a_host_does_not(pai
     assert 4 * counts["VRAM"] < counts["DRAM"], counts
 
 
+# ── what is ready before the first pull ───────────────────────────────────────────────
+
+
+@contextmanager
+def compiled() -> Iterator[list[int]]:
+    """The lengths of words for which the kernel has to be compiled. It is not run: copies into
+    slots are also made as they are on a host."""
+    words: list[int] = []
+
+    def counted(source: Any, destination: Any, table: Any, word: int, **how: Any) -> None:
+        if word not in words:
+            words.append(word)
+
+    def by_kernel(source: Arena, destination: Arena, wanted: Copies) -> CopyHandle:
+        cuda.gather(source.bytes, destination.bytes, wanted)
+        return copy(source, destination, wanted)
+
+    def on_host(_: Endpoint, slots: Stage) -> Region:
+        return Region(slots.arena.address, slots.arena.nbytes)
+
+    with (
+        mock.patch.object(kernels, "copy_runs", counted),
+        mock.patch("kvstow.transfer.move.staged.copy", by_kernel),
+        mock.patch.object(Endpoint, "_scratch_region", on_host),  # there is no device here
+    ):
+        yield words
+
+
+def wait_until_ready(producer: Node) -> None:
+    loop = producer.agent.loop
+    wait_for(lambda: not any(task.name.startswith("get ready") for task in tuple(loop.tasks)))
+
+
+@pytest.mark.parametrize(
+    "ends", [(SHORT, LONG), (LONG, SHORT), (layout(2, "LBHNC"), layout(3)), (SHORT, SHORT)]
+)
+def test_after_contact_the_first_gather_compiles_nothing_and_takes_no_memory(node, ends):
+    source, target = (rows_for(end, TOKENS, i) for i, end in enumerate(ends))
+    producer, consumer = node(ends[0], "producer"), node(ends[1], "consumer")
+    producer.fill(source)
+    endpoint = producer.agent.endpoint
+    endpoint.kind = "VRAM"
+    with compiled() as words:
+        consumer.agent.connect(producer.address)
+        wait_until_ready(producer)
+        ready = list(words)
+        assert ready
+        with mock.patch("kvstow.transfer.peers.endpoint.Stage") as more:
+            for start, end in ((0, TOKENS), (1, TOKENS), (63, 66), (7, 8)):
+                ticket = producer.offer(rows_for(ends[0], end, 0), end)
+                into = rows_for(ends[1], end, 1)
+                told = consumer.pull([ticket], into, start_token=start, direction="write")
+                assert "error" not in told, told
+        assert words == ready
+    more.assert_not_called()
+    producer.fill(source)
+    assert "error" not in consumer.pull([producer.offer(source, TOKENS)], target, digest="always")
+
+
+def test_a_producer_that_gathers_nothing_takes_no_memory_for_slots_at_contact(node):
+    same, other = node(SHORT, "same"), node(LONG, "on a host")
+    same.agent.endpoint.gathers, same.agent.endpoint.kind = None, "VRAM"
+    other.agent.endpoint.gathers = None
+    consumer = node(SHORT, "consumer")
+    with compiled() as words:
+        for producer in (same, other):
+            consumer.agent.connect(producer.address)
+            wait_until_ready(producer)
+            assert producer.agent.endpoint._scratch is None
+    assert words == []
+
+
 # ── slots that are not to be had ──────────────────────────────────────────────────────
 
 
@@ -243,11 +322,13 @@ def test_a_slot_that_comes_free_in_time_is_waited_for(pair):
     assert consumer.check(TARGET, 0, TOKENS) == ""
 
 
-def test_rows_are_written_as_they_lie_where_there_is_no_memory_for_slots(pair):
-    producer, consumer = pair
+def test_rows_are_written_as_they_lie_where_there_is_no_memory_for_slots(node):
+    producer, consumer = node(SHORT, "producer"), node(LONG, "consumer")
+    producer.fill(SOURCE)
     full = mock.patch("kvstow.transfer.peers.endpoint.Stage", side_effect=ArenaError("full"))
-    with full:
+    with full as asked:
         assert "error" not in pull(producer, consumer, digest="always")
+    assert asked.call_count >= 2  # at contact, and for the pull
     assert consumer.check(TARGET, 0, TOKENS) == ""
 
 

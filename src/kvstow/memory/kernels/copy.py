@@ -13,7 +13,7 @@ TILE_BYTES = 64 << 10
 """What a program copies before it goes on to its next tile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_runs", "programs"))  # one kernel for every number of copies
 def _copy_runs(
     source, destination, table, num_runs, programs,
     TILE: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr,

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstow.errors import TransferError
+from kvstow.memory.cuda import warm_up
+from kvstow.plan.layout import Layout
 from kvstow.route.copies import Copies, merged, num_stretches
-from kvstow.route.ways import Amount, gathers
-from kvstow.transfer.loop import NOW_AND_THEN, Story, together
+from kvstow.route.route import route
+from kvstow.route.ways import Amount, counted, gathers
+from kvstow.transfer.loop import NOW_AND_THEN, Story, result_of, together
 from kvstow.transfer.move.copies import moved
 from kvstow.transfer.move.staged import PIECES_AT_ONCE, Piece, Stage, copied, in_slots, when_quiet
 
@@ -25,6 +28,31 @@ if TYPE_CHECKING:
 PATIENCE = 0.25
 """Seconds in which nobody got a slot after which a piece is written as it lies: all of them may
 belong to consumers that have died."""
+
+LONG_REQUEST = 1 << 16
+"""Tokens of a request that is gathered if any between the same two layouts is."""
+
+
+def ready_to_gather(endpoint: "Endpoint", layout: Layout) -> Story[None]:
+    """Make ready what the first pull into such a layout would have to wait for: slots, and the
+    kernel that copies into them. Nothing, where no pull would be gathered."""
+    between = route(endpoint.layout, layout)
+    counts = counted(between, LONG_REQUEST)
+    if not _is_gathered(endpoint, counts.pieces, counts.num_stretches):
+        return
+    endpoint.scratch()
+    if endpoint.kind == "VRAM":
+        compiling = endpoint.worker.submit(warm_up, endpoint.arena.bytes, between)
+        compiling.add_done_callback(lambda _: endpoint.wake())
+        yield from result_of(compiling)
+
+
+def _is_gathered(endpoint: "Endpoint", pieces: Amount, num_stretches: int) -> bool:
+    """Whether pieces that fill so many stretches are gathered: where that pays, unless somebody
+    has decided."""
+    if endpoint.gathers is not None:
+        return endpoint.gathers
+    return gathers(pieces, num_stretches, on_device=endpoint.kind == "VRAM")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +75,11 @@ class Writes:
 
     def _slots(self, copies: Copies) -> Stage | None:
         """The slots to gather in; None where that does not pay or there is no memory for them."""
-        endpoint, is_gathered = self.endpoint, self.endpoint.gathers
-        if is_gathered is None:
-            pieces, on_device = Amount(len(copies), copies.total), endpoint.kind == "VRAM"
-            is_gathered = gathers(pieces, num_stretches(copies), on_device=on_device)
+        pieces = Amount(len(copies), copies.total)
+        if not _is_gathered(self.endpoint, pieces, num_stretches(copies)):
+            return None
         try:
-            return endpoint.scratch() if is_gathered else None
+            return self.endpoint.scratch()
         except TransferError:
             return None
 
