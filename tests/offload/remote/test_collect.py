@@ -15,7 +15,7 @@ from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
 from kvstow.offload.remote import renewal
 from kvstow.offload.remote import writes as writing
-from kvstow.offload.remote.clients.base import Blob
+from kvstow.offload.remote.clients.base import Blob, whole_objects
 from kvstow.offload.remote.collect import USAGE, collect, last_usage, rows_in
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.renewal import AnotherCollector, CollectorMark
@@ -411,7 +411,7 @@ def test_the_count_is_plain_json(valkey_url):
     tier = tier_of(valkey_url)
     stored(tier, range(2))
     collect(tier.client)
-    said = json.loads(tier.client.get([USAGE], 1 << 20)[0].tobytes())
+    said = json.loads(whole_objects(tier.client, [USAGE], 1 << 20)[0].tobytes())
     nbytes = 2 * tier._objects[0].nbytes
     assert said["objects"] == 2
     assert said["tenants"] == {"shared": nbytes}

@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.clients.base import NO_ROOM, Blob
+from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import RemoteOptions, opened
@@ -342,7 +342,7 @@ def test_rows_that_are_computed_faster_than_loaded_are_not_loaded(valkey_url):
 def damage(client, tier, n, change):
     """Change a row object behind everybody's back."""
     name = tier._name(0, KEYS[n])
-    blob = client.get([name], 1 << 20)[0].copy()
+    blob = whole_objects(client, [name], 1 << 20)[0].copy()
     client.delete([name])
     client.put([Blob(name, change(blob))])
 
@@ -364,7 +364,7 @@ def test_wrong_objects_are_misses_with_a_reason_and_are_written_again(url):
     damage(client, tier, 0, flipped)
     damage(client, tier, 1, lambda blob: blob[:-100])
     damage(client, tier, 2, lambda blob: np.frombuffer(b"something else", np.uint8))
-    other = client.get([tier._name(0, KEYS[4])], 1 << 20)[0]
+    other = whole_objects(client, [tier._name(0, KEYS[4])], 1 << 20)[0]
     damage(client, tier, 3, lambda blob: other)
     damage(client, tier, 4, newer)
     assert loaded(tier) == [False] * 5 + [True]
@@ -408,7 +408,7 @@ def test_a_manifest_that_is_not_what_its_name_says_is_not_used(valkey_url, chang
     client, _ = opened(valkey_url)
     writer = WriterLayout.of(layout_of())
     name = f"{tier._directory.base}/manifest/{writer.fingerprint}"
-    data = client.get([name], 1 << 20)[0].copy()
+    data = whole_objects(client, [name], 1 << 20)[0].copy()
     client.delete([name])
     client.put([Blob(name, change(data))])
     reader = tier_of(valkey_url, layout_of(order="BHLNC"))

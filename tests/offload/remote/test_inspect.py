@@ -10,7 +10,7 @@ from kvstow.cli import app
 from kvstow.offload.journal import Journal
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote import collect as collecting
-from kvstow.offload.remote.clients.base import Blob
+from kvstow.offload.remote.clients.base import Blob, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
 from kvstow.offload.remote.url import opened
 from kvstow.offload.store import Store
@@ -73,7 +73,7 @@ def test_verify_finds_a_flipped_bit_and_removes_the_row(url, rows):
     assert json.loads(done.stdout)["rows"] == rows
     client, _ = opened(url)
     victim = next(collecting.rows_in(client)).facts.name
-    blob = client.get([victim], 1 << 20)[0].copy()
+    blob = whole_objects(client, [victim], 1 << 20)[0].copy()
     blob[-1] ^= 1
     client.delete([victim])
     client.put([Blob(victim, blob)])

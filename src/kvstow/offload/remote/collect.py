@@ -24,7 +24,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing
+from kvstow.offload.remote.clients.base import Blob, BlobClient, BlobFacts, Listing, whole_objects
 from kvstow.offload.remote.directory import ROWS
 from kvstow.offload.remote.renewal import CollectorMark
 from kvstow.offload.remote.url import RemoteOptions
@@ -156,7 +156,7 @@ def _counted(rows: Sequence[RowFacts], now: float) -> StoreUsage:
 
 def last_usage(client: BlobClient) -> StoreUsage | None:
     """The collector's last count; None where there is none."""
-    data = client.get([USAGE], MOST_USAGE_BYTES)[0]
+    data = whole_objects(client, [USAGE], MOST_USAGE_BYTES)[0]
     if data is None:
         return None
     try:

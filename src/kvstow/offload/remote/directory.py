@@ -18,7 +18,7 @@ from threading import Lock
 import numpy as np
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.clients.base import THERE, Blob, BlobClient, StoreFull
+from kvstow.offload.remote.clients.base import THERE, Blob, BlobClient, StoreFull, whole_objects
 from kvstow.offload.remote.objects import RowObjects
 from kvstow.offload.rows import row_layout
 from kvstow.offload.tier import Bytes
@@ -93,14 +93,14 @@ class Directory:
         wanted = np.frombuffer(mine.fingerprint.encode(), np.uint8)
         for first in range(0, MOST_ENTRIES, BATCH):
             names = [self._entry(i) for i in range(first, first + BATCH)]
-            there = self._client.get(names, _FINGERPRINT)
+            there = whole_objects(self._client, names, _FINGERPRINT)
             if any(_text(entry) == mine.fingerprint for entry in there):
                 return
             for entry, data in zip(names, there, strict=True):
                 if data is not None:
                     continue
                 self._make(entry, wanted)  # somebody else may be faster
-                if _text(self._client.get([entry], _FINGERPRINT)[0]) == mine.fingerprint:
+                if _text(whole_objects(self._client, [entry], _FINGERPRINT)[0]) == mine.fingerprint:
                     return
         log.warning("%s: no free entry for a layout among %d", self._client.where, MOST_ENTRIES)
 
@@ -114,7 +114,7 @@ class Directory:
         found: list[str] = []
         for first in range(0, MOST_ENTRIES, BATCH):
             names = [self._entry(i) for i in range(first, first + BATCH)]
-            entries = [_text(data) for data in self._client.get(names, _FINGERPRINT)]
+            entries = [_text(data) for data in whole_objects(self._client, names, _FINGERPRINT)]
             found += [text for text in entries if text]
             if not any(entries):
                 break
@@ -122,7 +122,7 @@ class Directory:
             fp for fp in dict.fromkeys(found) if fp not in self._known and fp not in self._refused
         ]
         names = [f"{self.base}/manifest/{fp}" for fp in fresh]
-        manifests = self._client.get(names, MANIFEST_BYTES) if fresh else []
+        manifests = whole_objects(self._client, names, MANIFEST_BYTES) if fresh else []
         for fingerprint, data in zip(fresh, manifests, strict=True):
             if data is not None:
                 self._enter(fingerprint, data)

@@ -1,21 +1,23 @@
 """Objects or ranges of them fetched, verified, and turned into rows.
 
 Fetched bytes lie in memory of the fetch's own until they are verified: an answer that comes too
-late, or a store that returns something else, never touches a row. A row that two threads want at
-once is fetched once.
+late, or a store that returns something else, never touches a row. The thread that wants the rows
+verifies each object when it has come and copies it while it is in the processor's cache. A row that
+two threads want at once is fetched once.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Lock
 from time import monotonic
 
 import numpy as np
 
 from kvstow.offload.remote.calls import Calls, Tallies
-from kvstow.offload.remote.clients.base import BlobClient, StoreUnreachable
+from kvstow.offload.remote.clients.base import BlobClient, Range, StoreUnreachable
 from kvstow.offload.remote.lookup import LookUps, Parts
 from kvstow.offload.remote.objects import BadObject, RowObjects
 from kvstow.offload.remote.prices import ReadRate
@@ -24,7 +26,7 @@ from kvstow.plan.view import Ints
 
 LOT_BYTES = 17 << 20
 """Objects are fetched in lots of so many bytes, 16 rows of 1 MiB with their heads, `LOTS` at a
-time: one is verified while the next one comes."""
+time. No more than that has come and is not verified yet."""
 LOTS = 4
 
 
@@ -38,10 +40,28 @@ class _Wanted:
     bands: Ints | None
 
     @property
-    def nbytes(self) -> int:
+    def ranges(self) -> list[Range]:
         if self.bands is None:
-            return self.objects.nbytes
-        return sum(end - start for start, end in self.objects.wanted(self.bands))
+            return [(0, self.objects.nbytes)]
+        return self.objects.wanted(self.bands)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def verified(self, answer: Bytes | list[Bytes]) -> Bytes | BadObject:
+        """The row, or what of it is wanted, in the bytes that came."""
+        if isinstance(answer, list):
+            assert self.bands is not None
+            return self.objects.read_parts(self.key, answer, self.bands)
+        return self.objects.read(self.key, answer)
+
+
+Answer = Bytes | list[Bytes] | None
+"""An object or ranges of one, as they came; None for one that is not there."""
+
+Arrivals = SimpleQueue["tuple[_Wanted, Answer] | Future[None]"]
+"""Answers, and calls that have ended."""
 
 
 class Fetcher:
@@ -130,18 +150,23 @@ class Fetcher:
     ) -> Iterator[tuple[int, Bytes | None]]:
         """Each row when all objects that make it have come; objects are kept as long as needed."""
         names = [[self._look_ups.name(part) for part in each] for each in parts]
-        uses = Counter(name for each in names for name in each)
-        fetched: dict[str, Bytes | None] = {}
-        waiting = dict(enumerate(names))
-        for lot in self._fetched(list(self._wanted(parts).values()), deadline):
-            fetched |= lot
-            for i in [i for i, each in waiting.items() if all(name in fetched for name in each)]:
-                needed = waiting.pop(i)
-                yield i, _assembled(parts[i], [fetched[name] for name in needed], row_bytes)
-                uses.subtract(needed)
-                for name in needed:
+        missing = [set(each) for each in names]
+        users: defaultdict[str, list[int]] = defaultdict(list)
+        for i, name in ((i, name) for i, each in enumerate(missing) for name in each):
+            users[name].append(i)
+        uses = {name: len(each) for name, each in users.items()}
+        came: dict[str, Bytes | None] = {}
+        for wanted, row in self._fetched(list(self._wanted(parts).values()), deadline):
+            came[wanted.name] = row
+            for i in users[wanted.name]:
+                missing[i].discard(wanted.name)
+                if missing[i]:
+                    continue
+                yield i, _assembled(parts[i], [came[name] for name in names[i]], row_bytes)
+                for name in set(names[i]):
+                    uses[name] -= 1
                     if not uses[name]:
-                        fetched.pop(name, None)
+                        del came[name]
 
     def _wanted(self, parts: Sequence[Parts]) -> dict[str, _Wanted]:
         """Every object once, with all bands that some row takes from it."""
@@ -162,55 +187,83 @@ class Fetcher:
 
     def _fetched(
         self, wanted: Sequence[_Wanted], deadline: float
-    ) -> Iterator[dict[str, Bytes | None]]:
-        """Lot by lot the rows of all objects; None for one that is not there or not whole."""
+    ) -> Iterator[tuple[_Wanted, Bytes | None]]:
+        """The rows of all objects, in any order; None for one that is not there or not whole.
+
+        Each is verified when it has come, here, while the others are on their way.
+        """
         lots = deque(_lots(wanted))
-        under_way: deque[tuple[list[_Wanted], Future[list[Bytes | BadObject | None]]]] = deque()
+        under_way: set[Future[None]] = set()
+        arrivals: Arrivals = SimpleQueue()
         while lots or under_way:
             while lots and len(under_way) < LOTS:
-                lot = lots.popleft()
-                under_way.append((lot, self._start(lot)))
-            lot, call = under_way.popleft()
-            answers = self._calls.result(call, deadline)
-            yield {
-                each.name: self._judged(each, answer)
-                for each, answer in zip(lot, answers, strict=True)
-            }
+                under_way.add(self._start(lots.popleft(), arrivals))
+            arrival = self._next(arrivals, under_way, deadline)
+            if isinstance(arrival, Future):
+                self._calls.result(arrival, deadline)
+                under_way.discard(arrival)
+            else:
+                yield arrival[0], self._judged(*arrival)
 
-    def _judged(self, wanted: _Wanted, answer: Bytes | BadObject | None) -> Bytes | None:
+    def _next(
+        self, arrivals: "Arrivals", under_way: Iterable["Future[None]"], deadline: float
+    ) -> "tuple[_Wanted, Answer] | Future[None]":
+        """The next object that has come, or the next call that has ended.
+
+        Raises StoreUnreachable if there is none before the deadline.
+        """
+        while True:
+            try:
+                return arrivals.get(timeout=max(0.0, deadline - monotonic()))
+            except Empty:
+                for call in under_way:
+                    self._calls.result(call, deadline)
+
+    def _judged(self, wanted: _Wanted, answer: Answer) -> Bytes | None:
         """The row, unless it is none; then it is counted why."""
-        if isinstance(answer, BadObject):
-            self._misses.add(answer.value, 1)
-            if answer is not BadObject.VERSION:
-                self._bad.append(wanted.name)
-            return None
         if answer is None:
             self._misses.add("absent", 1)
-        return answer
+            return None
+        row = wanted.verified(answer)
+        if isinstance(row, BadObject):
+            self._misses.add(row.value, 1)
+            if row is not BadObject.VERSION:
+                with self._lock:
+                    self._bad.append(wanted.name)
+            return None
+        return row
 
-    def _start(self, lot: Sequence[_Wanted]) -> "Future[list[Bytes | BadObject | None]]":
-        return self._calls.start(lambda: self._fetch(lot))
+    def _start(self, lot: Sequence[_Wanted], arrivals: Arrivals) -> "Future[None]":
+        """Fetch a lot; every answer goes to `arrivals`, and the call itself when it has ended."""
+        call = self._calls.start(lambda: self._fetch(lot, arrivals))
+        call.add_done_callback(arrivals.put)
+        return call
 
-    def _fetch(self, lot: Sequence[_Wanted]) -> list[Bytes | BadObject | None]:
-        """Fetch and verify a lot, which wants either whole objects or ranges."""
-        started = monotonic()
+    def _fetch(self, lot: Sequence[_Wanted], arrivals: Arrivals) -> None:
+        """Fetch a lot, which wants either whole objects or ranges."""
+        started, nbytes = monotonic(), 0
+
+        def arrived(number: int, answer: Answer) -> None:
+            nonlocal nbytes
+            nbytes += sum(part.nbytes for part in _parts(answer))
+            arrivals.put((lot[number], answer))
+
         if lot[0].bands is None:
             most = max(each.objects.nbytes for each in lot)
-            blobs = self._client.get([each.name for each in lot], most)
-            nbytes = sum(blob.nbytes for blob in blobs if blob is not None)
-            self.rate.note(nbytes, monotonic() - started)
-            return [
-                None if blob is None else each.objects.read(each.key, blob)
-                for each, blob in zip(lot, blobs, strict=True)
-            ]
-        pairs = [(each, each.bands) for each in lot if each.bands is not None]
-        ranges = [(each.name, each.objects.wanted(bands)) for each, bands in pairs]
-        answers = self._client.get_ranges(ranges)
-        self.rate.note(sum(each.nbytes for each in lot), monotonic() - started)
-        return [
-            None if parts is None else each.objects.read_parts(each.key, parts, bands)
-            for (each, bands), parts in zip(pairs, answers, strict=True)
-        ]
+            self._client.get([each.name for each in lot], most, arrived)
+        else:
+            self._client.get_ranges([(each.name, each.ranges) for each in lot], arrived)
+        self.rate.note(nbytes, monotonic() - started)
+
+
+def _parts(answer: Answer) -> Sequence[Bytes]:
+    match answer:
+        case None:
+            return ()
+        case list():
+            return answer
+        case _:
+            return (answer,)
 
 
 def _lots(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:

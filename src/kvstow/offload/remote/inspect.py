@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from kvstow.errors import ManifestError
-from kvstow.offload.remote.clients.base import BlobClient
+from kvstow.offload.remote.clients.base import BlobClient, whole_objects
 from kvstow.offload.remote.collect import RowFacts, listed, rows_in
 from kvstow.offload.remote.directory import MANIFEST_BYTES, ROWS, WriterLayout
 from kvstow.offload.remote.objects import BadObject
@@ -36,7 +36,9 @@ def writers(client: BlobClient) -> dict[Place, WriterLayout]:
         if facts.name.split("/")[3:4] == ["manifest"]
     ]
     found: dict[Place, WriterLayout] = {}
-    for name, data in zip(names, client.get(names, MANIFEST_BYTES) if names else [], strict=True):
+    for name, data in zip(
+        names, whole_objects(client, names, MANIFEST_BYTES) if names else [], strict=True
+    ):
         _, tenant, identity, _, fingerprint = name.split("/")
         manifest = b"" if data is None else data.tobytes()
         if blake2b(manifest, digest_size=32).hexdigest() != fingerprint:
@@ -104,7 +106,7 @@ def verify(
         step = max(1, LOT_BYTES // max(1, first.facts.nbytes)) - 1
         lot = [first, *islice(found, step)]
         most = max(row.facts.nbytes for row in lot)
-        blobs = client.get([row.facts.name for row in lot], most)
+        blobs = whole_objects(client, [row.facts.name for row in lot], most)
         bad: list[str] = []
         for row, blob in zip(lot, blobs, strict=True):
             writer = known.get((row.tenant, row.identity, row.layout))

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.clients.base import NO_ROOM, Blob
+from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.testing.servers import Mooncake
 from offloading import IDENTITY, numbered_row
-from remote_stores import PROMPT, layout_of
+from remote_stores import PROMPT, layout_of, ranges_of
 
 pytestmark = pytest.mark.remote
 
@@ -106,10 +106,10 @@ def test_objects_that_somebody_else_is_making_are_missing_or_whole(server):
             while not over.is_set():
                 names = [f"race {n}" for n in range(now[0], now[0] + 4)]
                 second.exists(names)
-                for blob in second.get(names, data.nbytes):
+                for blob in whole_objects(second, names, data.nbytes):
                     seen.add(blob is not None)
                     assert blob is None or (blob == data).all()
-                parts = second.get_ranges([(name, [(0, 8), (64, 128)]) for name in names])
+                parts = ranges_of(second, [(name, [(0, 8), (64, 128)]) for name in names])
                 for found in parts:
                     assert found is None or (np.concatenate(found)[8:] == data[64:128]).all()
                 assert second.put([Blob(names[1], data)]) == {}
@@ -135,10 +135,10 @@ def test_bytes_that_were_read_stay_as_they_are_while_more_is_read(server):
     lent[:] = 99
     blobs = [Blob(f"row {n}", row) for n, row in enumerate(rows)]
     assert client.put([*blobs, Blob("lent", lent)]) == {}
-    kept = [client.get([blob.name], 3 << 20)[0][7:] for blob in blobs]
+    kept = [whole_objects(client, [blob.name], 3 << 20)[0][7:] for blob in blobs]
     for _ in range(8):  # memory that is let go of is used again
-        assert (client.get(["lent"], 3 << 20)[0] == 99).all()
-        (parts,) = client.get_ranges([("lent", [(0, 1 << 20)])])
+        assert (whole_objects(client, ["lent"], 3 << 20)[0] == 99).all()
+        (parts,) = ranges_of(client, [("lent", [(0, 1 << 20)])])
         assert (parts[0] == 99).all()
     for n, row in enumerate(kept):
         assert (row == n).all()

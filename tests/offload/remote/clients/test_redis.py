@@ -12,10 +12,11 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from kvstow.offload.remote.clients.base import THERE, Blob, StoreUnreachable
+from kvstow.offload.remote.clients.base import THERE, Blob, StoreUnreachable, whole_objects
 from kvstow.offload.remote.clients.redis import RedisClient
 from kvstow.offload.remote.url import opened
 from kvstow.testing.servers import Valkey
+from remote_stores import ranges_of
 from waiting import wait_for
 
 
@@ -28,7 +29,7 @@ def test_many_objects_of_all_sizes_are_made_at_once_and_come_back_whole(valkey_u
     sizes = [1, 2, 3, 5 << 20, *range(4, 500), 9 << 20]
     blobs = [Blob(f"object {n}", data(n, nbytes)) for n, nbytes in enumerate(sizes)]
     assert client.put(blobs) == {}
-    found = client.get([blob.name for blob in blobs], max(sizes))
+    found = whole_objects(client, [blob.name for blob in blobs], max(sizes))
     for blob, came in zip(blobs, found, strict=True):
         assert (came == blob.data).all()
     client.close()
@@ -38,7 +39,7 @@ def test_an_object_that_is_there_stays_as_it_is(valkey_url):
     client, _ = opened(valkey_url)
     assert client.put([Blob("a", data(0, 100))]) == {}
     assert client.put([Blob("a", data(1, 50)), Blob("b", data(2, 50))]) == {"a": THERE}
-    first, second = client.get(["a", "b"], 100)
+    first, second = whole_objects(client, ["a", "b"], 100)
     assert (first == data(0, 100)).all()
     assert (second == data(2, 50)).all()
     client.close()
@@ -52,7 +53,7 @@ def test_a_listing_says_when_objects_were_last_used_and_is_no_use_of_them(valkey
         (facts,) = client.list_blobs("")
         assert facts.modified <= time.time() - 1
     assert client.ages(["a"])[0] >= 2
-    client.get(["a"], 100)
+    whole_objects(client, ["a"], 100)
     assert client.ages(["a"])[0] <= 1
     client.close()
 
@@ -136,13 +137,13 @@ def test_objects_of_all_sizes_go_over_tls_and_come_back_whole(valkey, certificat
         assert client.put(blobs) == {}
         assert client.put(blobs[:2]) == dict.fromkeys(names[:2], THERE)
         assert client.exists(names).all()
-        for blob, came in zip(blobs, client.get(names, max(sizes)), strict=True):
+        for blob, came in zip(blobs, whole_objects(client, names, max(sizes)), strict=True):
             assert (came == blob.data).all()
-        ((part,),) = client.get_ranges([("object 3", [(1 << 20, 2 << 20)])])
+        ((part,),) = ranges_of(client, [("object 3", [(1 << 20, 2 << 20)])])
         assert (part == data(3, 5 << 20)[1 << 20 : 2 << 20]).all()
         client.close()
         plain, _ = opened(f"{valkey.url}?prefix=tls")
-        assert (plain.get(["object 3"], 5 << 20)[0] == data(3, 5 << 20)).all()
+        assert (whole_objects(plain, ["object 3"], 5 << 20)[0] == data(3, 5 << 20)).all()
         plain.close()
 
 
@@ -211,10 +212,10 @@ def test_a_cluster_that_sends_us_elsewhere_is_unreachable_and_says_what_to_do(li
     answering(listening, b"-MOVED 3999 127.0.0.1:6381\r\n")
     client = client_of(listening)
     calls = {
-        "get": lambda: client.get(["a"], 10),
+        "get": lambda: whole_objects(client, ["a"], 10),
         "put": lambda: client.put([Blob("a", data(0, 10))]),
         "exists": lambda: client.exists(["a"]),
-        "get_ranges": lambda: client.get_ranges([("a", [(0, 2)])]),
+        "get_ranges": lambda: ranges_of(client, [("a", [(0, 2)])]),
         "delete": lambda: client.delete(["a"]),
     }
     with pytest.raises(StoreUnreachable, match=r"(?s)3999.*hint: this is a cluster"):
@@ -230,7 +231,7 @@ def test_an_answer_of_an_absurd_length_is_unreachable_and_its_connection_is_not_
     client = client_of(listening)
     for _ in range(3):
         with pytest.raises(StoreUnreachable):
-            client.get(["a"], 10)
+            whole_objects(client, ["a"], 10)
     client.close()
 
 
@@ -245,7 +246,7 @@ def test_a_connection_whose_answers_were_not_read_is_not_used_again(valkey_url, 
     with monkeypatch.context() as patched:
         patched.setattr("kvstow.offload.remote.clients.redis._bulk", fails)
         with pytest.raises(KeyError):
-            client.get(["a", "b"], 100)
-    (found,) = client.get(["c"], 100)
+            whole_objects(client, ["a", "b"], 100)
+    (found,) = whole_objects(client, ["c"], 100)
     assert (found == data(2, 100)).all()
     client.close()

@@ -10,7 +10,7 @@ An object that is missing is an answer, and so is one that is refused: stores an
 of a batch, and every answer is looked at. Whatever else goes wrong is `StoreUnreachable`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,13 @@ Refused = dict[str, str]
 """Names of objects that a store did not make or remove, and why: "no room", "busy"."""
 
 NO_ROOM, BUSY = "no room", "busy"
+
+Arrived = Callable[[int, Bytes | None], None]
+"""Takes an object that has come, with its number among those that were asked for; None for one that
+is not there. Called once for each, in any order, on any thread."""
+
+RangesArrived = Callable[[int, list[Bytes] | None], None]
+"""The same for ranges of an object."""
 
 THERE = "there"
 """Why an object was not made that is there already. Mooncake does not say."""
@@ -70,11 +77,14 @@ class BlobClient(Protocol):
         """Objects that were not made, because the store refused them or has them."""
         ...
 
-    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
-        """Whole objects. One of more than `most` bytes may come as missing."""
+    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
+        """Whole objects, each as soon as it is there. One of more than `most` bytes may come as
+        missing."""
         ...
 
-    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+    def get_ranges(
+        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
+    ) -> None:
         """Per object, the bytes of its ranges. Ranges that reach past its end come short."""
         ...
 
@@ -85,6 +95,13 @@ class BlobClient(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def whole_objects(client: BlobClient, names: Sequence[str], most: int) -> list[Bytes | None]:
+    """Whole objects, when all of them have come."""
+    found: list[Bytes | None] = [None] * len(names)
+    client.get(names, most, found.__setitem__)
+    return found
 
 
 @runtime_checkable

@@ -24,8 +24,10 @@ from kvstow.errors import BackendMissing
 from kvstow.offload.remote.clients.base import (
     BUSY,
     NO_ROOM,
+    Arrived,
     Blob,
     Range,
+    RangesArrived,
     Refused,
     StoreUnreachable,
 )
@@ -167,8 +169,7 @@ class MooncakeClient:
             answers = self._store.batch_put_from(keys, places, sizes)
         return self._refused(names, answers, NOT_MADE)
 
-    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
-        found: list[Bytes | None] = []
+    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
         for lot in _lots([most] * len(names), self._stage_bytes):
             keys = [self._prefix + names[i] for i in lot]
             starts = [i * most for i in range(len(keys))]
@@ -177,18 +178,18 @@ class MooncakeClient:
                 with self._getting:
                     answers = self._store.batch_get_into(keys, places, [most] * len(keys))
                 got = self._copies.copied(stage.memory[: most * len(keys)])
-            found += [
-                got[start : start + answer] if answer >= 0 else None
-                for start, answer in zip(starts, self._checked(answers, NOT_READ), strict=True)
-            ]
-        return found
+            self._checked(answers, NOT_READ)
+            for number, start, answer in zip(lot, starts, answers, strict=True):
+                arrived(number, got[start : start + answer] if answer >= 0 else None)
 
-    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+    def get_ranges(
+        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
+    ) -> None:
         sizes = [sum(end - start for start, end in ranges) for _, ranges in wanted]
-        found: list[list[Bytes] | None] = []
         for lot in _lots(sizes, self._stage_bytes):
-            found += self._ranges_of([wanted[i] for i in lot])
-        return found
+            found = self._ranges_of([wanted[i] for i in lot])
+            for number, parts in zip(lot, found, strict=True):
+                arrived(number, parts)
 
     def _ranges_of(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
         at, places = 0, list[list[int]]()

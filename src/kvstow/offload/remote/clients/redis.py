@@ -20,9 +20,11 @@ from kvstow.errors import BackendMissing
 from kvstow.offload.remote.clients.base import (
     NO_ROOM,
     THERE,
+    Arrived,
     Blob,
     BlobFacts,
     Range,
+    RangesArrived,
     Refused,
     StoreUnreachable,
 )
@@ -107,14 +109,15 @@ class RedisClient:
         self._sent(pipe)
         return {}
 
-    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
+    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
         """Whole objects, read from the socket to where they stay: `redis` copies them twice more
         on the way, which costs more than everything else."""
         with self._connected() as connection:
             commands = [("GET", self._prefix + name) for name in names]
             connection.send_packed_command(connection.pack_commands(commands))
             with connection._sock.makefile("rb") as answers:
-                return [_bulk(answers) for _ in names]
+                for number in range(len(names)):
+                    arrived(number, _bulk(answers))
 
     @contextmanager
     def _connected(self) -> Generator[Any]:
@@ -134,17 +137,17 @@ class RedisClient:
                     connection.disconnect()
                 self._redis.connection_pool.release(connection)
 
-    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
+    def get_ranges(
+        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
+    ) -> None:
         pipe = self._redis.pipeline(transaction=False)
         for name, ranges in wanted:
             for start, end in ranges:
                 pipe.getrange(self._prefix + name, start, end - 1)
         answers = iter(self._sent(pipe))
-        found: list[list[Bytes] | None] = []
-        for _, ranges in wanted:
+        for number, (_, ranges) in enumerate(wanted):
             parts = [np.frombuffer(next(answers), np.uint8) for _ in ranges]
-            found.append(parts if any(map(len, parts)) else None)
-        return found
+            arrived(number, parts if any(map(len, parts)) else None)
 
     def exists(self, names: Sequence[str]) -> Bools:
         pipe = self._redis.pipeline(transaction=False)

@@ -16,9 +16,11 @@ import numpy as np
 from kvstow.errors import BackendMissing
 from kvstow.offload.remote.clients.base import (
     THERE,
+    Arrived,
     Blob,
     BlobFacts,
     Range,
+    RangesArrived,
     Refused,
     StoreUnreachable,
 )
@@ -96,27 +98,32 @@ class S3Client:
         self._each(put, blobs)
         return {}
 
-    def get(self, names: Sequence[str], most: int) -> list[Bytes | None]:
-        async def get(name: str) -> Bytes | None:
+    def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
+        async def get(number: int) -> None:
             try:
-                found = await obstore.get_async(self._store, name)
-                return np.frombuffer(memoryview(await found.bytes_async()), np.uint8)
+                found = await obstore.get_async(self._store, names[number])
+                data = await found.bytes_async()
             except FileNotFoundError:
-                return None
+                arrived(number, None)
+            else:
+                arrived(number, np.frombuffer(memoryview(data), np.uint8))
 
-        return self._each(get, names)
+        self._each(get, range(len(names)))
 
-    def get_ranges(self, wanted: Sequence[tuple[str, Sequence[Range]]]) -> list[list[Bytes] | None]:
-        async def get(one: tuple[str, Sequence[Range]]) -> list[Bytes] | None:
-            name, ranges = one
+    def get_ranges(
+        self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
+    ) -> None:
+        async def get(number: int) -> None:
+            name, ranges = wanted[number]
             starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
             try:
                 parts = await obstore.get_ranges_async(self._store, name, starts=starts, ends=ends)
             except FileNotFoundError:
-                return None
-            return [np.frombuffer(memoryview(part), np.uint8) for part in parts]
+                arrived(number, None)
+            else:
+                arrived(number, [np.frombuffer(memoryview(part), np.uint8) for part in parts])
 
-        return self._each(get, wanted)
+        self._each(get, range(len(wanted)))
 
     def exists(self, names: Sequence[str]) -> Bools:
         return np.array([age is not None for age in self.ages(names)], bool)
