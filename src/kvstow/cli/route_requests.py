@@ -19,47 +19,55 @@ class ChooseBy(StrEnum):
     prefix = "prefix"
 
 
+Decode = Annotated[
+    Urls, typer.Option("--decode", metavar="URL", help="A decode instance; repeatable.")
+]
+Prefill = Annotated[
+    Urls | None, typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable.")
+]
+By = Annotated[
+    ChooseBy, typer.Option(help="Take turns, or choose by the longest prefix and the least load.")
+]
+Events = Annotated[
+    Urls | None,
+    typer.Option(
+        "--events",
+        metavar="URL=ADDRESS[,REPLAY]",
+        help="Where an instance publishes KV events; repeatable, for --by prefix.",
+    ),
+]
+Host = Annotated[str, typer.Option(help="Where to listen.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")]
+PrefillSeconds = Annotated[
+    float, typer.Option(help="How long prefill may take before another one is tried.")
+]
+SilenceSeconds = Annotated[
+    float, typer.Option(help="How long an instance may be silent before its health is asked.")
+]
+IdleSeconds = Annotated[
+    float, typer.Option(help="How long a healthy decode instance may be silent in mid-answer.")
+]
+RestSeconds = Annotated[float, typer.Option(help="How long a failed instance is left out.")]
+MaxBody = Annotated[
+    int,
+    typer.Option(
+        parser=options.size, metavar="SIZE", help="The longest request.", show_default="16MiB"
+    ),
+]
+
+
 def route_requests(
-    decode: Annotated[
-        Urls, typer.Option("--decode", metavar="URL", help="A decode instance; repeatable.")
-    ],
-    prefill: Annotated[
-        Urls | None,
-        typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable."),
-    ] = None,
-    by: Annotated[
-        ChooseBy,
-        typer.Option(help="Take turns, or choose by the longest prefix and the least load."),
-    ] = ChooseBy.turns,
-    events: Annotated[
-        Urls | None,
-        typer.Option(
-            "--events",
-            metavar="URL=ADDRESS[,REPLAY]",
-            help="Where an instance publishes KV events; repeatable, for --by prefix.",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")] = 8000,
-    prefill_seconds: Annotated[
-        float, typer.Option(help="How long prefill may take before another one is tried.")
-    ] = 120.0,
-    silence_seconds: Annotated[
-        float, typer.Option(help="How long an instance may be silent before its health is asked.")
-    ] = 5.0,
-    idle_seconds: Annotated[
-        float,
-        typer.Option(help="How long a healthy decode instance may be silent in mid-answer."),
-    ] = 120.0,
-    rest_seconds: Annotated[
-        float, typer.Option(help="How long a failed instance is left out.")
-    ] = 10.0,
-    max_body: Annotated[
-        int,
-        typer.Option(
-            parser=options.size, metavar="SIZE", help="The longest request.", show_default="16MiB"
-        ),
-    ] = 16 << 20,
+    decode: Decode,
+    prefill: Prefill = None,
+    by: By = ChooseBy.turns,
+    events: Events = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    prefill_seconds: PrefillSeconds = 120.0,
+    silence_seconds: SilenceSeconds = 5.0,
+    idle_seconds: IdleSeconds = 120.0,
+    rest_seconds: RestSeconds = 10.0,
+    max_body: MaxBody = 16 << 20,
 ) -> None:
     """An HTTP router: sends requests to prefill, then to decode.
 

@@ -26,6 +26,54 @@ Place = Annotated[
 ]
 
 
+Directories = Annotated[
+    list[Path], typer.Argument(metavar="DIR", help="The stores of all ranks.", show_default=False)
+]
+NewStore = Annotated[
+    Path, typer.Option("--to", metavar="DIR", help="The new store.", show_default=False)
+]
+NewLayout = Annotated[
+    Path,
+    typer.Option(
+        "--layout", metavar="FILE", help="Manifest of the new layout.", show_default=False
+    ),
+]
+Capacity = Annotated[
+    int | None,
+    typer.Option("--capacity", parser=options.size, metavar="SIZE", show_default="the old one"),
+]
+PruneTo = Annotated[
+    int | None,
+    typer.Option(
+        "--to",
+        parser=options.size,
+        metavar="SIZE",
+        help="Disk space of the data files, or bytes of all rows of a remote store.",
+        show_default=False,
+    ),
+]
+TenantTo = Annotated[
+    int | None,
+    typer.Option(
+        "--tenant-to",
+        parser=options.size,
+        metavar="SIZE",
+        help="Bytes of the rows of each tenant (remote).",
+        show_default=False,
+    ),
+]
+OlderThan = Annotated[
+    float | None,
+    typer.Option(
+        "--older-than",
+        parser=remote_store.age,
+        metavar="AGE",
+        help="Drop rows that are older, such as 12h or 7d (remote).",
+        show_default=False,
+    ),
+]
+
+
 @store.command()
 def inspect(place: Place, json: options.Json = False) -> None:
     """What a store holds, who has it open, what it has lost.
@@ -93,23 +141,10 @@ def verify(place: Place, json: options.Json = False) -> None:
 
 @store.command()
 def convert(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="The stores of all ranks.", show_default=False),
-    ],
-    to: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="The new store.", show_default=False)
-    ],
-    layout: Annotated[
-        Path,
-        typer.Option(
-            "--layout", metavar="FILE", help="Manifest of the new layout.", show_default=False
-        ),
-    ],
-    capacity: Annotated[
-        int | None,
-        typer.Option("--capacity", parser=options.size, metavar="SIZE", show_default="the old one"),
-    ] = None,
+    directories: Directories,
+    to: NewStore,
+    layout: NewLayout,
+    capacity: Capacity = None,
     json: options.Json = False,
 ) -> None:
     """Write a store's rows into a new store of another layout.
@@ -177,36 +212,9 @@ def _remove(directory: Path, *, itself: bool) -> None:
 @store.command()
 def prune(
     place: Place,
-    to: Annotated[
-        int | None,
-        typer.Option(
-            "--to",
-            parser=options.size,
-            metavar="SIZE",
-            help="Disk space of the data files, or bytes of all rows of a remote store.",
-            show_default=False,
-        ),
-    ] = None,
-    tenant_to: Annotated[
-        int | None,
-        typer.Option(
-            "--tenant-to",
-            parser=options.size,
-            metavar="SIZE",
-            help="Bytes of the rows of each tenant (remote).",
-            show_default=False,
-        ),
-    ] = None,
-    older_than: Annotated[
-        float | None,
-        typer.Option(
-            "--older-than",
-            parser=remote_store.age,
-            metavar="AGE",
-            help="Drop rows that are older, such as 12h or 7d (remote).",
-            show_default=False,
-        ),
-    ] = None,
+    to: PruneTo = None,
+    tenant_to: TenantTo = None,
+    older_than: OlderThan = None,
     json: options.Json = False,
 ) -> None:
     """Drop rows until the rest fits, those used longest ago first.

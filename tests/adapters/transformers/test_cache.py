@@ -1,6 +1,5 @@
 """The transformers adapter's parts: what a model keeps, rows written and gathered, states."""
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -14,9 +13,9 @@ from kvstow.adapters.transformers import (
     cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.attention import BatchTable, gathered, one_stride, write
 from kvstow.adapters.transformers.inspect import trial
 from kvstow.adapters.transformers.prompts import prompts_of
+from kvstow.adapters.transformers.rows import one_stride
 from kvstow.errors import BlockError, ModelError, OutOfBlocks
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType
@@ -134,54 +133,6 @@ def test_a_model_that_keeps_its_tokens_elsewhere_is_refused_by_name(model_type, 
 def test_an_unknown_tiny_family_is_refused_by_name():
     with pytest.raises(ModelError, match="no tiny 'gpt5'"):
         tiny_model("gpt5")
-
-
-# ── rows ──────────────────────────────────────────────────────────────────────────────
-
-NUM_BLOCKS = 31
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("block_tokens", [1, 2, 4])
-@pytest.mark.parametrize("start", [0, 1, 5])
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_tokens_come_back_in_order_and_nothing_else_is_touched(heads, block_tokens, start, tokens):
-    content = 4
-    pool = torch.full((NUM_BLOCKS, heads, block_tokens, content), float("nan"))
-    blocks = -(-(start + tokens) // block_tokens)
-    ids = torch.from_numpy(np.random.default_rng(0).permutation(NUM_BLOCKS)[: 2 * blocks])
-    table = BatchTable(ids.view(2, blocks), 0, block_tokens)
-    states = torch.arange(2 * heads * (start + tokens) * content, dtype=torch.float32)
-    states = states.view(2, heads, start + tokens, content)
-    if start:
-        write(pool, table, states[:, :, :start], 0)
-    write(pool, table, states[:, :, start:], start)
-    for low in range(start + tokens):
-        found = gathered(pool, table, low, start + tokens)
-        assert found.is_contiguous()
-        assert torch.equal(found, states[:, :, low:])
-    expected = torch.full_like(pool, float("nan"))
-    for sequence in range(2):
-        for token in range(start + tokens):
-            block = int(table.ids[sequence, token // block_tokens])
-            expected[block, :, token % block_tokens] = states[sequence, :, token]
-    assert torch.equal(pool.isnan(), expected.isnan())
-    assert torch.equal(pool.nan_to_num(), expected.nan_to_num())
-
-
-def test_a_table_may_begin_later_than_the_sequence():
-    pool = torch.zeros((6, 1, 2, 1))
-    table = BatchTable(torch.tensor([[5, 2]]), 3, 2)  # blocks 3 and 4: tokens 6 to 9
-    write(pool, table, torch.tensor([[[[7.0], [8.0], [9.0]]]]), 7)
-    assert pool[:, 0, :, 0].tolist() == [[0, 0], [0, 0], [8, 9], [0, 0], [0, 0], [0, 7]]
-    assert gathered(pool, table, 7, 10).flatten().tolist() == [7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("ids", "step"), [([3], 1), ([3, 4], 1), ([3, 5, 7], 2), ([3, 5, 6], None), ([5, 3], None)]
-)
-def test_rows_lie_at_one_stride_or_they_do_not(ids, step):
-    assert one_stride(torch.tensor(ids)) == step
 
 
 # ── sequences ─────────────────────────────────────────────────────────────────────────

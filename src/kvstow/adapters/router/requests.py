@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PARAMS = "kv_transfer_params"
@@ -35,8 +35,8 @@ def prefill_request(body: Mapping[str, Any]) -> dict[str, Any]:
 def without_tickets(body: Mapping[str, Any]) -> dict[str, Any]:
     """A client's request without transfer parameters, wherever vLLM would find them."""
     kept = {name: value for name, value in body.items() if name != PARAMS}
-    arguments = kept.get(ARGUMENTS)
-    if isinstance(arguments, dict):
+    if isinstance(kept.get(ARGUMENTS), dict):
+        arguments: dict[str, Any] = kept[ARGUMENTS]
         kept[ARGUMENTS] = {name: value for name, value in arguments.items() if name != PARAMS}
     return kept
 
@@ -45,4 +45,5 @@ def is_tokens(value: object) -> bool:
     """Whether these are ids that an engine could have; others are left to it to refuse."""
     if not isinstance(value, list) or not value:
         return False
-    return all(type(each) is int and 0 <= each < 1 << 32 for each in value)
+    ids = cast("list[object]", value)
+    return all(type(each) is int and 0 <= each < 1 << 32 for each in ids)

@@ -8,84 +8,15 @@ gathered. Models that do something to their keys in between cannot be served thi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from kvstow.adapters.transformers.rows import BatchTable
 from kvstow.errors import ModelError
-
-Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchTable:
-    """Block ids of a batch in one group: `ids[i, j]` is logical block `first + j` of sequence `i`.
-
-    All sequences of a batch have the same length, so all rows of the table are as long.
-    """
-
-    ids: Tensor
-    first: int
-    block_tokens: int
-    _columns: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False)
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether so many tokens end in a block that is listed already.
-
-        Blocks at the beginning may have been given back meanwhile: nobody looks there.
-        """
-        return num_tokens <= (self.first + self.ids.shape[1]) * self.block_tokens
-
-    def column(self, token: int) -> Tensor:
-        """Block id `[batch]` of one token: every layer asks for the same, so it is kept."""
-        at = token // self.block_tokens - self.first
-        if at not in self._columns:
-            self._columns[at] = self.ids[:, at].contiguous()
-        return self._columns[at]
-
-    def places(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Block id `[batch, token]` and slot `[token]` of the tokens `[start, end)`."""
-        tokens = torch.arange(start, end, device=self.ids.device)
-        return self.ids[:, tokens // self.block_tokens - self.first], tokens % self.block_tokens
-
-
-def write(pages: Tensor, table: BatchTable, states: Tensor, start: int) -> None:
-    """Store `[batch, head, token, content]` as the tokens from `start` on."""
-    tokens = states.shape[2]
-    if tokens == 1:
-        slot = pages.select(2, start % table.block_tokens)
-        slot.index_copy_(0, table.column(start), states.select(2, 0))
-        return
-    blocks, slots = table.places(start, start + tokens)
-    pages.transpose(1, 2)[blocks, slots.expand_as(blocks)] = states.transpose(1, 2)
-
-
-def gathered(pages: Tensor, table: BatchTable, start: int, end: int) -> Tensor:
-    """The tokens `[start, end)` of all sequences: `[batch, head, token, content]`, contiguous."""
-    low = start // table.block_tokens
-    high = -(-end // table.block_tokens)
-    ids = table.ids[:, low - table.first : high - table.first]
-    batch, blocks = ids.shape
-    # By the first axis: by another one, torch's CPU copies all pages first.
-    listed = pages.index_select(0, ids.reshape(-1))
-    _, heads, tokens, content = listed.shape
-    by_head = listed.view(batch, blocks, heads, tokens, content).transpose(1, 2)
-    whole = by_head.reshape(batch, heads, blocks * tokens, content)
-    skipped = start - low * table.block_tokens
-    return whole[:, :, skipped : skipped + end - start].contiguous()
-
-
-def one_stride(ids: Tensor) -> int | None:
-    """The distance between consecutive ids, where it is the same and positive."""
-    if len(ids) == 1:
-        return 1
-    step = int(ids[1] - ids[0])
-    even = bool((ids[1:] - ids[:-1] == step).all())
-    return step if even and step > 0 else None
-
 
 IN_PLACE = "kvstow_rows"
 """The name under which transformers knows this attention."""

@@ -16,16 +16,16 @@ the time the next one begins was of a single token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import lcm
 
 import numpy as np
 import torch
 
 from kvstow.adapters.prefill import PROMPT_TOKENS
-from kvstow.adapters.transformers.attention import BatchTable, LayerPages, gathered, write
+from kvstow.adapters.transformers.attention import LayerPages
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
+from kvstow.adapters.transformers.rows import BatchTable, TokenRows, gathered
 from kvstow.adapters.transformers.states import RecurrentStates, StatePass, torn
 from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
@@ -58,10 +58,9 @@ class Sequences:
         self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = num_tokens
         self._seen: dict[str, int] = {}
-        self._tables: dict[int, BatchTable] = {}
+        self._rows = TokenRows(memory.arena)
         self.running = RecurrentStates(memory)
         self._pass = StatePass(memory)
-        self._views: dict[tuple[str, str], Tensor] = {}
         self._first_touched = ""
         self._growing = [
             g
@@ -345,7 +344,7 @@ class Sequences:
             copies = self.memory.ledger.grow(self.requests, wanted)
             self.running.copy(copies, self.num_tokens)
         self._grown_tokens = max(wanted, self._grown_tokens)
-        same_blocks = all(self._tables[g].has_room(wanted) for g in self._growing)
+        same_blocks = self._rows.have_room(self._growing, wanted)
         self.num_tokens = wanted
         if copies or not same_blocks:
             self._refresh()
@@ -353,8 +352,8 @@ class Sequences:
     def store(self, layer: str, field: str, states: Tensor, start: int) -> Tensor:
         """Write new entries, one per token or per several, and return all from `start` on."""
         seen = self.seen(layer) // self.memory.layout.layers[layer][1].tokens_per_state
-        own = self._own_heads(layer, states)
-        pages, table = self._write(layer, field, own)
+        own = self._rows.own_heads(layer, states)
+        pages, table = self._rows.write(layer, field, own, self.seen(layer))
         if seen == start:
             return states.contiguous()
         if own is not states:
@@ -368,36 +367,10 @@ class Sequences:
         self, layer: str, keys: Tensor, values: Tensor, window: int | None
     ) -> LayerPages:
         """Write new tokens, and say where all of them lie."""
-        k_pages, table = self._write(layer, "k", keys)
-        v_pages, _ = self._write(layer, "v", values)
-        return LayerPages(k_pages, v_pages, table, self.seen(layer) + keys.shape[2], window)
-
-    def _write(self, layer: str, field: str, states: Tensor) -> tuple[Tensor, BatchTable]:
-        pages = self._pages(layer, field)
-        if states.dtype != pages.dtype and states.shape[2]:
-            raise BlockError(f"layer {layer!r}: {field!r} holds {pages.dtype}, not {states.dtype}")
-        group, spec, _ = self.memory.layout.layers[layer]
-        table = self._tables[group]
-        if spec.states != table.block_tokens:
-            table = replace(table, block_tokens=spec.states)
-        start = 0 if isinstance(spec.retention, Encoder) else self.seen(layer)
-        if states.shape[2]:
-            write(pages, table, states, start // spec.tokens_per_state)
-        return pages, table
-
-    def _pages(self, layer: str, field: str) -> Tensor:
-        """A field of all blocks; the views are made once."""
-        if (layer, field) not in self._views:
-            self._views[layer, field] = self.memory.arena.field(layer, field)
-        return self._views[layer, field]
-
-    def _own_heads(self, layer: str, states: Tensor) -> Tensor:
-        """The heads that this process holds, where the model computes them all."""
-        heads = self.memory.layout.layers[layer][1].heads
-        if states.shape[1] == heads.size:
-            return states
-        low, high = heads.pieces[0]
-        return states[:, low:high]
+        seen = self.seen(layer)
+        k_pages, table = self._rows.write(layer, "k", keys, seen)
+        v_pages, _ = self._rows.write(layer, "v", values, seen)
+        return LayerPages(k_pages, v_pages, table, seen + keys.shape[2], window)
 
     def encode(self, layer: str, fields: Mapping[str, Tensor]) -> None:
         """Write all positions of the encoder."""
@@ -411,16 +384,15 @@ class Sequences:
                 f"hint: ModelMemory.of(model, encoder_tokens={self.encoder_tokens})"
             )
         for field, states in fields.items():
-            self._write(layer, field, states)
+            self._rows.write(layer, field, states, 0)
 
     def held(self, layer: str, field: str, start: int) -> Tensor | None:
         """All entries from `start` on, of the encoder's positions where these are the layer's."""
-        group, spec, _ = self.memory.layout.layers[layer]
-        encoded = isinstance(spec.retention, Encoder)
+        encoded = isinstance(self.memory.layout.layers[layer][1].retention, Encoder)
         end = self.encoder_tokens if encoded else self.seen(layer)
         if start >= end:
             return None
-        return gathered(self._pages(layer, field), self._tables[group], start, end)
+        return self._rows.gathered(layer, field, start, end)
 
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""
@@ -465,4 +437,4 @@ class Sequences:
                 self.running.set(g, placed[:, 0])
             else:
                 first = int(blocks[0][g].index[0]) if ids.shape[1] else 0
-                self._tables[g] = BatchTable(placed, first, group.block_tokens)
+                self._rows.set(g, BatchTable(placed, first, group.block_tokens))
