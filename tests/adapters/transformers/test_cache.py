@@ -414,3 +414,76 @@ def test_prompts_with_different_hits_share_none():
             assert cache.get_seq_length() == 12
         with Cache(memory, tokens=torch.stack([one, other])) as cache:
             assert cache.get_seq_length() == 0
+
+
+# ── tokens that are not those of the rows ─────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (lambda answer: answer[:, 8:], "tokens do not begin like|tokens are told of"),
+        (lambda answer: answer.flip(1), "do not begin like"),
+        (lambda answer: answer[:, :12], "12 tokens are told of sequences that hold 31"),
+        (lambda answer: answer[0], r"1 sequences, tokens are \(32,\)"),
+        (lambda answer: answer.repeat(2, 1), r"1 sequences, tokens are \(2, 32\)"),
+    ],
+    ids=["answer alone", "other prompt", "too few", "no batch", "another batch"],
+)
+def test_tokens_that_cannot_be_those_of_the_rows_are_not_remembered(told, reason):
+    model = tiny_model("llama")
+    ids = torch.arange(20, 28).unsqueeze(0)
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        with Cache(memory, tokens=ids) as cache:
+            answer = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)
+            with pytest.raises(BlockError, match=reason):
+                cache.remember(told(answer))
+        with Cache(memory, tokens=answer) as cache:
+            assert cache.found_tokens == 8  # the prompt, and nothing of what was told
+
+
+def test_the_answers_of_a_beam_search_are_not_taken_for_the_rows_of_its_beams():
+    model = tiny_model("llama")
+    ids = torch.arange(20, 40).unsqueeze(0)
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        with Cache(memory, tokens=ids.repeat(3, 1)) as cache:
+            answers = model.generate(
+                ids,
+                past_key_values=cache,
+                num_beams=3,
+                num_return_sequences=3,
+                max_new_tokens=12,
+                do_sample=False,
+            )
+            with pytest.raises(BlockError, match=r"(?s)beams cannot be remembered.*hint"):
+                cache.remember(answers)
+        for answer in answers.unsqueeze(1):
+            with Cache(memory, tokens=answer) as cache:
+                assert cache.found_tokens == 20
+
+
+def test_a_prompt_that_comes_again_behind_a_found_prefix_is_refused():
+    """As in assisted generation, which computes whole prompts whatever the cache holds."""
+    model = tiny_model("llama")
+    ids = torch.arange(10).repeat(1, 3)
+    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
+        for found in (0, 28):
+            with Cache(memory, tokens=ids) as cache:
+                assert cache.found_tokens == found
+                given = {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 5}
+                if not found:
+                    model.generate(ids, past_key_values=cache, **given)
+                    continue
+                with pytest.raises(BlockError, match=r"(?s)28 of 30 tokens were found.*hint"):
+                    model.generate(ids, past_key_values=cache, **given)
+        with Cache(memory, tokens=ids) as cache:  # what was refused has left nothing behind
+            rest = forward(model, ids[:, cache.found_tokens :], cache)
+        assert torch.allclose(rest[:, -1], model(ids).logits[:, -1], atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [-3, 0, 19, 21, 31])
+def test_a_request_is_continued_from_the_tokens_that_it_holds(num_tokens):
+    memory = ModelMemory.of(tiny_model("gemma3_text"), budget=1 << 20, block_tokens=16)
+    request = memory.ledger.admit(20).request
+    with pytest.raises(BlockError, match=f"request {request} holds 20 tokens, not {num_tokens}\n"):
+        Cache(memory, requests=[request], num_tokens=num_tokens)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from kvstow.adapters.transformers import Cache, HeadShard, ModelMemory, model_identity
@@ -183,3 +184,79 @@ def test_a_memory_is_not_given_twice():
         Cache(memory, memory="1MiB")
     with pytest.raises(TypeError, match="memory"):
         Cache(model)
+
+
+# ── prefixes that another prompt may not use ──────────────────────────────────────────
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+        {"rope_parameters": LONG | {"factor": 8.0, "original_max_position_embeddings": 32}},
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+    ],
+    ids=["dynamic", "longrope", "bidirectional"],
+)
+def test_rows_that_depend_on_more_than_the_tokens_before_are_not_found_again(change):
+    short = torch.arange(20, 44).unsqueeze(0)
+    longer = torch.cat([short, torch.arange(100, 140).unsqueeze(0)], 1)
+    model = changed_model(change)
+    with ModelMemory.of(model, budget="1MiB", block_tokens=4) as memory:
+        for ids in (short, longer):
+            with Cache(memory, tokens=ids) as cache, torch.no_grad():
+                got = model(ids[:, cache.found_tokens :], past_key_values=cache).logits[:, -1]
+            assert torch.allclose(got, model(ids).logits[:, -1], atol=1e-4)
+
+
+def changed_model(change):
+    """A tiny model whose positions are made for 32 tokens."""
+    given = tiny_model("llama").config.to_dict()
+    rope = {"rope_theta": 100.0, **change.get("rope_parameters", {"rope_type": "default"})}
+    given |= {"max_position_embeddings": 32, **change, "rope_parameters": rope}
+    if "model_type" in change:
+        del given["rope_parameters"]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_model_in_training_finds_no_prefixes():
+    model = tiny_model("llama").train()
+    ids = torch.arange(20).unsqueeze(0)
+    with ModelMemory.of(model, budget="1MiB", block_tokens=4) as memory:
+        for _ in range(2):
+            with Cache(memory, tokens=ids) as cache:
+                assert cache.found_tokens == 0
+                model(ids, past_key_values=cache)
+
+
+class TunedLinear(torch.nn.Module):
+    """What PEFT puts in a linear layer's place, as far as it tells which adapters are used."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.active_adapters = ["a"]
+        self.disable_adapters = False
+        self.scaling = {"a": 1.0, "b": 1.0}
+
+
+def test_the_adapter_that_is_active_and_its_scaling_are_part_of_the_computation():
+    model = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = tuned = TunedLinear(attention.k_proj)
+    found = {"a": model_identity(model)}
+    tuned.active_adapters = ["b"]
+    found["b"] = model_identity(model)
+    tuned.scaling = {"a": 1.0, "b": 2.0}
+    found["b, stronger"] = model_identity(model)
+    tuned.active_adapters = ["a", "b"]
+    found["both"] = model_identity(model)
+    tuned.disable_adapters = True
+    found["none"] = model_identity(model)
+    assert len({identity.digest for identity in found.values()}) == len(found)
+    assert found["none"].adapter == ""
+    assert found["both"].adapter.startswith("a+b:")

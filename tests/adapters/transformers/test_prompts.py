@@ -9,6 +9,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import kvstow
 from kvstow.adapters.transformers import ModelMemory
+from kvstow.adapters.transformers.inspect import padding_token, placeholder_tokens
 from kvstow.adapters.transformers.prompts import prompts_of
 from kvstow.errors import BlockError
 from kvstow.testing.tiny_models import tiny_model
@@ -86,3 +87,38 @@ def test_a_cache_is_not_copied_and_says_what_to_do_instead():
         pytest.raises(TypeError, match=r"(?s)cannot be copied.*hint: Cache\(memory, tokens"),
     ):
         deepcopy(cache)
+
+
+def test_every_sequence_with_an_image_names_it():
+    both = IDS.repeat(2, 1)
+    for extra in ([[(4, ONE)], []], [[(4, ONE)], [(5, OTHER)]]):
+        with pytest.raises(BlockError, match="another image's rows"):
+            prompts_of(both, None, extra, {IMAGE})
+    assert len(prompts_of(both, None, [[(4, ONE)], [(3, OTHER)]], {IMAGE})) == 2
+
+
+def test_placeholders_are_found_inside_nested_configurations():
+    model = tiny_model("llama")
+    model.config.vision_config = {"image_token_id": 77}
+    assert placeholder_tokens(model) == {77}
+
+
+def test_padding_without_a_mask_is_refused_since_generate_hides_it_and_a_pass_does_not():
+    model = tiny_model("llama")
+    pad = model.generation_config.pad_token_id
+    ids = torch.tensor([[pad, pad, 1, 2, 3, 4]])
+    seen = torch.ones_like(ids)
+    with ModelMemory.of(model, budget="1MiB", block_tokens=2) as memory:
+        with pytest.raises(BlockError, match=rf"padding token {pad} .*\n\nhint: .*attention_mask"):
+            Cache(memory, tokens=ids)
+        for mask in (seen, (ids != pad).long()):
+            with Cache(memory, tokens=ids, attention_mask=mask) as cache:
+                assert cache.found_tokens == 0
+                with torch.no_grad():
+                    model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_padding_token_that_ends_sequences_is_a_token_like_others():
+    model = tiny_model("llama")
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id
+    assert padding_token(model) is None

@@ -42,12 +42,12 @@ class Cache(TransformersCache):
     `Cache(ModelMemory.of(model, budget="2GiB"))`. The options from `block_tokens` to `in_place`
     are those of `ModelMemory.of`, for a cache that makes its own.
 
-    Sequences are admitted when the first keys arrive. Give `tokens` (`input_ids`, and
-    `attention_mask` where there is padding) to admit them at once: then what the memory still
-    knows of a common prefix is not computed again. Where tokens stand for images or other content,
-    `extra` must tell for which, sequence by sequence, as in `Prompt.of`. Or give the `requests` of
-    the ledger that hold `num_tokens` tokens already, such as pulled ones, and `num_encoder_tokens`
-    positions of an encoder, where there is one.
+    Sequences are admitted when the first keys arrive. Give `tokens` (the `input_ids` that the
+    model will be given, and `attention_mask` where there is padding) to admit them at once: then
+    what the memory still knows of a common prefix is not computed again. Where tokens stand for
+    images or other content, `extra` must tell for which, sequence by sequence, as in `Prompt.of`.
+    Or give the `requests` of the ledger that hold `num_tokens` tokens already, such as pulled
+    ones, and `num_encoder_tokens` positions of an encoder, where there is one.
 
     With a `store`, known tokens that it has rows for are not computed either. What was computed
     of them is stored at the end of the prompt, what `remember` tells when the cache is closed. A
@@ -112,7 +112,8 @@ class Cache(TransformersCache):
             store=PrefixStore(held, store) if store is not None else None,
         )
         if tokens is not None:
-            self.batch.admit(prompts_of(tokens, attention_mask, extra, held.placeholder_tokens))
+            special = held.placeholder_tokens, held.padding_token
+            self.batch.admit(prompts_of(tokens, attention_mask, extra, *special))
         self._found_tokens = self.batch.hit_tokens if tokens is not None else 0
         layers = [_layer(self.batch, i) for i in range(held.num_layers)]
         TransformersCache.__init__(self, layers=layers)
@@ -173,14 +174,17 @@ class Cache(TransformersCache):
         return self.memory.ledger.blocks(self.batch.requests[sequence])
 
     def remember(self, tokens: torch.Tensor) -> None:
-        """Let later requests reuse these sequences' whole blocks: `generate`'s output."""
+        """Let later requests reuse these sequences' whole blocks: `generate`'s output.
+
+        Refuses tokens that do not begin with the known ones, fewer than the rows hold, and beams.
+        """
         self.batch.remember(tokens)
 
     # ── beams ─────────────────────────────────────────────────────────────────────
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence `i` goes on from what was sequence `beam_idx[i]`; rows are shared."""
-        self.batch.rearrange(beam_idx.tolist())
+        self.batch.reorder_beams(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these sequences only."""

@@ -9,10 +9,11 @@ model that stores decompressed keys is described as such, whatever its paper say
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
@@ -310,12 +311,50 @@ def placeholder_tokens(model: PreTrainedModel) -> frozenset[int]:
     """The ids of tokens that stand for an image, a clip or a sound, as the configuration says."""
     return frozenset(
         value
-        for name, value in model.config.to_dict().items()
+        for name, value in _settings(model.config.to_dict())
         if _PLACEHOLDER.search(name) and isinstance(value, int)
     )
 
 
+def padding_token(model: PreTrainedModel) -> int | None:
+    """The token that `generate` hides of its own accord: none where it ends sequences too."""
+    settings: Any = model.generation_config
+    if settings is None or settings.pad_token_id is None:
+        return None
+    ends = settings.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return None if settings.pad_token_id in ends else int(settings.pad_token_id)
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of those inside it."""
+    for name, value in config.items():
+        yield str(name), value
+        if isinstance(value, Mapping):
+            yield from _settings(cast("Mapping[str, Any]", value))
+
+
 _PLACEHOLDER = re.compile(r"(image|video|vision|audio|speech)\w*_token_(id|index)$")
+
+
+ROPES_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Ropes that turn all keys by another angle in long sequences than in short ones."""
+
+
+def follows_tokens(model: PreTrainedModel) -> bool:
+    """Whether what is kept of a token depends on it and on those before it, and nothing else.
+
+    Not where the rope follows the sequence's length, where tokens see later ones, and in
+    training, where weights change and dropout is random.
+    """
+    if model.training:
+        return False
+    for name, value in _settings(model.config.to_dict()):
+        if name in ("rope_type", "type") and str(value) in ROPES_BY_LENGTH:
+            return False
+        if name in ("use_bidirectional_attention", "prefix_lm") and value in (True, "all"):
+            return False
+    return True
 
 
 # ── which computation ─────────────────────────────────────────────────────────────────
@@ -326,16 +365,33 @@ SAMPLED_ELEMENTS = 64
 def model_identity(model: PreTrainedModel, *, name: str = "") -> Identity:
     """Which computation fills the model's cache: its configuration and a sample of every tensor.
 
-    The tensors are looked at as they are now. A model whose weights change afterwards, or whose
-    adapters are switched, needs another memory. Raises ModelError for weights that are not in
-    this process.
+    The tensors are looked at as they are now, and so are PEFT's adapters: which of them are
+    active, and how strongly. A model whose weights change afterwards, or whose adapters are
+    switched, needs another memory. Raises ModelError for weights that are not in this process.
     """
     return Identity.of_tensors(
         name or str(model.config.model_type),
         model.config.to_dict(),
         [_sample(*each) for each in model.state_dict().items()],
         kv_dtype=str(model.dtype).removeprefix("torch."),
+        adapter=_active_adapters(model),
     )
+
+
+def _active_adapters(model: PreTrainedModel) -> str:
+    """The adapters that the model computes with; the tensors of all are there at any time."""
+    used: set[str] = set()
+    how: list[tuple[str, dict[str, Any]]] = []
+    for name, module in model.named_modules():
+        active: Any = getattr(module, "active_adapters", None)
+        if not isinstance(active, list) or getattr(module, "disable_adapters", False):
+            continue
+        scaling: dict[str, Any] = getattr(module, "scaling", {})
+        used.update(active)
+        how.append((name, {each: scaling.get(each) for each in sorted(active)}))
+    if not used:
+        return ""
+    return f"{'+'.join(sorted(used))}:{blake2b(repr(how).encode(), digest_size=16).hexdigest()}"
 
 
 def _sample(name: str, tensor: torch.Tensor) -> tuple[str, str, bytes]:

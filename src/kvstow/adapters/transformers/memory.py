@@ -15,8 +15,10 @@ from kvstow.adapters.transformers.inspect import (
     HeadShard,
     crossed_layers,
     encoder_positions,
+    follows_tokens,
     kept_layers,
     model_identity,
+    padding_token,
     placeholder_tokens,
     resumes,
     trial,
@@ -50,6 +52,8 @@ class ModelMemory:
     """Attention reads the rows; otherwise they are gathered for it."""
     placeholder_tokens: frozenset[int] = frozenset()
     """Tokens that stand for an image, a clip or a sound: their ids do not tell which."""
+    padding_token: int | None = None
+    """The token that `generate` takes for padding, where nobody gives it a mask."""
     on_close: Callable[[], None] | None = None
     """Gives the model its own attention back."""
 
@@ -71,7 +75,8 @@ class ModelMemory:
         """`budget` bytes (or `"2GiB"`) on the model's device, in rows of what the model keeps.
 
         Runs the model on a few tokens to see what that is. Prefixes are found again later,
-        unless the model cannot go on from a state (see `resumes`) or attends to an encoder.
+        unless the model cannot go on from a state (see `resumes`), attends to an encoder, or
+        keeps of a token what others do not (see `follows_tokens`).
 
         `identity` says which computation fills the rows, so that only caches of the same one
         exchange them. It is made from the model itself (see `model_identity`), which needs all
@@ -104,6 +109,7 @@ class ModelMemory:
             rollback_tokens=rollback_tokens,
             in_place=in_place,
             placeholder_tokens=placeholder_tokens(model),
+            padding_token=padding_token(model),
             on_close=attend_in_place(model) if in_place else None,
         )
 
@@ -144,7 +150,9 @@ class ModelMemory:
 def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel) -> bool:
     """Whether what the model keeps of a prompt serves another prompt that begins alike."""
     kinds = {type(group.retention) for group in groups}
-    return Encoder not in kinds and (State not in kinds or resumes(model))
+    if Encoder in kinds or not follows_tokens(model):
+        return False
+    return State not in kinds or resumes(model)
 
 
 def _with_rollback(spec: LayerSpec, tokens: int) -> LayerSpec:

@@ -19,10 +19,12 @@ def prompts_of(
     mask: Tensor | None = None,
     extra: Sequence[Iterable[tuple[int, bytes]]] = (),
     placeholders: Collection[int] = (),
+    padding_token: int | None = None,
 ) -> list[Prompt]:
     """Sequences as prompts; equal tokens behind different padding are different prompts.
 
-    Refuses tokens that stand for something else, where `extra` does not say for what.
+    Refuses tokens that stand for something else, where `extra` does not say for what, and
+    padding, where no mask says whether it is seen: `generate` hides it, a forward pass does not.
     """
     given: Any = tokens.cpu().numpy()
     if given.ndim != 2 or not len(given) or len(extra) not in (0, len(given)):
@@ -30,17 +32,29 @@ def prompts_of(
             f"no sequences: tokens are {given.shape}, with extra content of {len(extra)}\n\n"
             "hint: tokens are [sequence, token], and extra has an entry for each sequence"
         )
-    if not len(extra) and np.isin(given, list(placeholders)).any():
+    stands_for = np.isin(given, list(placeholders))
+    if any(map(_is_unnamed, stands_for, extra or [()] * len(given))):
         raise BlockError(
             "tokens stand for images or other content that their ids do not tell, so that another "
             "image's rows would be taken for theirs\n\n"
             "hint: Cache(..., extra=[[(position, digest), ...], ...]), or leave tokens out"
+        )
+    if mask is None and padding_token is not None and (given == padding_token).any():
+        raise BlockError(
+            f"tokens have the padding token {padding_token} among them, and no mask\n\n"
+            "hint: Cache(..., attention_mask=...), the one that the model is given"
         )
     found = extra or [()] * len(given)
     return [
         Prompt.of(row, salt=b"" if pad == 0 else f"padded by {pad}".encode(), extra=more)
         for row, pad, more in zip(given, _padding(given, mask), found, strict=True)
     ]
+
+
+def _is_unnamed(stands_for: Any, extra: Iterable[tuple[int, bytes]]) -> bool:
+    """Whether the first token that stands for something is before all that is named."""
+    named = min((position for position, _ in extra), default=len(stands_for))
+    return bool(stands_for[:named].any())
 
 
 def _padding(given: Any, mask: Tensor | None) -> list[int]:

@@ -72,7 +72,13 @@ class Sequences:
         ]
         self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
         self._clock = ""
-        self._uncounted = False
+        self._uncounted = self._has_beams = False
+        for request in self.requests:
+            if memory.ledger.num_tokens(request) != num_tokens:
+                raise BlockError(
+                    f"request {request} holds {memory.ledger.num_tokens(request)} tokens, not "
+                    f"{num_tokens}\n\nhint: num_tokens is what the request was admitted with"
+                )
         if self.requests:
             self._refresh()
 
@@ -113,7 +119,8 @@ class Sequences:
         if self.requests:
             if len(self.requests) != batch_size:
                 raise BlockError(
-                    f"a cache of {len(self.requests)} sequences was given {batch_size}"
+                    f"a cache of {len(self.requests)} sequences was given {batch_size}\n\n"
+                    "hint: give it one row of tokens for each beam or returned sequence"
                 )
             return
         self._admit([1] * batch_size)
@@ -147,7 +154,7 @@ class Sequences:
         self.num_tokens = self.hit_tokens = self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
-        self._uncounted = False
+        self._uncounted = self._has_beams = False
         self.running.forget()
         self._pass.forget()
 
@@ -186,6 +193,11 @@ class Sequences:
         for prompt, request in zip(self._prompts, self.requests, strict=True):
             is_running = length == computed and not self.is_torn
             self._store.save(prompt, request, length, is_running=is_running)
+
+    def reorder_beams(self, origins: Sequence[int]) -> None:
+        """Rearrange, and note that nobody will say which tokens a sequence has had."""
+        self._has_beams = True
+        self.rearrange(origins)
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was; rows stay shared."""
@@ -228,6 +240,7 @@ class Sequences:
                 "hint: give the cache its tokens: Cache(memory, tokens=input_ids)"
             )
         self.count()
+        self._check_told(tokens)
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
@@ -236,6 +249,30 @@ class Sequences:
         ]
         self._known = max(self._known, self.num_tokens)
         self._fixed_tokens = max(self._fixed_tokens, self._known)
+
+    def _check_told(self, tokens: Tensor) -> None:
+        """Refuses tokens that are not those of the rows, as far as that can be seen."""
+        if self._has_beams:
+            raise BlockError(
+                "beams cannot be remembered: the answers of a beam search are not in the order of "
+                "the cache's sequences, and may not be among them\n\n"
+                "hint: the prompt is kept without it"
+            )
+        if tokens.ndim != 2 or len(tokens) != len(self.requests):
+            raise BlockError(f"{len(self.requests)} sequences, tokens are {tuple(tokens.shape)}")
+        if tokens.shape[1] < self.num_tokens:
+            raise BlockError(
+                f"{tokens.shape[1]} tokens are told of sequences that hold {self.num_tokens}\n\n"
+                "hint: give the prompt and the answer, as generate returns them"
+            )
+        known = tokens[:, : self._known].cpu().numpy()
+        if any(
+            (row != p.tokens[: len(row)]).any() for row, p in zip(known, self._prompts, strict=True)
+        ):
+            raise BlockError(
+                "the tokens do not begin like those that the cache was made for\n\n"
+                "hint: give the prompt and the answer, as generate returns them"
+            )
 
     def crop(self, num_tokens: int) -> None:
         """Take tokens back, down to `num_tokens`: those that follow are written over them.
@@ -338,6 +375,13 @@ class Sequences:
         return layer == self._clock
 
     def _grow(self, wanted: int) -> None:
+        if self.num_tokens < self._known < wanted and self.hit_tokens:
+            raise BlockError(
+                f"{self.hit_tokens} of {self._known} tokens were found, and the model was given "
+                f"{wanted - self.num_tokens} more: the prompt again, or tokens behind it\n\n"
+                "hint: give it the prompt's last tokens first; assisted generation computes whole "
+                "prompts, so leave tokens out there"
+            )
         copies: tuple[RowCopy, ...] = ()
         if wanted > max(1, self._grown_tokens):
             self.settle()
