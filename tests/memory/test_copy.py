@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import BlockError, CopyError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.copy import block_copies, choose_method, copy
+from kvstow.memory.copy import _copy_on_host, block_copies, choose_method, copy
 from kvstow.memory.cuda import GROWTH, OPENING, gather, rounds, warm_up, word_bytes
 from kvstow.memory.kernels import copy as kernels
 from kvstow.plan.alignment import Alignment
@@ -285,6 +285,25 @@ def test_a_method_that_needs_a_device_is_refused_between_host_arenas():
         for method in ("batch", "kernel", "plain"):
             with pytest.raises(CopyError, match="does not copy from cpu to cpu"):
                 copy(a, b, copies, method=method)
+
+
+@pytest.mark.parametrize("unit", [1, 8, 16, 17, 48, 64, 4096, 8192, 16384])
+@pytest.mark.parametrize("longest", [1, 2, 9])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_short_copies_inside_host_memory_are_exact_at_every_length(unit, longest, shift):
+    rng = np.random.default_rng(unit * longest)
+    count, room = 300, 800 * longest * unit + 2 * shift
+    memory = pattern(room, 1), pattern(room, 2)
+    expected = memory[1].copy()
+    places = np.sort(rng.permutation(799 * longest)[:count])
+    units = np.minimum(np.diff(np.append(places, places[-1] + longest)), longest)
+    starts = rng.integers(0, 799 * longest, count)
+    copies = Copies(starts * unit + shift, places * unit + shift, units * unit)
+    for start, place, size in triples(copies):
+        expected[place : place + size] = memory[0][start : start + size]
+    order = rng.permutation(count)
+    _copy_on_host(copies.take(order).moved(*(each.ctypes.data for each in memory)))
+    assert (memory[1] == expected).all()
 
 
 # ── the gather kernel, in Triton's interpreter where there is no device ───────────────

@@ -10,7 +10,7 @@ given by then. Nothing is copied before all of it has been found to lie inside b
 """
 
 from collections.abc import Callable
-from ctypes import memmove
+from ctypes import c_char, memmove
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from kvstow.memory import cuda
 from kvstow.memory.arena import Arena, checked_ids
 from kvstow.plan.layout import Layout, page_runs
 from kvstow.plan.view import Ints, Run
-from kvstow.route.copies import Copies, merged
+from kvstow.route.copies import Copies, cut, merged
 
 Method = Literal["memmove", "batch", "kernel", "plain"]
 
@@ -289,7 +289,44 @@ def _started(
     return cuda.start(source, destination, copies, method, stream)
 
 
+UNITS = range(16, (8 << 10) + 1)
+"""Lengths of pieces, in bytes, that are copied faster by index: a call for each takes 0.6 µs, an
+index 0.04 and a second copy inside the cache."""
+
+AT_ONCE = 1 << 20
+"""Bytes that numpy picks at a time: what it keeps of them meanwhile stays in the cache."""
+
+
 def _copy_on_host(copies: Copies) -> None:
-    columns = copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist()
-    for place, start, nbytes in zip(*columns, strict=True):
-        memmove(place, start, nbytes)
+    """Copy between addresses: many of a common length by index, others one by one."""
+    unit = _common_unit(copies)
+    if unit not in UNITS or copies.total > 4 * unit * len(copies):
+        columns = copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist()
+        for place, start, nbytes in zip(*columns, strict=True):
+            memmove(place, start, nbytes)
+        return
+    even = cut(copies, unit)
+    here, starts = _units(even.source, unit)
+    there, places = _units(even.destination, unit)
+    step = max(1, AT_ONCE // unit)
+    for at in range(0, len(even), step):
+        there[places[at : at + step]] = here[starts[at : at + step]]
+
+
+def _common_unit(copies: Copies) -> int:
+    """The longest piece at whose multiples, counted from the first copy, all start and end."""
+    if len(copies) < 2:
+        return 0
+    source, destination = copies.source - copies.source[0], copies.destination
+    columns = source, destination - destination[0], copies.nbytes
+    return int(np.gcd.reduce([np.gcd.reduce(column) for column in columns]))
+
+
+def _units(addresses: Ints, unit: int) -> tuple[npt.NDArray[np.void], Ints]:
+    """The memory from the lowest to the highest of these addresses in pieces of `unit` bytes, and
+    which piece each address is."""
+    low = int(addresses.min())
+    which = (addresses - low) // unit
+    count = int(which.max()) + 1
+    memory = memoryview((c_char * (count * unit)).from_address(low))
+    return np.ndarray(count, f"V{unit}", memory), which

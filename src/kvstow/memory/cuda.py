@@ -185,10 +185,12 @@ def gather(
     from kvstow.memory.kernels.copy import TILE_BYTES, copy_runs
 
     word = word_bytes(source.data_ptr(), destination.data_ptr(), copies)
-    mean = int(copies.nbytes.mean())
-    limit = align_up(UNEVEN * mean, TILE_BYTES)
-    even = cut(copies, limit)
-    table = torch.as_tensor(np.stack([even.source, even.destination, even.nbytes]) // word)
+    mean = copies.total // len(copies)
+    even = cut(copies, align_up(UNEVEN * mean, TILE_BYTES))
+    columns = np.empty((3, len(even)), np.int64)
+    for row, places in zip(columns, (even.source, even.destination, even.nbytes), strict=True):
+        np.right_shift(places, word.bit_length() - 1, out=row)
+    table = torch.as_tensor(columns)
     device = source.device if source.device.type == "cuda" else destination.device
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)

@@ -76,6 +76,14 @@ def joined(parts: Sequence[Copies]) -> Copies:
     )
 
 
+def ascending(copies: Copies, *, by: Side = "destination") -> Copies:
+    """The copies sorted by one side's places, unless they ascend already."""
+    places = copies.source if by == "source" else copies.destination
+    if (places[1:] < places[:-1]).any():
+        return copies.take(np.argsort(places, kind="stable"))
+    return copies
+
+
 def merged(copies: Copies, *, by: Side = "destination") -> Copies:
     """The same copies in the fewest pieces: neighbours on both sides become one.
 
@@ -83,9 +91,7 @@ def merged(copies: Copies, *, by: Side = "destination") -> Copies:
     """
     if len(copies) < 2:
         return copies
-    places = copies.source if by == "source" else copies.destination
-    if (places[1:] < places[:-1]).any():
-        copies = copies.take(np.argsort(places, kind="stable"))
+    copies = ascending(copies, by=by)
     apart = copies.source[1:] - copies.source[:-1] != copies.nbytes[:-1]
     apart |= copies.destination[1:] - copies.destination[:-1] != copies.nbytes[:-1]
     if apart.all():

@@ -125,13 +125,24 @@ def expanded(pairs: BlockPairs, kinds: Sequence[Lanes]) -> Copies:
     before = (np.cumsum(sizes) - sizes)[pairs.kind] - (np.cumsum(counts) - counts)
     lane = np.repeat(before, counts)
     lane += np.arange(len(lane))
-    source = np.repeat(pairs.source, counts) * s_stride[lane] + table.source[lane]
-    destination = np.repeat(pairs.destination, counts) * d_stride[lane] + table.destination[lane]
+    source = _places(pairs.source, counts, lane, s_stride, table.source)
+    destination = _places(pairs.destination, counts, lane, d_stride, table.destination)
     if (destination[1:] < destination[:-1]).any():
         order = np.argsort(destination, kind="stable")
         lane, source, destination = lane[order], source[order], destination[order]
     copies = Copies(source, destination, table.nbytes[lane])
     return chained(copies, continued(copies, lane, free))[0]
+
+
+def _places(blocks: Ints, counts: Ints, lane: Ints, strides: Ints, offsets: Ints) -> Ints:
+    """Where the lanes of each block lie; in place, because fresh memory costs as much as sums."""
+    if (strides == strides[0]).all():
+        places = np.repeat(blocks * strides[0], counts)
+    else:
+        places = np.repeat(blocks, counts)
+        places *= strides[lane]
+    places += offsets[lane]
+    return places
 
 
 # ── equal rows ────────────────────────────────────────────────────────────────────────

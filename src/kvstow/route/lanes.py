@@ -147,9 +147,10 @@ def continued(copies: Copies, which: Ints, free: FreeAround) -> Flags:
 
     Around copy `i` the bytes `free[which[i]]` are free.
     """
-    gap = copies.source[1:] - copies.source[:-1] - copies.nbytes[:-1]
-    other = copies.destination[1:] - copies.destination[:-1] - copies.nbytes[:-1]
-    found = (gap == other) & (gap >= 0)
+    gap = copies.source[1:] - copies.source[:-1]
+    found = gap == copies.destination[1:] - copies.destination[:-1]
+    gap -= copies.nbytes[:-1]
+    found &= gap >= 0
     near = np.flatnonzero(found)
     one, next_one, gap = which[near], which[near + 1], gap[near]
     fits = gap <= free.source_after[one] + free.source_before[next_one]

@@ -29,7 +29,7 @@ from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.route.copies import Copies, cut, merged
+from kvstow.route.copies import Copies, ascending, cut, merged
 from kvstow.route.route import Route
 from kvstow.transfer.channel.messages import Card, Fetched, Staged
 from kvstow.transfer.loop import NOW_AND_THEN, SOON, Mailbox, Story, together
@@ -76,7 +76,7 @@ def pieces(
 
 def in_slots(copies: Copies, slot_bytes: int) -> list[Piece]:
     """The copies in order of destination, in pieces that fit a slot."""
-    copies = cut(copies.take(np.argsort(copies.destination, kind="stable")), slot_bytes)
+    copies = cut(ascending(copies), slot_bytes)
     ends = copies.nbytes.cumsum()
     found: list[Piece] = []
     first = 0
