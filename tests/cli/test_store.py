@@ -94,6 +94,19 @@ def test_convert_writes_a_store_of_the_new_layout(directory, tmp_path):
     assert "already" in again.stderr
 
 
+def test_convert_says_how_many_rows_are_in_no_larger_block(directory, tmp_path):
+    """Rows of this store have no links."""
+    manifest = tmp_path / "new.json"
+    manifest.write_bytes(encode(hybrid(block_tokens=8)))
+    done = run("store", "convert", directory, "--to", tmp_path / "new", "--layout", manifest)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "0 rows written, 0 left behind\n"
+    assert "40 rows of the old store are in no block of the new size" in done.stderr
+    asked = ("--to", tmp_path / "again", "--layout", manifest, "--json")
+    found = json.loads(run("store", "convert", directory, *asked).stdout)
+    assert found == {"written": 0, "incomplete": 0, "left_out": 40}
+
+
 def test_a_layout_without_identity_gets_that_of_the_store(directory, tmp_path):
     """`kvstow plan` does not know which weights will be served."""
     manifest = tmp_path / "new.json"

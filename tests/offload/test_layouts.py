@@ -235,6 +235,29 @@ def test_two_ranks_stores_are_converted_into_one(tmp_path):
         tier.close()
 
 
+def test_a_conversion_counts_rows_that_are_in_no_block_of_the_new_size(tmp_path):
+    old = saved(tmp_path / "old", layout_of())
+    groups, rows = len(old.layout.groups), old.usage.rows
+    lost = block_keys(IDENTITY, PROMPT, 4)[2:3]
+    full = next(g for g, r in enumerate(old.layout.groups) if r.group.retention == Full())
+    old.evict(full, lost)  # its neighbour, the fourth block, is of no use in a block of eight
+    strange = [b"no place", b"nor this one"]
+    nothing = [np.zeros(old.layout.row_bytes(full), np.uint8) for _ in strange]
+    assert old.store(full, strange, nothing).all()
+    same = DiskTier(tmp_path / "same", layout_of(order="BHLNC"), capacity=4 * MIB)
+    larger = DiskTier(tmp_path / "larger", layout_of(block_tokens=8), capacity=4 * MIB)
+    done = convert([old], same)
+    assert (done.written, done.incomplete, done.left_out) == (rows + 1, 0, 0)
+    done = convert([old], larger)
+    assert groups == 3
+    assert done.incomplete == 0
+    states = 3  # of six, where no block of eight ends
+    assert done.left_out == 1 + len(strange) + states
+    assert not larger.contains(full, strange).any()
+    for tier in (old, same, larger):
+        tier.close()
+
+
 def test_conversion_keeps_chains_so_that_it_can_be_repeated(tmp_path):
     old = saved(tmp_path / "4", layout_of())
     mid = DiskTier(tmp_path / "8", layout_of(block_tokens=8), capacity=4 * MIB)

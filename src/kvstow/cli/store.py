@@ -150,8 +150,9 @@ def convert(
     """Write a store's rows into a new store of another layout.
 
     `kvstow plan --manifest FILE` makes the layout. Order, alignment, tensor parallelism
-    may differ, tokens per block may be a multiple. Exit code 1 if rows were left behind. A
-    conversion that fails leaves nothing behind.
+    may differ, tokens per block may be a multiple. Rows that are in no block of the new size are
+    counted. Exit code 1 if rows could not be read and were left behind. A conversion that fails
+    leaves nothing behind.
     """
     from contextlib import ExitStack
 
@@ -180,9 +181,16 @@ def convert(
         new.close()
         cleaning.pop_all()
     if json:
-        emit_json({"written": done.written, "incomplete": done.incomplete})
+        emit_json(
+            {"written": done.written, "incomplete": done.incomplete, "left_out": done.left_out}
+        )
     else:
         emit_text(f"{done.written:,} rows written, {done.incomplete:,} left behind")
+        if done.left_out:
+            note(
+                f"{done.left_out:,} rows of the old store are in no block of the new size: none "
+                "ends where they end, their neighbours are gone, or they were stored without links"
+            )
     if done.incomplete:
         raise typer.Exit(FAILED)
 

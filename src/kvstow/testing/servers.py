@@ -138,14 +138,16 @@ class Seaweed(ServerProcess):
         return f"s3://{self.bucket}/rows?endpoint=http://127.0.0.1:{self.ports[3]}&{options}"
 
     def start(self) -> Self:
-        """Start it; returns when a file can be written and read."""
+        """Start it; returns when the bucket is there and a file in it can be written and read."""
         super().start()
-        file = f"http://127.0.0.1:{self.ports[2]}/ready/{secrets.token_hex(4)}"
+        name = f"ready-{secrets.token_hex(4)}"
+        file = f"http://127.0.0.1:{self.ports[2]}/buckets/{self.bucket}/{name}"
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             with suppress(OSError):
                 urlopen(Request(file, b"ready", method="PUT"), timeout=2).close()
                 urlopen(file, timeout=2).close()
+                urlopen(Request(file, method="DELETE"), timeout=2).close()
                 return self
             time.sleep(0.1)
         self.kill()

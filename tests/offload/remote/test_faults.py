@@ -26,7 +26,7 @@ class Watched:
 
     def __init__(self, url):
         self.client, _ = opened(url)
-        self.where = self.client.where
+        self.where, self.puts_at_once = self.client.where, self.client.puts_at_once
         self.asked = Counter()
         self.gates = {}
         self.broken = ""
@@ -223,6 +223,21 @@ def test_writes_never_wait_and_what_does_not_fit_is_dropped_and_counted(valkey_u
     assert tier.flush(20)
     assert tier.counts.stored_rows == taken.sum()
     assert loaded(tier) == taken.tolist()
+    tier.close()
+
+
+def test_a_row_that_s3_takes_long_to_store_holds_up_no_others(s3_url):
+    client = Watched(s3_url)
+    tier = tier_of(client)
+    stored(tier, [0])
+    client.gates["put"] = Event()
+    before = client.asked["put"]
+    for n in range(1, 6):
+        assert tier.store(0, [KEYS[n]], [numbered_row(tier, 0, n)]).all()
+        wait_for(lambda n=n: client.asked["put"] == before + n)
+    client.gates["put"].set()
+    assert tier.flush(20)
+    assert loaded(tier) == [True] * 6
     tier.close()
 
 

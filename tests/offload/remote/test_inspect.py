@@ -67,6 +67,14 @@ def test_an_empty_store_is_inspected_and_verified(url):
     assert run("store", "verify", url).exit_code == 0
 
 
+def test_a_bucket_that_is_not_there_is_an_error_that_says_so(s3_url):
+    missing = s3_url.replace("//kvstow-rows/", "//nobody-made-this/")
+    for command in ("inspect", "verify"):
+        done = run("store", command, missing)
+        assert done.exit_code == 1
+        assert "there is no such bucket" in done.output
+
+
 def test_verify_finds_a_flipped_bit_and_removes_the_row(url, rows):
     done = run("store", "verify", url, "--json")
     assert done.exit_code == 0

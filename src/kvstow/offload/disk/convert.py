@@ -44,20 +44,25 @@ class Converted:
     written: int
     incomplete: int
     """Rows of the new store for which some row of the old ones was missing or damaged."""
+    left_out: int
+    """Rows of the first old store that are in no row of the new one, whose blocks are larger: none
+    ends where they end, their neighbours are gone, or they were stored without links."""
 
 
 def convert(old: Sequence[DiskTier], new: DiskTier) -> Converted:
     """Write the rows of stores of one deployment's ranks into a store of another layout."""
-    written = incomplete = 0
+    written = incomplete = left_out = 0
     for group in range(len(new.layout.groups)):
         theirs = _group_of(old[0].layout, new.layout, group)
         ratio = _ratio(old[0].layout, theirs, new.layout, group)
         stage = _Stage(old, theirs, new.layout, group, ratio)
-        for runs in stage.batches(_runs(old[0], theirs, ratio)):
+        wanted, unused = _runs(old[0], theirs, ratio)
+        left_out += unused
+        for runs in stage.batches(wanted):
             done = stage.moved(runs, new)
             written += done
             incomplete += len(runs) - done
-    return Converted(written, incomplete)
+    return Converted(written, incomplete, left_out)
 
 
 class _Stage:
@@ -76,15 +81,9 @@ class _Stage:
         self._sources: tuple[SourceRoute, ...] = sources(shapes, self._target.layout)
         self._stages = {s.index: Arena(shapes[s.index]) for s in self._sources}
 
-    def batches(self, runs: Iterator[NewRow]) -> Iterator[list[NewRow]]:
-        batch: list[NewRow] = []
-        for run in runs:
-            batch.append(run)
-            if len(batch) == self.num_rows:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
+    def batches(self, runs: Sequence[NewRow]) -> Iterator[Sequence[NewRow]]:
+        for at in range(0, len(runs), self.num_rows):
+            yield runs[at : at + self.num_rows]
 
     def moved(self, runs: Sequence[NewRow], new: DiskTier) -> int:
         """Read, route and write a batch; how many rows the new store has of it."""
@@ -139,11 +138,13 @@ def _ratio(old: Layout, theirs: int, new: Layout, group: int) -> int:
     return after // before
 
 
-def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[NewRow]:
-    """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block."""
+def _runs(tier: DiskTier, group: int, ratio: int) -> tuple[list[NewRow], int]:
+    """The rows of the new store, oldest first: every chain of `ratio` rows that ends a block. And
+    how many old rows are in none of them."""
     rows = tier.index.ask("SELECT key, block, parent FROM rows WHERE grp = ? ORDER BY seq", group)
     recurrent = isinstance(tier.layout.groups[group].group.retention, State)
     known = {key: (block, parent) for key, block, parent in rows}
+    runs: list[NewRow] = []
     for key, block, _ in rows:
         if (block + 1) % ratio and ratio > 1:
             continue
@@ -152,7 +153,9 @@ def _runs(tier: DiskTier, group: int, ratio: int) -> Iterator[NewRow]:
             chain.insert(0, known[chain[0]][1])
         if all(link in known for link in chain):
             parent = _ancestor(known, key, ratio)
-            yield NewRow(tuple(chain), ChainLink((block + 1) // ratio - 1, parent))
+            runs.append(NewRow(tuple(chain), ChainLink((block + 1) // ratio - 1, parent)))
+    used = {key for run in runs for key in run.keys}
+    return runs, len(known) - len(used)
 
 
 def _ancestor(known: dict[bytes, tuple[int, bytes]], key: bytes, steps: int) -> bytes:

@@ -56,7 +56,6 @@ class WriteQueue:
         breaker: Breaker,
         *,
         max_bytes: int,
-        num_threads: int = 2,
         before: Callable[[], None],
         written: Callable[[Sequence[Blob]], None],
         done: Callable[[Sequence[Blob]], None],
@@ -74,13 +73,14 @@ class WriteQueue:
         self._absent: OrderedDict[str, float] = OrderedDict()
         """When objects were not there, the oldest first."""
         self._lock = Lock()
-        self._changed = Condition(self._lock)
+        self._arrived, self._changed = Condition(self._lock), Condition(self._lock)
+        """Blobs wait for a thread; fewer bytes than before wait or are being written."""
         self._closed = False
         self._dropped: Counter[str] = Counter()
         self._said = float("-inf")
         self._threads = [
             Thread(target=self._work, name=f"kvstow-remote-write-{i}", daemon=True)
-            for i in range(num_threads)
+            for i in range(client.puts_at_once)
         ]
         for thread in self._threads:
             thread.start()
@@ -136,7 +136,7 @@ class WriteQueue:
         """Write blobs that were taken, unless the store fails. Never waits."""
         with self._lock:
             self._waiting.extend(blobs)
-            self._changed.notify_all()
+            self._arrived.notify()
 
     def forget(self, names: Sequence[str]) -> None:
         """These objects are not there: the next time they come they are sent again."""
@@ -159,6 +159,7 @@ class WriteQueue:
             for blob in self._waiting:
                 self._nbytes -= blob.data.nbytes
             self._waiting.clear()
+            self._arrived.notify_all()
             self._changed.notify_all()
         end = monotonic() + seconds
         for thread in self._threads:
@@ -184,11 +185,13 @@ class WriteQueue:
     def _taken(self) -> list[Blob]:
         """Blobs of about one batch, when there are any; none when the queue is closed."""
         with self._lock:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._arrived.wait_for(lambda: self._waiting or self._closed)
             batch, nbytes = list[Blob](), 0
             while self._waiting and (not batch or nbytes < BATCH_BYTES):
                 batch.append(self._waiting.popleft())
                 nbytes += batch[-1].data.nbytes
+            if self._waiting:
+                self._arrived.notify()
             return batch
 
     def _write(self, batch: Sequence[Blob]) -> None:

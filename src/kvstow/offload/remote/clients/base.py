@@ -69,6 +69,11 @@ class BlobClient(Protocol):
         """The store, for messages; without passwords."""
         ...
 
+    @property
+    def puts_at_once(self) -> int:
+        """Calls of `put` that together are faster than one."""
+        ...
+
     def memory(self, nbytes: int) -> Bytes:
         """Memory that `put` sends from without another copy. It lasts as long as the client."""
         ...

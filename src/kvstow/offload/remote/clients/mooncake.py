@@ -99,6 +99,8 @@ class _Copies:
 class MooncakeClient:
     """Objects whose names begin with one prefix, on the segments that a master knows."""
 
+    puts_at_once = 2
+
     def __init__(
         self,
         master: str,

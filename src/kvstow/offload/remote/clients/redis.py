@@ -56,6 +56,8 @@ class RedisClient:
     `ca_file` has the certificates that a `rediss` server is known by, where the system's are not.
     """
 
+    puts_at_once = 2
+
     def __init__(
         self, url: str, prefix: str, *, seconds: float, ca_file: str | None = None
     ) -> None:

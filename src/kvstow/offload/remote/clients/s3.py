@@ -36,13 +36,15 @@ except ImportError:
 T = TypeVar("T")
 
 IN_FLIGHT = 64
-"""Requests under way at a time."""
+"""Requests under way at a time, of one call, or of all that put objects."""
 
 RETRY_SECONDS = 0.02
 
 
 class S3Client:
     """Objects of one bucket below one prefix."""
+
+    puts_at_once = 16  # each ends with its slowest request, which may take long
 
     def __init__(
         self, bucket: str, prefix: str, *, options: Mapping[str, str], seconds: float
@@ -70,6 +72,7 @@ class S3Client:
         self._thread = Thread(target=self._loop.run_forever, name="kvstow-s3", daemon=True)
         self._thread.start()
         self._seconds = seconds
+        self._putting = asyncio.Semaphore(IN_FLIGHT)
 
     def memory(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
@@ -86,7 +89,7 @@ class S3Client:
                 return False
             return True
 
-        made = zip(blobs, self._each(put, blobs), strict=True)
+        made = zip(blobs, self._each(put, blobs, self._putting), strict=True)
         return {blob.name: THERE for blob, is_new in made if not is_new}
 
     def renew(self, blobs: Sequence[Blob]) -> Refused:
@@ -164,15 +167,20 @@ class S3Client:
         if not self._loop.is_running():
             self._loop.close()
 
-    def _each(self, function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
+    def _each(
+        self,
+        function: Callable[[Any], Awaitable[T]],
+        items: Sequence[Any],
+        gate: asyncio.Semaphore | None = None,
+    ) -> list[T]:
         """The function's results for all items, some at a time; cancelled when one fails twice.
 
         Once is nothing: servers close connections that were idle.
         """
-        gate = asyncio.Semaphore(IN_FLIGHT)
+        passed = gate or asyncio.Semaphore(IN_FLIGHT)
 
         async def one(item: Any) -> T:
-            async with gate:
+            async with passed:
                 try:
                     return await function(item)
                 except BaseError:
@@ -196,5 +204,9 @@ class S3Client:
 
 
 def _unreachable(where: str, error: BaseException) -> StoreUnreachable:
-    lines = str(error).splitlines()
+    text = str(error)
+    if "NoSuchBucket" in text:
+        hint = "make it, or name another one: kvstow makes no buckets"
+        return StoreUnreachable(f"{where}: there is no such bucket\n\nhint: {hint}")
+    lines = text.splitlines()
     return StoreUnreachable(f"{where}: {lines[0] if lines else error!r}")
