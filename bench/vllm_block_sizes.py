@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from vllm_engines import TEXT_TOKENS, Remote, spread, use
-from vllm_pairs import Save, Settings, begun, counted, prefilled
+from vllm_engines import Remote, spread, use
+from vllm_pairs import Save, Settings, begun, computed_apart, counted, prefilled
 
 UNEQUAL, EQUAL = (16, 64), (16, 16)
 WAYS: dict[str, tuple[tuple[int, int], dict[str, str]]] = {
@@ -55,10 +55,9 @@ def unequal(prefill: Remote, decode: Remote, length: int, settings: Settings) ->
     seconds, wrong, before = [], 0, decode.counts()
     for _ in range(min(3, settings.repeats)):
         prompt = settings.prompts(length)
-        following = prefill.first({"prompt": prompt, "max_tokens": 1})["text"]
-        job = handed_whole(prefill, prompt, following)
-        told = prefill.first({"prompt": prompt, "max_tokens": TEXT_TOKENS + 1})["text"]
-        done = decode.first({**job, "prompt": [*prompt, *following]})
+        told = computed_apart(prefill, prompt)
+        job = handed_whole(prefill, prompt, told[:1])
+        done = decode.first({**job, "prompt": [*prompt, *told[:1]]})
         seconds.append(done["first"])
         wrong += done["text"] != told[1:]
     after = decode.counts()

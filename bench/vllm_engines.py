@@ -244,7 +244,10 @@ class Engine:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         key = job.get("id", f"r{self._count}")
-        self._llm.llm_engine.add_request(key, {"prompt_token_ids": job["prompt"]}, sampling)
+        prompt = {"prompt_token_ids": job["prompt"]}
+        if "salt" in job:  # shares no cached prefix with a prompt of another salt
+            prompt["cache_salt"] = job["salt"]
+        self._llm.llm_engine.add_request(key, prompt, sampling)
         return key
 
 

@@ -50,7 +50,7 @@ from vllm_engines import (
     versions,
 )
 from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
-from vllm_pairs import Save, Settings, begun, counted, pair, prefilled
+from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
 
 PARTS = ("handover", "failures", "damage", "block sizes")
 HANDOVER = {
@@ -64,21 +64,40 @@ HANDOVER = {
 # ── handover ──────────────────────────────────────────────────────────────────────────
 
 
-def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, slow: bool) -> Any:
+def handed_text(
+    prefill: Remote, decode: Remote, prompt: list[int], *, stops_short: bool
+) -> tuple[dict[str, Any], list[int]]:
+    """One prompt that was handed over, and the right text, of a cache computed in the same pieces.
+
+    A prefill engine that stops one token short leaves the last whole block out of its own prefix
+    cache (vLLM enters only what a prompt of that length can find): its prompt is computed apart,
+    and its last token is the one that follows.
+    """
+    if not stops_short:
+        job = decode.first(prefilled(prefill, [prompt])[0])
+        return job, prefill.first({"prompt": prompt})["text"]
+    told = computed_apart(prefill, prompt[:-1])
+    job = decode.first(prefilled(prefill, [[*prompt[:-1], told[0]]])[0])
+    return job, told[1:]
+
+
+def handed_over(prefill: Remote, decode: Remote, settings: Settings, *, name: str) -> Any:
     """Times to first token of handed-over prompts, and whether all texts were right."""
     result: dict[str, Any] = {"lengths": {}, "in_flight": {}, "wrong_texts": 0, "texts": 0}
     firsts = [
         decode.first(prefilled(prefill, [settings.prompts(settings.first)])[0]) for _ in range(4)
     ]
     result["first_pulls_ms"] = [round(1000 * job["first"], 1) for job in firsts]
+    slow = name == "NixlConnector"
+    stops_short = settings.windows and name.startswith("kvstow")
     for length in settings.slow if slow else settings.lengths:
         seconds, before = [], decode.counts()
         for _ in range(2 if slow else settings.repeats):
             prompt = settings.prompts(length + 1)
-            job = decode.first(prefilled(prefill, [prompt])[0])
+            job, right = handed_text(prefill, decode, prompt, stops_short=stops_short)
             seconds.append(job["first"])
             result["texts"] += 1
-            result["wrong_texts"] += job["text"] != prefill.first({"prompt": prompt})["text"]
+            result["wrong_texts"] += job["text"] != right
         result["lengths"][str(length)] = spread(seconds) | counted(before, decode.counts())
     for many in () if slow else settings.in_flight:
         jobs = prefilled(
@@ -152,7 +171,7 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
         begun(engines)
         use(engines, settings.prompts, settings.used)
         prefill, decode = engines
-        result |= handed_over(prefill, decode, settings, slow=name == "NixlConnector")
+        result |= handed_over(prefill, decode, settings, name=name)
         save(name, result)
         if name == "kvstow":
             result["others"] = others_slowed(prefill, decode, settings)
@@ -255,7 +274,7 @@ def settings_of(chosen: argparse.Namespace, config: dict[str, Any]) -> Settings:
         small = EngineOptions(memory_bytes=32 << 20, max_tokens=1024, cpu=True)
         made = Settings(small, made.prompts, (64, 700), (64,), 2, 1, (1, 4), 4, 200, 20, 300)
         made = replace(made, failing=700, filling=20, tier_bytes=8 << 20, unequal=(64, 700))
-    return made
+    return replace(made, windows="sliding_window" in config)
 
 
 def saver(file: Path, document: dict[str, Any], model: str, part: str) -> Save:

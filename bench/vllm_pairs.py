@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_engines import EngineOptions, Prompts, Remote
+from vllm_engines import TEXT_TOKENS, EngineOptions, Prompts, Remote
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Settings:
     failing: int = 16384
     filling: int = 11
     tier_bytes: int = 1 << 30
+    windows: bool = False
 
 
 Save = Callable[[str, dict[str, Any]], None]
@@ -49,6 +50,16 @@ def prefilled(prefill: Remote, prompts: list[list[int]]) -> list[dict[str, Any]]
         {"id": job["id"], "prompt": job["prompt"], "params": done["params"]}
         for job, done in zip(jobs, out["jobs"], strict=True)
     ]
+
+
+def computed_apart(prefill: Remote, prompt: list[int]) -> list[int]:
+    """How a prompt goes on, with nothing of it cached: one token more than a text has.
+
+    A text can be compared exactly where both caches were computed in the same pieces. What is
+    partly cached is computed in others, rounded in others, and now and then says something else.
+    """
+    job = {"prompt": prompt, "salt": f"{time.monotonic_ns()}", "max_tokens": TEXT_TOKENS + 1}
+    return prefill.first(job)["text"]
 
 
 def pair(model: str, settings: Settings, transfer: dict[str, Any]) -> list[Remote]:
