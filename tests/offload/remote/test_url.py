@@ -57,7 +57,6 @@ def test_messages_show_no_passwords():
 
 
 def test_mooncake_without_a_metadata_server_is_refused_with_a_hint():
-    pytest.importorskip("mooncake")
     with pytest.raises(StoreError, match="hint: …\\?metadata="):
         opened("mooncake://127.0.0.1:1/rows")
 

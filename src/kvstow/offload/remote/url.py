@@ -137,13 +137,13 @@ def _redis(parts: SplitResult, own: dict[str, str], seconds: float) -> BlobClien
 
 
 def _mooncake(master: str, prefix: str, own: dict[str, str]) -> BlobClient:
-    from kvstow.offload.remote.clients.mooncake import STAGE_BYTES, MooncakeClient
-
     if not own.get("metadata"):
         raise StoreError(
             f"mooncake://{master}: no metadata server\n\n"
             "hint: …?metadata=http://HOST:PORT/metadata, or P2PHANDSHAKE"
         )
+    from kvstow.offload.remote.clients.mooncake import STAGE_BYTES, MooncakeClient
+
     return MooncakeClient(
         master,
         prefix,

@@ -230,7 +230,8 @@ def measured(
     progress: Callable[[int], None] = lambda round: None,
 ) -> dict[str, Any]:
     """The figures, as a document; `progress` hears of each round that begins, from 0."""
-    contact_ms, connect_ms = contact_times(replace(MILLION, device=setting.device))
+    million = replace(MILLION, device=setting.device)
+    contact_ms, connect_ms = contact_times(million, min(CONTACTS, setting.repeats))
     with producing(setting) as producer:
         run = TransferRun(setting, producer, direction)
         times = Times(run)
@@ -295,11 +296,11 @@ def _descriptors(name: str, run: TransferRun) -> int:
             return 2 * run.setting.layers * run.setting.rows
 
 
-def contact_times(setting: Setting) -> tuple[float, float]:
+def contact_times(setting: Setting, contacts: int) -> tuple[float, float]:
     """Milliseconds from hello to a measured path, NIXL's connecting left out, and NIXL's; of
-    several contacts, each between fresh processes, the best."""
+    so many contacts, each between fresh processes, the best."""
     times: list[tuple[float, float]] = []
-    for _ in range(CONTACTS):
+    for _ in range(contacts):
         with producing(setting) as producer:
             run = TransferRun(setting, producer, None)
             run.close()
