@@ -6,6 +6,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvstow.cli import app
+from kvstow.offload.disk.tier import DiskTier
+from kvstow.plan.deployment import plan_model
+from kvstow.plan.identity import Identity
+from kvstow.plan.manifest import encode
 
 
 def invoke(*arguments: str) -> Result:
@@ -122,3 +126,31 @@ def test_a_router_without_aiohttp_names_the_extra(monkeypatch):
     assert result.exit_code == 1
     assert "aiohttp is not installed" in result.stderr
     assert "kvstow[router]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["dash", ".", "--page-key", "{file}"], "a key is text in UTF-8"),
+        (["dash", ""], "'': no such directory"),
+        (["peers", "tcp://127.0.0.1:1", "--keys-file", "/dev/zero"], "keys_file /dev/zero"),
+        (["simulate", "llama-3.1-8b", "--trace", "/dev/zero"], "a line of more than"),
+        (["plan", "{manifest}"], "a layout's manifest, not a model's configuration"),
+        (["route", "llama-3.1-8b@tp=0", "llama-3.1-8b"], "tp=0 is not a whole number from 1 on"),
+        (["why", "{store}", "--tokens", "{deep}"], "token ids cannot be read"),
+        (["store", "convert", "{store}", "--to", "{file}.new", "--layout", "/dev/zero"], "size:"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, arguments, complaint):
+    paths = {name: tmp_path / name for name in ("file", "manifest", "deep", "store")}
+    paths["file"].write_bytes(b"\xff\xfe" * 20)
+    paths["deep"].write_text("[" * 100_000)
+    plan = plan_model("llama-3.2-1b", num_slabs=4)
+    paths["manifest"].write_bytes(encode(plan.layout))
+    layout = plan.layout.identified(Identity.unverified("a test"))
+    DiskTier(paths["store"], layout, capacity="64MiB").close()
+    result = invoke(*(text.format(**paths) for text in arguments))
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert not result.stdout

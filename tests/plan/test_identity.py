@@ -178,6 +178,19 @@ def test_the_digest_is_kept_beside_the_weights_and_not_trusted_after_a_change(tm
     assert Identity.of(folder).weights not in ("kept", first.weights)
 
 
+def test_weights_put_in_place_with_the_old_times_are_read_again(tmp_path: Path):
+    """As `rsync -t`, `cp -p` and images with normalised times do."""
+    checkpoint(tmp_path)
+    file = next(tmp_path.glob("*.safetensors"))
+    before, stat = Identity.of(tmp_path), file.stat()
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    file.write_bytes(data[:start] + bytes(byte ^ 1 for byte in data[start:]))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns
+    assert Identity.of(tmp_path).weights != before.weights
+
+
 def test_an_adapter_counts_by_its_bytes(tmp_path: Path):
     folder = checkpoint(tmp_path / "llama")
     one = Identity.of(folder, adapter=checkpoint(tmp_path / "a" / "lora", shards=1))

@@ -169,8 +169,11 @@ def check_source(source: str) -> None:
             "directory of a store",
             code=MISUSED,
         )
-    if not Path(source).is_dir():
-        refuse(f"{source}: no such directory\n\nhint: name the directory of a store", code=MISUSED)
+    if not source or not Path(source).is_dir():
+        refuse(
+            f"{source or repr('')}: no such directory\n\nhint: name the directory of a store",
+            code=MISUSED,
+        )
 
 
 def is_local(host: str) -> bool:
@@ -204,6 +207,8 @@ def _key(file: Path | None) -> str:
         key = file.read_text("utf-8").strip()
     except OSError as error:
         refuse(f"{file}: cannot be read: {error.strerror}", code=MISUSED)
+    except UnicodeDecodeError:
+        refuse(f"{file}: a key is text in UTF-8, this is not", code=MISUSED)
     if len(key) < LEAST_KEY:
         refuse(
             f"{file}: a key of {len(key)} characters, at least {LEAST_KEY} are needed", code=MISUSED

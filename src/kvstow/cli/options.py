@@ -381,7 +381,7 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
 def _value(text: str, key: str, value: str) -> int | str:
     """The value of one setting; ends with 2 if it has no such value."""
     if key in _NUMBERS:
-        wanted = "a whole number"
+        wanted = "a whole number from 0 on" if key == "rank" else "a whole number from 1 on"
         if value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS:
             number = int(value)
             if number >= (key != "rank"):

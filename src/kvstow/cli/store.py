@@ -161,7 +161,7 @@ def convert(
 
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         what = "a store" if (to / "layout.json").exists() else "something else"
-        refuse(f"{to}: there is {what} already", code=FAILED)
+        refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=FAILED)
     wanted = _layout(layout)
     for directory in directories:
         options.check_store(directory)
@@ -197,10 +197,11 @@ def convert(
 
 def _layout(file: Path) -> "Layout":
     """The layout in a manifest; ends with 2 where there is none."""
-    from kvstow.plan.manifest import decode
+    from kvstow.plan.manifest import MAX_BYTES, decode
 
     try:
-        return decode(file.read_bytes())
+        with file.open("rb") as stream:
+            return decode(stream.read(MAX_BYTES + 1))
     except OSError as error:
         refuse(f"{file}: cannot be read: {error.strerror}", code=MISUSED)
     except ManifestError as error:

@@ -166,7 +166,7 @@ def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> 
         if not source.lstrip().startswith("["):
             source = Path(source).read_text()
         found = json_format.loads(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         refuse(f"token ids cannot be read: {error}", code=MISUSED)
     if not isinstance(found, list):
         refuse("token ids are a list of whole numbers", code=MISUSED)

@@ -51,7 +51,8 @@ class Checkpoint:
 
 class _Cached(msgspec.Struct, frozen=True):
     version: int
-    files: dict[str, tuple[int, int]]
+    files: dict[str, tuple[int, int, int]]
+    """Size, time of change, and the time of the inode's change, which nobody can set."""
     weights: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -127,7 +128,9 @@ def _weights(folder: Path) -> str:
             f"hint: name the folder that holds them, or use Identity.unverified('why')"
         )
     stats = {path.name: path.stat() for path in files}
-    stamps = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+    stamps = {
+        name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()
+    }
     cache = folder / CACHE_NAME
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         known = msgspec.json.decode(_small_file(cache), type=_Cached)

@@ -33,6 +33,7 @@ from kvstow.plan.retention import MAX_TOKENS
 MAX_SECONDS = 1e12
 MAX_REQUESTS = 10_000_000
 """Of a made-up trace, which is held in memory."""
+MAX_LINE_BYTES = 16 << 20
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,10 +84,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     Empty lines are skipped. Requests of the two public formats are sorted by arrival, and
     the first of them arrives at 0.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = _lines(path)
     first = next((line for line in lines if line.strip()), b"")
     if first.removeprefix(b"\xef\xbb\xbf").strip() == AZURE_HEADER:
         requests = _from_zero(_public(path, lines, _azure))
@@ -97,6 +95,23 @@ def read_trace(path: Path) -> list[TraceRequest]:
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     return requests
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a file; one without line ends, a device say, is not read to its end."""
+    lines: list[bytes] = []
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise TraceError(
+                        f"{path}:{len(lines) + 1}: a line of more than {MAX_LINE_BYTES} bytes\n\n"
+                        "hint: a trace has one request per line"
+                    )
+                lines.append(line)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    return lines
 
 
 def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:

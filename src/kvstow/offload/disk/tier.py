@@ -54,6 +54,7 @@ from kvstow.offload.tier import (
 )
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
+from kvstow.plan.words import parse_size
 
 log = logging.getLogger("kvstow.offload")
 
@@ -81,7 +82,7 @@ class DiskTier:
         layout: Layout | None = None,
         *,
         identity: Identity | None = None,
-        capacity: int | None = None,
+        capacity: int | str | None = None,
         policy: PolicyName = "lru",
         files: Files | None = None,
         threads: int = 4,
@@ -95,7 +96,7 @@ class DiskTier:
         self._open = OpenStore(
             self.path,
             layout,
-            capacity=capacity,
+            capacity=parse_size(capacity) if isinstance(capacity, str) else capacity,
             files=files or Files(),
             threads=threads,
             clock=clock,

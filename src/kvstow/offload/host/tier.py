@@ -39,6 +39,7 @@ from kvstow.offload.tier import (
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
+from kvstow.plan.words import parse_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +65,7 @@ class HostTier:
         self,
         layout: Layout,
         *,
-        capacity: int,
+        capacity: int | str,
         policy: PolicyName = "lru",
         numa_node: int | None = None,
         shared: str | None = None,
@@ -76,7 +77,8 @@ class HostTier:
             layout = layout.identified(known)
             note_unverified(known, f"shared host tier {shared!r}")
         self._opener = os.getpid()
-        self.layout = pooled(layout, capacity)
+        most = parse_size(capacity) if isinstance(capacity, str) else capacity
+        self.layout = pooled(layout, most)
         pinned = torch.cuda.is_available()
         with on_node(numa_node):
             self._part = None if shared is None else opened(shared, self.layout)

@@ -11,6 +11,7 @@ from zmq.utils import z85
 from kvstow.errors import SpecError, TransferError
 
 KEY_CHARACTERS = 40
+MAX_KEYS_BYTES = 16 << 20
 
 _Key = Annotated[str, msgspec.Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
 
@@ -42,7 +43,8 @@ class Keys:
     def read(file: Path) -> "Keys":
         """The pair in a file, and those whom it lets in; SpecError where there is none."""
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=_KeysFile)
+            with file.open("rb") as stream:
+                found = msgspec.json.decode(stream.read(MAX_KEYS_BYTES), type=_KeysFile)
         except (OSError, msgspec.DecodeError) as error:
             raise SpecError(
                 f"keys_file {file}: {getattr(error, 'strerror', None) or error}\n\n"
