@@ -12,7 +12,7 @@ from prometheus_client import Counter, start_http_server
 from typer.testing import CliRunner
 
 from kvstow.cli import app
-from kvstow.cli.dash import Watch, dashboard, is_local, read_store, samples, totals
+from kvstow.cli.dash import Watch, dashboard, is_local, read_store, samples, totals, with_ranks
 from kvstow.observe import Telemetry, TransferMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
@@ -223,6 +223,18 @@ def test_a_store_that_nobody_has_open_says_what_it_holds(tmp_path):
     assert (found["rows"], found["processes"], group["rows"]) == (3, 0, 3)
     assert group["bytes"] == 3 * layout.row_bytes(0)
     assert 0 < found["data_bytes"] <= found["capacity"]
+
+
+def test_a_directory_of_several_ranks_stands_for_their_stores(tmp_path):
+    for name in ("tp0of2-pp0of1", "tp1of2-pp0of1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "layout.json").touch()
+    (tmp_path / "else").mkdir()
+    first, second = (str(tmp_path / f"tp{rank}of2-pp0of1") for rank in (0, 1))
+    assert with_ranks(str(tmp_path)) == [first, second]
+    assert with_ranks(first) == [first]
+    assert with_ranks(str(tmp_path / "else")) == [str(tmp_path / "else")]
+    assert with_ranks("tcp://127.0.0.1:1") == ["tcp://127.0.0.1:1"]
 
 
 def test_a_directory_that_is_no_store_is_reported(tmp_path):

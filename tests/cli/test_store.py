@@ -217,6 +217,9 @@ def test_top_takes_the_directory_above_several_ranks_and_says_what_it_shows(dire
     assert "tp0of2" in done.stdout
     assert "transfers: kvstow peers" in done.stdout
     assert run("top", directory.parent / "none", "--once").exit_code == 2
+    done = run("store", "inspect", directory.parent)
+    assert done.exit_code == 2
+    assert "hint: one of those in it: tp0of2-pp0of1" in done.stderr
 
 
 def test_top_shows_the_tiers_of_a_living_process(directory):

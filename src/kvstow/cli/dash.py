@@ -87,7 +87,8 @@ def dash(
             "hint: --page-key FILE, or --listen 127.0.0.1:8643",
             code=MISUSED,
         )
-    watch = Watch(sources, keys=read_keys(keys_file))
+    asked = [each for source in sources for each in with_ranks(source)]
+    watch = Watch(asked, keys=read_keys(keys_file))
     server = dashboard(watch, (host, port), key=key)
     watch.start()
     shown = f"[{host}]" if ":" in host else host
@@ -174,6 +175,12 @@ def check_source(source: str) -> None:
             f"{source or repr('')}: no such directory\n\nhint: name the directory of a store",
             code=MISUSED,
         )
+
+
+def with_ranks(source: str) -> list[str]:
+    """The source; in place of a directory of several stores, these."""
+    found = [] if "://" in source else options.stores_of_ranks(Path(source))
+    return [str(store) for store in found] or [source]
 
 
 def is_local(host: str) -> bool:

@@ -276,18 +276,24 @@ def check_store(path: Path) -> None:
     """Ends with 2 where there is no store."""
     if not (path / "layout.json").exists():
         what = "no store there (layout.json is missing)" if path.is_dir() else "no such directory"
-        refuse(f"{path}: {what}\n\nhint: name the directory of a store", code=MISUSED)
+        inside = ", ".join(store.name for store in stores_of_ranks(path)[:8])
+        hint = f"one of those in it: {inside}" if inside else "name the directory of a store"
+        refuse(f"{path}: {what}\n\nhint: {hint}", code=MISUSED)
 
 
 def stores_in(path: Path) -> list[Path]:
-    """The store in a directory, or those of its folders: ranks, or sizes of chunks, have one each.
-    Ends with 2 where there is none."""
-    if not (path / "layout.json").exists():
-        found = sorted(manifest.parent for manifest in path.glob("*/layout.json"))
-        if found:
-            return found
-    check_store(path)
-    return [path]
+    """The store in a directory, or those in its folders. Ends with 2 where there is none."""
+    found = stores_of_ranks(path)
+    if not found:
+        check_store(path)
+    return found or [path]
+
+
+def stores_of_ranks(path: Path) -> list[Path]:
+    """The stores in the folders of a directory that is none: of ranks, or of sizes of chunks."""
+    if (path / "layout.json").exists():
+        return []
+    return sorted(manifest.parent for manifest in path.glob("*/layout.json"))
 
 
 # ── shorthand ───────────────────────────────────────────────────────────────────────
