@@ -37,9 +37,11 @@ SHORT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def launches(smollm2: Path, logs: Path) -> list[Launch]:
-    """A prefill and a decode server over TCP, every byte's digest compared."""
+    """A prefill and a decode server over TCP, every byte's digest compared. Decode reads: if
+    prefill wrote, one that hangs would be waited for until it wakes up or dies."""
     settings = {
         "digest": "always",
+        "direction": "read",
         "lease_seconds": LEASE_SECONDS,
         "transfer_seconds": 120,
         "manifest_file": str(logs / "manifest"),
