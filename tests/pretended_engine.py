@@ -7,19 +7,19 @@ from typing import Literal
 
 import torch
 
-from kvstow.adapters.vllm.layout import (
+from kvstow.adapters.vllm.cache.layout import (
     CacheDeclaration,
     DeclaredRegion,
     axes_of,
     declared_groups,
     declared_layout,
 )
-from kvstow.adapters.vllm.offers import OfferSender
+from kvstow.adapters.vllm.cache.pages import DeclaredPage
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import DeclaredPage
 from kvstow.adapters.vllm.protocol import EngineRequest, OffloadReport, StepResults
-from kvstow.adapters.vllm.scheduler import SchedulerSide
-from kvstow.adapters.vllm.worker import WorkerSide
+from kvstow.adapters.vllm.scheduler.side import SchedulerSide
+from kvstow.adapters.vllm.worker.offers import OfferSender
+from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.memory.arena import Arena
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstow.adapters.vllm.layout import adopted, declaration
+from kvstow.adapters.vllm.cache.layout import adopted, declaration
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.memory.arena import Arena
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredRegion
-from kvstow.adapters.vllm.pages import DeclaredPage
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion
+from kvstow.adapters.vllm.cache.pages import DeclaredPage
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Retention, Window
 from kvstow.plan.spec import DType, Extent

@@ -14,7 +14,7 @@ import pytest
 import torch
 from serving import Launch, Server, running
 
-from kvstow.adapters.vllm.pages import IN_TOKEN_ORDER
+from kvstow.adapters.vllm.cache.pages import IN_TOKEN_ORDER
 from kvstow.plan import manifest
 
 pytestmark = [

@@ -19,7 +19,7 @@ import pytest
 from serving import Launch, Server, free_port, running
 
 import recorded_vllm
-from kvstow.adapters.vllm.layout import declared_layout
+from kvstow.adapters.vllm.cache.layout import declared_layout
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 from waiting import stop

@@ -7,8 +7,8 @@ filled, and the last token, which is computed, must see nothing that was not giv
 import pytest
 import torch
 
-from kvstow.adapters.vllm.pages import retention_of
-from kvstow.adapters.vllm.scheduler import held
+from kvstow.adapters.vllm.cache.pages import retention_of
+from kvstow.adapters.vllm.protocol import held
 from kvstow.plan.retention import first_seen_block, first_seen_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from serving import Launch, Server, running
 
-from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
+from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.plan import manifest
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredRegion, adopted
-from kvstow.adapters.vllm.pages import declared_page
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion, adopted
+from kvstow.adapters.vllm.cache.pages import declared_page
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity

@@ -11,7 +11,7 @@ import pytest
 from serving import Launch, Server, running
 
 import recorded_vllm
-from kvstow.adapters.vllm.layout import declared_layout
+from kvstow.adapters.vllm.cache.layout import declared_layout
 from kvstow.demo.packaged import GEMMA3
 from kvstow.demo.weights import unpacked
 from kvstow.plan import manifest

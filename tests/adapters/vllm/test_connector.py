@@ -21,8 +21,8 @@ import torch
 from prometheus_client import CollectorRegistry, Counter
 from typer.testing import CliRunner
 
-from kvstow.adapters.vllm.events import check_published
 from kvstow.adapters.vllm.protocol import OURS
+from kvstow.adapters.vllm.scheduler.events import check_published
 from kvstow.cli import app
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockStored, CacheEvent
@@ -659,7 +659,7 @@ def test_steps_that_may_still_write_to_blocks_are_waited_for(
     worker = connector.KvstowConnector(config, Role.WORKER, caches)
     worker.register_kv_caches(memory())
     side = worker._worker_side
-    assert (side._after_steps, side._offload._after_steps) == (waits, waits)
+    assert (side.pulls._after_steps, side._offload._after_steps) == (waits, waits)
     worker.shutdown()
 
 
@@ -668,7 +668,7 @@ def test_nothing_is_pulled_while_steps_write_to_its_blocks(
 ):
     prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
     steps = SimpleNamespace(over=False, query=lambda: steps.over)
-    monkeypatch.setattr(decode.worker._worker_side, "_steps_begun", lambda: steps)
+    monkeypatch.setattr(decode.worker._worker_side.pulls, "_steps_begun", lambda: steps)
     decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
     before = decode.views["b"].clone()
     for _ in range(20):
@@ -929,7 +929,7 @@ def test_salt_and_adapter_of_an_engines_requests_are_told_apart(
 def test_the_log_says_at_debug_level_why_a_request_found_no_more(
     connector: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level(logging.DEBUG, "kvstow.adapters.vllm.journal")
+    caplog.set_level(logging.DEBUG, "kvstow.adapters.vllm.scheduler.journal")
     monitored = logging.getLogger("kvstow")
     monitored.addHandler(caplog.handler)
     tiers = {"host_bytes": 1 << 20, "journal_path": str(tmp_path), "journal": "tokens"}

@@ -12,7 +12,7 @@ import pytest
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import LoadBlocks, LookUpKeys, StoreBlocks
-from kvstow.adapters.vllm.tiers import WorkerTiers
+from kvstow.adapters.vllm.worker.tiers import WorkerTiers
 from kvstow.errors import ArenaError, StoreError
 from kvstow.memory.allocate import shared_path
 from kvstow.memory.arena import Arena

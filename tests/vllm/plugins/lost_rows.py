@@ -14,18 +14,18 @@ def lose_rows() -> None:
     name = os.environ.get("KVSTOW_LOST_GROUP")
     if name is None:
         return
-    from kvstow.adapters.vllm.worker import WorkerSide
+    from kvstow.adapters.vllm.worker.pulls import RankPulls
 
-    over = WorkerSide._over
+    over = RankPulls._over
 
-    def losing(self: Any, loading: Any, error: Any) -> None:
+    def losing(self: Any, opened: Any, error: Any) -> None:
         file = Path(name)
         if error is None and file.exists():
             group = int(file.read_text())
             layout = self.arena.layout
-            for block in loading.pull.ids[group]:
+            for block in opened.pull.ids[group]:
                 for run in layout.runs(group, block) if block > 0 else ():
                     self.arena.bytes[run.offset : run.offset + run.nbytes] = 0
-        over(self, loading, error)
+        over(self, opened, error)
 
-    WorkerSide._over = losing
+    RankPulls._over = losing

@@ -15,7 +15,7 @@ def order_tokens() -> None:
     from ordered_kernels import OrderedAttentionImpl
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from kvstow.adapters.vllm.pages import IN_TOKEN_ORDER
+    from kvstow.adapters.vllm.cache.pages import IN_TOKEN_ORDER
 
     CPUAttentionBackend.get_impl_cls = staticmethod(lambda: OrderedAttentionImpl)
     name = f"{OrderedAttentionImpl.__module__}.{OrderedAttentionImpl.__qualname__}"

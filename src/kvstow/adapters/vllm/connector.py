@@ -28,10 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvstow.adapters.vllm.events import TierEvents, check_published
-from kvstow.adapters.vllm.layout import adopted, declaration, declared_groups, wanted_layout
+from kvstow.adapters.vllm.cache.layout import adopted, declaration, declared_groups, wanted_layout
 from kvstow.adapters.vllm.loras import KnownAdapters
-from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.plugin import hear_weight_versions
 from kvstow.adapters.vllm.protocol import (
@@ -43,10 +41,12 @@ from kvstow.adapters.vllm.protocol import (
     WorkerEndpoint,
     request_of,
 )
-from kvstow.adapters.vllm.recall import Recall
-from kvstow.adapters.vllm.scheduler import SchedulerSide
-from kvstow.adapters.vllm.stores import PoolHolds
-from kvstow.adapters.vllm.worker import WorkerSide
+from kvstow.adapters.vllm.scheduler.events import TierEvents, check_published
+from kvstow.adapters.vllm.scheduler.recall import Recall
+from kvstow.adapters.vllm.scheduler.side import SchedulerSide
+from kvstow.adapters.vllm.scheduler.stores import PoolHolds
+from kvstow.adapters.vllm.worker.offers import OfferSender
+from kvstow.adapters.vllm.worker.side import WorkerSide
 from kvstow.events.format import CacheEvent
 from kvstow.observe import VLLM_COUNTERS, vllm_counter
 from kvstow.plan.manifest import encode

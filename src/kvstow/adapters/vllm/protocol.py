@@ -24,6 +24,7 @@ import numpy as np
 from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
+from kvstow.route.blocks import Blocks
 from kvstow.transfer.ticket import MAX_BODY_BYTES, Ticket
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -32,10 +33,18 @@ BlockIds = tuple[tuple[int, ...], ...]
 KeyedBlocks = tuple[tuple[bytes, ...], tuple[int, ...]]
 """Keys of rows, and the blocks that hold them or are to hold them."""
 
-
 KeyLevels = Mapping[int, tuple[tuple[bytes, ...], bytes]]
-"""Per group, keys whose rows have come, moved or gone, and where each is now: a `stored.Level` in
-a byte per key."""
+"""Per group, keys whose rows have come, moved or gone, and where each is now: a `Level` in a byte
+per key."""
+
+
+def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:
+    """The blocks with some of tokens `[start_token, num_tokens)`; id 0 stands for none."""
+    array = np.asarray(ids, np.int64)
+    index = np.arange(len(array), dtype=np.int64)
+    inside = (index >= start_token // block_tokens) & (index * block_tokens < num_tokens)
+    which = inside & (array > 0)
+    return Blocks(array[which], index[which])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +52,7 @@ class WorkerEndpoint:
     """One worker's agent, for the tickets that the scheduler's side writes in its name.
 
     `secret` is between the two: leases numbered with it are theirs (`LeaseNumbers`), and `inbox` is
-    where the worker is told of offers between steps (`offers`).
+    where the worker is told of offers between steps (`worker.offers`).
     """
 
     agent: str

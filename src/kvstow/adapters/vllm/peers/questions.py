@@ -6,7 +6,7 @@ from math import gcd, lcm
 
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import AskPeers, EngineRequest, Handover, PeersAnswer
-from kvstow.adapters.vllm.stored import RequestKeys
+from kvstow.adapters.vllm.scheduler.stored import RequestKeys
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import State

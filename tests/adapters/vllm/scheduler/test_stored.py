@@ -3,7 +3,7 @@
 import pytest
 
 from kvstow.adapters.vllm.protocol import EngineRequest
-from kvstow.adapters.vllm.stored import Level, RequestKeys, StoredKeys
+from kvstow.adapters.vllm.scheduler.stored import Level, RequestKeys, StoredKeys
 from kvstow.blocks.prompt import Prompt
 from kvstow.offload.keys import block_keys
 from recorded_vllm import IDENTITY

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import declaration
-from kvstow.adapters.vllm.pages import retention_of
+from kvstow.adapters.vllm.cache.layout import declaration
+from kvstow.adapters.vllm.cache.pages import retention_of
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy

@@ -1,7 +1,7 @@
 """Rows on their way to the tiers: held, in turn, within limits."""
 
-from kvstow.adapters.vllm import stores
-from kvstow.adapters.vllm.stores import RowToStore, StoreQueue
+from kvstow.adapters.vllm.scheduler import stores
+from kvstow.adapters.vllm.scheduler.stores import RowToStore, StoreQueue
 from recorded_vllm import Pool
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, DeclaredRegion, adopted
-from kvstow.adapters.vllm.pages import DeclaredPage, declared_page
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, DeclaredRegion, adopted
+from kvstow.adapters.vllm.cache.pages import DeclaredPage, declared_page
 from kvstow.errors import MemoryLayoutError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
@@ -19,7 +19,7 @@ from kvstow.plan.manifest import decode, encode
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import route
 
-RECORDED = json.loads((Path(__file__).parents[2] / "recorded_vllm_cuda.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[3] / "recorded_vllm_cuda.json").read_text())
 V4 = {
     layer: spec
     for group in RECORDED["models"]["deepseek-v4-flash"]["groups"]

@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, axes_of, declared_groups, declared_layout
+from kvstow.adapters.vllm.cache.layout import (
+    CacheDeclaration,
+    axes_of,
+    declared_groups,
+    declared_layout,
+)
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, KeysPresent
-from kvstow.adapters.vllm.recall import Recall
-from kvstow.adapters.vllm.tiers import LoadJob, WorkerTiers
+from kvstow.adapters.vllm.scheduler.recall import Recall
+from kvstow.adapters.vllm.worker.tiers import LoadJob, WorkerTiers
 from kvstow.memory.arena import Arena
 from kvstow.testing.servers import Valkey
 from recorded_vllm import IDENTITY, Pool, hybrid, one_group

@@ -26,7 +26,7 @@ from kvstow.adapters.vllm.protocol import (
     LookUpKeys,
     StoreBlocks,
 )
-from kvstow.adapters.vllm.stored import Level
+from kvstow.adapters.vllm.scheduler.stored import Level
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvstow.adapters.vllm.layout import (
+from kvstow.adapters.vllm.cache.layout import (
     declared_groups,
 )
-from kvstow.adapters.vllm.offers import OfferSender
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     OfferBlocks,
     StepResults,
 )
-from kvstow.adapters.vllm.scheduler import SchedulerSide
+from kvstow.adapters.vllm.scheduler.side import SchedulerSide
+from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.errors import StoreError
 from kvstow.testing.servers import Valkey
 from kvstow.transfer.ticket import Ticket
@@ -219,7 +219,7 @@ def test_a_forged_ticket_is_refused_at_once(
     engines: tuple[Engine, Engine], field: str, monkeypatch: pytest.MonkeyPatch
 ):
     """However long one is waited for that the producer's worker has not heard of yet."""
-    monkeypatch.setattr("kvstow.adapters.vllm.underway.GRACE_SECONDS", 1e9)
+    monkeypatch.setattr("kvstow.adapters.vllm.worker.pulls.GRACE_SECONDS", 1e9)
     prefill, decode = engines
     params: Any = prefill.prefill(THERE)
     prefill.step()

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstow.adapters.vllm.events import TierEvents
+from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.peers.questions import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -30,11 +29,13 @@ from kvstow.adapters.vllm.protocol import (
     StepOrders,
     WorkerEndpoint,
     handover_in,
+    held,
     prompt_digest,
     tickets_to_drop,
 )
-from kvstow.adapters.vllm.recall import Recall
-from kvstow.adapters.vllm.weights import EngineWeights, unshared
+from kvstow.adapters.vllm.scheduler.events import TierEvents
+from kvstow.adapters.vllm.scheduler.recall import Recall
+from kvstow.adapters.vllm.scheduler.weights import EngineWeights, unshared
 from kvstow.errors import BlockError, TransferError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
@@ -430,12 +431,3 @@ class SchedulerSide:
         """The engine ends."""
         if self.recall is not None:
             self.recall.close()
-
-
-def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:
-    """The blocks with some of tokens `[start_token, num_tokens)`; id 0 stands for none."""
-    array = np.asarray(ids, np.int64)
-    index = np.arange(len(array), dtype=np.int64)
-    inside = (index >= start_token // block_tokens) & (index * block_tokens < num_tokens)
-    which = inside & (array > 0)
-    return Blocks(array[which], index[which])

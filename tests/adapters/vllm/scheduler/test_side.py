@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, declared_groups
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
+from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.protocol import (
     StepOrders,
     WorkerEndpoint,
     handover_in,
 )
-from kvstow.adapters.vllm.scheduler import (
+from kvstow.adapters.vllm.scheduler.side import (
     EngineRequest,
     PinnedBlocks,
     SchedulerSide,

@@ -16,8 +16,6 @@ from math import lcm
 import numpy as np
 
 from kvstow.adapters.prefill import PROMPT_TOKENS
-from kvstow.adapters.vllm.events import TierEvents
-from kvstow.adapters.vllm.journal import EngineJournal
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import (
     BlockIds,
@@ -27,8 +25,10 @@ from kvstow.adapters.vllm.protocol import (
     LoadBlocks,
     LookUpKeys,
 )
-from kvstow.adapters.vllm.stored import Level, Levels, RequestKeys, StoredKeys
-from kvstow.adapters.vllm.stores import RowToStore, StoreQueue
+from kvstow.adapters.vllm.scheduler.events import TierEvents
+from kvstow.adapters.vllm.scheduler.journal import EngineJournal
+from kvstow.adapters.vllm.scheduler.stored import Level, Levels, RequestKeys, StoredKeys
+from kvstow.adapters.vllm.scheduler.stores import RowToStore, StoreQueue
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, can_hit, seen_blocks

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.vllm.pages import IN_TOKEN_ORDER, is_in_token_order
-from kvstow.adapters.vllm.scheduler import held
+from kvstow.adapters.vllm.cache.pages import IN_TOKEN_ORDER, is_in_token_order
+from kvstow.adapters.vllm.protocol import held
 from kvstow.errors import RouteError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvstow.adapters.vllm.layout import CacheDeclaration, declared_groups
+from kvstow.adapters.vllm.cache.layout import CacheDeclaration, declared_groups
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import EngineRequest, KeyLevels, KeysPresent
-from kvstow.adapters.vllm.recall import Recall
-from kvstow.adapters.vllm.stored import Level, RequestKeys
+from kvstow.adapters.vllm.scheduler.recall import Recall
+from kvstow.adapters.vllm.scheduler.stored import Level, RequestKeys
 from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Full, Window
 from recorded_vllm import IDENTITY, Pool, hybrid, pages, smollm2, v4

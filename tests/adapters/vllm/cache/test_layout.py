@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstow.adapters.vllm.identity import identity_of
-from kvstow.adapters.vllm.layout import (
+from kvstow.adapters.vllm.cache.identity import identity_of
+from kvstow.adapters.vllm.cache.layout import (
     CacheDeclaration,
     DeclaredRegion,
     _check_states,
@@ -22,8 +22,8 @@ from kvstow.adapters.vllm.layout import (
     declared_layout,
     wanted_layout,
 )
+from kvstow.adapters.vllm.cache.pages import DeclaredPage, declared_page, retention_of
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.pages import DeclaredPage, declared_page, retention_of
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
 from kvstow.plan.group import Group

@@ -1,0 +1,131 @@
+"""Leases of one rank: blocks that stay for somebody with a ticket, and which a pull has filled."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstow.adapters.vllm.protocol import OfferBlocks
+from kvstow.errors import TransferError
+from kvstow.plan.layout import Layout
+from kvstow.plan.view import Ints
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.generations import Generations
+from kvstow.transfer.lease import EndReason
+from kvstow.transfer.ticket import Ticket
+
+
+class LeasedGenerations(Generations):
+    """The workers' generations: counters that peers read, set by the scheduler's leases.
+
+        lease A given out at generation 7      counter 7
+        lease A over, nobody else              counter 8    tickets of A are refused from now on
+        lease B of the same unbroken time      counter 7    its bytes are the ones that A covered
+        next time                              counter 8 … never 7 again
+
+    The scheduler's side never reuses a generation (see `PinnedBlocks`), so a counter that equals
+    a ticket's generation always means that the bytes are still those of the ticket.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._unfilled = tuple(np.zeros(len(table), bool) for table in self.generations)
+
+    def distrust(self, group: int, ids: Ints) -> None:
+        self._unfilled[group][ids] = True
+
+    def trust(self, group: int, ids: Ints) -> None:
+        self._unfilled[group][ids] = False
+
+    def unfilled(self, group: int, ids: Ints) -> Ints:
+        """Those of a pull's blocks that it has not filled, though it was accepted."""
+        return ids[self._unfilled[group][ids]]
+
+    def set(self, group: int, ids: Ints, generations: Ints) -> None:
+        """These blocks are, from now on, of these generations."""
+        self.generations[group][ids] = generations
+
+
+@dataclass(slots=True, eq=False)
+class AdoptedLease:
+    """A lease of one request's blocks. `ordered`: the engine's step has named it too, so that its
+    blocks are counted as kept for the request."""
+
+    lease: int
+    request: str
+    ordered: bool = False
+    ended: bool = False
+
+
+class RankLeases:
+    """Leases that the scheduler's side has given out on this rank's blocks.
+
+    `counts` is told how they end; `sent` are requests whose last one is over.
+    """
+
+    def __init__(
+        self, agent: Agent, blocks: LeasedGenerations, counts: defaultdict[str, float]
+    ) -> None:
+        self._agent = agent
+        self._blocks = blocks
+        self._counts = counts
+        self._adopted: dict[int, AdoptedLease] = {}
+        self._staying: Counter[str] = Counter()
+        """Per request, leases that still need its blocks."""
+        self.sent: set[str] = set()
+
+    def adopt(self, offer: OfferBlocks) -> AdoptedLease:
+        """Keep what the ticket of this rank promises, from now on; an offer twice is one.
+
+        A scheduler in this process and thread calls it before the ticket leaves; the next step
+        orders the same offer again. Until then the lease may be read and end, yet the request's
+        blocks are not reported as sent: what else needs them comes with that step.
+        """
+        mine = self._ticket(offer)
+        adopted = self._adopted.get(mine.lease)
+        if adopted is not None:
+            return adopted
+        adopted = self._adopted[mine.lease] = AdoptedLease(mine.lease, offer.request)
+        for group, blocks in mine.blocks.items():
+            self._blocks.set(group, blocks.ids, mine.generations[group])
+
+        def ended(reason: EndReason) -> None:
+            adopted.ended = True
+            self._counts[f"lease {reason}"] += 1
+            self._let_go_if_over(adopted)
+
+        self._agent.adopt(mine, readers=None, on_end=ended)  # all ranks of one decode instance
+        return adopted
+
+    def hear(self, offer: OfferBlocks) -> None:
+        """Adopt an offer that was told between two steps, unless a step was faster: its lease may
+        be over by now."""
+        if not self._agent.server.leases.has_ended(self._ticket(offer).lease):
+            self.adopt(offer)
+
+    def order(self, offer: OfferBlocks) -> None:
+        """A step has named the offer: its request's blocks stay until the lease is over."""
+        adopted = self.adopt(offer)
+        adopted.ordered = True
+        self._staying[adopted.request] += 1
+        self._let_go_if_over(adopted)
+
+    def _let_go_if_over(self, adopted: AdoptedLease) -> None:
+        """One lease less; the last one frees the request's blocks."""
+        if not (adopted.ordered and adopted.ended):
+            return
+        del self._adopted[adopted.lease]
+        self._staying[adopted.request] -= 1
+        if self._staying[adopted.request] == 0:
+            del self._staying[adopted.request]
+            self.sent.add(adopted.request)
+
+    def _ticket(self, offer: OfferBlocks) -> Ticket:
+        for ticket in offer.tickets:
+            if ticket.agent == self._agent.name:
+                return ticket
+        raise TransferError(
+            f"request {offer.request}: none of {len(offer.tickets)} tickets is of agent "
+            f"{self._agent.name!r}",
+            kind="ticket",
+        )
