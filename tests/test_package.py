@@ -1,6 +1,7 @@
 import ast
 import importlib.metadata
 import importlib.resources
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -43,3 +44,16 @@ def test_no_class_name_stands_for_two_classes():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_every_package_names_all_its_rooms_and_no_others():
+    wrong = []
+    for init in Path(kvstow.__file__).parent.rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(init.read_text())) or ""
+        rooms = {each.stem for each in init.parent.glob("*.py")} - {"__init__", "__main__"}
+        rooms |= {each.parent.name for each in init.parent.glob("*/__init__.py")}
+        wrong += [(init, room) for room in rooms if not re.search(rf"\b{room}\b", said)]
+        listed = re.findall(r"^(?:- `)?([a-z_]+)[/`:]* {2,}\S", said, re.MULTILINE)
+        there = rooms | {each.name for each in init.parent.iterdir()}
+        wrong += [(init, name) for name in listed if name not in there]
+    assert wrong == []

@@ -42,6 +42,16 @@ def test_a_router_listens_on_ports_that_exist(port):
     assert "--port" in result.stderr
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+@pytest.mark.parametrize("option", ["prefill", "silence", "idle", "rest"])
+def test_a_router_waits_for_seconds_that_pass(option, seconds):
+    result = invoke(
+        "route-requests", "--decode", "http://127.0.0.1:2", f"--{option}-seconds", seconds
+    )
+    assert result.exit_code == 2
+    assert f"--{option}-seconds" in result.stderr
+
+
 @pytest.mark.parametrize("url", ["nope", "ftp://a", "http://", "http://a:0", "http://a:x"])
 def test_a_router_is_given_urls(url):
     result = invoke("route-requests", "--prefill", url, "--decode", "http://127.0.0.1:2")

@@ -5,6 +5,7 @@ route, simulate                      what moving and serving would cost
 route_ways                           the four ways of `route`, and the one that an agent takes
 demo, bench                          prefill to decode for real; ratios on this machine
 peers, top, dash, store              running agents, tiers and stores
+remote_store                         the parts of `store` that take a URL
 why                                  where reuse of a prompt ends in a store, and why
 route_requests                       a router between prefill and decode instances
 options, output                      what users write, and how commands speak

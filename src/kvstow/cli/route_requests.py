@@ -38,16 +38,29 @@ Events = Annotated[
 ]
 Host = Annotated[str, typer.Option(help="Where to listen.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")]
+LEAST, MOST = 0.001, 1e9
+"""Seconds that can be waited for."""
 PrefillSeconds = Annotated[
-    float, typer.Option(help="How long prefill may take before another one is tried.")
+    float,
+    typer.Option(
+        min=LEAST, max=MOST, help="How long prefill may take before another one is tried."
+    ),
 ]
 SilenceSeconds = Annotated[
-    float, typer.Option(help="How long an instance may be silent before its health is asked.")
+    float,
+    typer.Option(
+        min=LEAST, max=MOST, help="How long an instance may be silent before its health is asked."
+    ),
 ]
 IdleSeconds = Annotated[
-    float, typer.Option(help="How long a healthy decode instance may be silent in mid-answer.")
+    float,
+    typer.Option(
+        min=LEAST, max=MOST, help="How long a healthy decode instance may be silent in mid-answer."
+    ),
 ]
-RestSeconds = Annotated[float, typer.Option(help="How long a failed instance is left out.")]
+RestSeconds = Annotated[
+    float, typer.Option(min=0, max=MOST, help="How long a failed instance is left out.")
+]
 MaxBody = Annotated[
     int,
     typer.Option(

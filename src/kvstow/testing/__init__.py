@@ -8,6 +8,7 @@ patterns     content that names its place
 poison       freed rows that read as not-a-number
 faulty       files that fail, tear and flip bits on purpose
 tiny_models  models of every family with random weights (needs transformers)
+servers      SeaweedFS, Valkey and Mooncake as processes of our own
 measure      what `kvstow bench` measures
 
 Names below are imported when they are first used, so that this package needs neither hypothesis

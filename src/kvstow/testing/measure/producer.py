@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from kvstow.errors import TransferError
+from kvstow.errors import KvstowError, TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.testing.measure.setting import BLOCK_TOKENS, IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
@@ -132,4 +132,7 @@ def producing(setting: Setting) -> Generator[Producer]:
 if __name__ == "__main__":
     logging.getLogger("kvstow").setLevel(logging.ERROR)  # whose bytes these are does not matter
     rows, layers, piece = (int(number) for number in sys.argv[1:4])
-    serve(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
+    try:
+        serve(Setting(rows=rows, layers=layers, piece=piece, device=sys.argv[4]))
+    except KvstowError as problem:
+        sys.exit(f"producer: {problem}")
