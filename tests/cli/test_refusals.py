@@ -164,3 +164,10 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, arguments, com
     assert result.exit_code == 2
     assert complaint in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize("option", ["--manifest", "--html"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, option):
+    result = invoke("plan", "llama-3.2-1b", option, "/dev/full")
+    assert result.exit_code == 1
+    assert "error: /dev/full: cannot be written: No space left on device" in result.stderr

@@ -18,12 +18,15 @@ from kvstow.cli.output import (
     refuse,
     table,
     wrapped,
+    write_file,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Ratios measured on this machine, in one run.")
 
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
-Layers = Annotated[int, typer.Option("--layers", min=1, help="Layers, K and V of 16 KiB each.")]
+Layers = Annotated[
+    int, typer.Option("--layers", min=1, max=4096, help="Layers, K and V of 16 KiB each.")
+]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often; the best counts.")]
 Tcp = Annotated[bool, typer.Option("--tcp", help="Over TCP on loopback, as between hosts.")]
 Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
@@ -150,7 +153,7 @@ def _write(found: dict[str, Any], output: Path | None) -> None:
         import json
 
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        write_file(output, json.dumps(found, indent=1) + "\n")
 
 
 NAMES = {

@@ -23,6 +23,7 @@ from kvstow.cli.output import (
     refuse,
     table,
     wrapped,
+    write_file,
 )
 from kvstow.errors import ModelError, PlanError
 from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
@@ -290,7 +291,7 @@ def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -
     if csv_file == Path("-"):
         typer.echo(as_csv(document), nl=False)
     elif csv_file is not None:
-        csv_file.write_text(as_csv(document), encoding="utf-8")
+        write_file(csv_file, as_csv(document))
         note(f"table written to {csv_file}")
     if html is not None:
         from kvstow import __version__
@@ -299,7 +300,7 @@ def _write(document: dict[str, Any], csv_file: Path | None, html: Path | None) -
         title = f"{document['model']}: layouts compared"
         data = {"kvstow": __version__, "usual_tokens": USUAL_TOKENS, **document}
         data["lines"] = alike(document["layouts"])
-        html.write_text(page(title, data, ("sweep.js",)), encoding="utf-8")
+        write_file(html, page(title, data, ("sweep.js",)))
         note(f"page written to {html}")
 
 

@@ -8,6 +8,7 @@
 import errno
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -58,6 +59,14 @@ def refuse(message: str, *, code: int) -> NoReturn:
     """Say on stderr what is wrong, and end with `code`."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
+
+
+def write_file(file: Path, text: str | bytes) -> None:
+    """Write a file that was asked for; ends with 1 and its name where that fails."""
+    try:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    except OSError as error:
+        refuse(f"{file}: cannot be written: {error.strerror}", code=FAILED)
 
 
 def note(message: str) -> None:

@@ -7,7 +7,17 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import check_arena, on_rank
-from kvstow.cli.output import MISUSED, emit_json, emit_text, exact, human, note, refuse, table
+from kvstow.cli.output import (
+    MISUSED,
+    emit_json,
+    emit_text,
+    exact,
+    human,
+    note,
+    refuse,
+    table,
+    write_file,
+)
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.sizing.report import padding_fractions, plan_figures, tensor_bytes
 
@@ -56,7 +66,7 @@ def plan(
     if html is not None:
         from kvstow.render.plan_page import plan_page
 
-        html.write_text(plan_page(what, layout, packing), encoding="utf-8")
+        write_file(html, plan_page(what, layout, packing))
         note(f"page written to {html}")
     if manifest == STDOUT:
         return
@@ -72,7 +82,7 @@ def _write_manifest(file: Path, layout: "Layout", *, json: bool) -> None:
     from kvstow.plan.manifest import encode
 
     if file != STDOUT:
-        file.write_bytes(encode(layout))
+        write_file(file, encode(layout))
         note(f"manifest written to {file}")
         return
     if json:

@@ -11,7 +11,16 @@ import typer
 
 from kvstow.cli import options
 from kvstow.cli.options import Named, named
-from kvstow.cli.output import duration, emit_json, emit_text, human, note, table, wrapped
+from kvstow.cli.output import (
+    duration,
+    emit_json,
+    emit_text,
+    human,
+    note,
+    table,
+    wrapped,
+    write_file,
+)
 from kvstow.cli.route_ways import link_named, prices_named, ways_document, ways_text
 from kvstow.errors import RouteError
 from kvstow.plan.layout import ORDERS, Layout, Order
@@ -62,7 +71,7 @@ def route(
     by_rank = {here.ranks[each.index]: each.route for each in found}
     document["ways"] = ways_document(by_rank, tokens, prices)
     if html is not None:
-        html.write_text(_page(document, here, there, found), encoding="utf-8")
+        write_file(html, _page(document, here, there, found))
         note(f"page written to {html}")
     if json:
         emit_json(document)

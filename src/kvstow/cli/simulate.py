@@ -18,6 +18,7 @@ from kvstow.cli.output import (
     refuse,
     table,
     wrapped,
+    write_file,
 )
 from kvstow.errors import TraceError
 from kvstow.plan.deployment import Deployment, RankLayers
@@ -173,7 +174,7 @@ def simulate(
     )
     replays = simulation.run(seconds)
     if html is not None:
-        html.write_text(simulation.page(replays), encoding="utf-8")
+        write_file(html, simulation.page(replays))
         note(f"page written to {html}")
     emit_json(simulation.document(replays)) if json else emit_text(*simulation.text(replays))
 

@@ -311,7 +311,7 @@ def tmpfs(path, nbytes):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk_keeps_what_fits_and_serves_it(tmp_path):
+def test_a_full_disk_keeps_what_fits_and_serves_it_and_says_so_once(tmp_path, caplog):
     with tmpfs(tmp_path / "small", 3 * MIB):
         path = tmp_path / "small"
         tier = DiskTier(path / "store", hybrid(content=256), capacity=4 * MIB)
@@ -321,6 +321,8 @@ def test_a_full_disk_keeps_what_fits_and_serves_it(tmp_path):
         kept = checked(tier)
         assert 0 < kept < 300
         assert tier.usage.nbytes <= 3 * MIB
+        said = [each for each in caplog.messages if "no space for another data file" in each]
+        assert len(said) == 1
         accounted(tier)
         tier.close()
         tier = DiskTier(path / "store")

@@ -10,6 +10,7 @@ row.
 """
 
 import errno
+import logging
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -21,6 +22,8 @@ from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
+
+log = logging.getLogger("kvstow.offload")
 
 FLUSH = 8192
 """Uses that a process keeps to itself before it writes them into the index."""
@@ -114,6 +117,7 @@ class SlotAllocator:
         self._store = store
         self._recency = recency
         self.evicted = 0
+        self._is_full = False
 
     def lease(self, group: int, marks: Sequence[int], reading: Reading) -> tuple[list[int], int]:
         """Slots for rows with these marks, ascending, and the first of their generations.
@@ -210,10 +214,25 @@ class SlotAllocator:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            write.note(f"no space for another data file ({error.strerror})", 0)
+            self._note_full(write, error)
             return False
         write.add_segment(segment, group, segments.slots[group])
         return True
+
+    def _note_full(self, write: Transaction, error: OSError) -> None:
+        """Say that rows find no room although the capacity allows it: once in the log."""
+        what = f"no space for another data file ({error.strerror})"
+        write.note(what, 0)
+        if not self._is_full:
+            each, most = self._store.segments.segment_bytes, self._store.capacity
+            log.warning(
+                "store %s: %s: %d bytes each, %d in all are allowed; rows are dropped for others",
+                self._store.path,
+                what,
+                each,
+                most,
+            )
+        self._is_full = True
 
     def _evicted(
         self, write: Transaction, group: int, marks: Sequence[int], reading: Reading
