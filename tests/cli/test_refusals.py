@@ -166,6 +166,20 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, arguments, com
     assert not result.stdout
 
 
+@pytest.mark.parametrize("option", ["--tp-prefill", "--tp-decode"])
+def test_a_demo_of_a_thousand_ranks_is_not_started(option):
+    result = invoke("demo", option, "999")
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+@pytest.mark.parametrize("command", [["transfer"], ["serving", "http://127.0.0.1:1"]])
+def test_a_bench_whose_result_cannot_be_written_is_not_begun(tmp_path, command):
+    result = invoke("bench", *command, "--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"{tmp_path}: a directory" in result.stderr
+
+
 @pytest.mark.parametrize("option", ["--manifest", "--html"])
 def test_a_file_that_cannot_be_written_is_named(tmp_path, option):
     result = invoke("plan", "llama-3.2-1b", option, "/dev/full")

@@ -64,6 +64,7 @@ def transfer(
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     _check_device(device)
+    _check_output(output)
     from kvstow.testing.measure.transfer import Setting, measured
 
     setting = Setting(rows=rows, layers=layers, repeats=repeats, device=device)
@@ -124,6 +125,7 @@ def serving(
     else to do, and room for the long prompt.
     """
     options.check_url(url)
+    _check_output(output)
     from kvstow.testing.measure.serving import CompletionsEngine, measured, served_model
 
     engine = CompletionsEngine(url=url, model=model or served_model(url))
@@ -148,11 +150,19 @@ def serving(
         )
 
 
+def _check_output(output: Path | None) -> None:
+    """Ends with 2, before anything is measured, where no file can be."""
+    if output is None:
+        return
+    if output.is_dir():
+        refuse(f"{output}: a directory, not a file", code=MISUSED)
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _write(found: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         import json
 
-        output.parent.mkdir(parents=True, exist_ok=True)
         write_file(output, json.dumps(found, indent=1) + "\n")
 
 

@@ -27,8 +27,14 @@ Prompts = Annotated[
     ),
 ]
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens of an answer at most.")]
-TpPrefill = Annotated[int, typer.Option("--tp-prefill", min=1, help="Ranks that prefill.")]
-TpDecode = Annotated[int, typer.Option("--tp-decode", min=1, help="Ranks that decode.")]
+MOST_RANKS = 16
+"""Each is a process with a model of its own."""
+TpPrefill = Annotated[
+    int, typer.Option("--tp-prefill", min=1, max=MOST_RANKS, help="Ranks that prefill.")
+]
+TpDecode = Annotated[
+    int, typer.Option("--tp-decode", min=1, max=MOST_RANKS, help="Ranks that decode.")
+]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens per block.")]
 BlockTokensDecode = Annotated[
     int | None,
