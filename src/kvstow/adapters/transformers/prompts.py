@@ -68,3 +68,23 @@ def _padding(given: Any, mask: Tensor | None) -> list[int]:
     if ((seen == 0).cumprod(axis=1).sum(axis=1) != padding).any():
         raise BlockError("the attention mask hides tokens that are not padding on the left")
     return padding.tolist()
+
+
+def check_continues(
+    tokens: torch.Tensor, prompts: Sequence[Prompt], known: int, num_tokens: int
+) -> None:
+    """Refuses tokens that are not those of sequences that hold `num_tokens`, of which the first
+    `known` are their prompts'; as far as that can be seen."""
+    if tokens.ndim != 2 or len(tokens) != len(prompts):
+        raise BlockError(f"{len(prompts)} sequences, tokens are {tuple(tokens.shape)}")
+    if tokens.shape[1] < num_tokens:
+        raise BlockError(
+            f"{tokens.shape[1]} tokens are told of sequences that hold {num_tokens}\n\n"
+            "hint: give the prompt and the answer, as generate returns them"
+        )
+    begun = tokens[:, :known].cpu().numpy()
+    if any((row != p.tokens[: len(row)]).any() for row, p in zip(begun, prompts, strict=True)):
+        raise BlockError(
+            "the tokens do not begin like those that the cache was made for\n\n"
+            "hint: give the prompt and the answer, as generate returns them"
+        )

@@ -25,6 +25,7 @@ from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.transformers.attention import LayerPages
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
+from kvstow.adapters.transformers.prompts import check_continues
 from kvstow.adapters.transformers.rows import BatchTable, TokenRows, gathered
 from kvstow.adapters.transformers.states import RecurrentStates, StatePass, torn
 from kvstow.blocks.ledger import Admission
@@ -240,7 +241,13 @@ class Sequences:
                 "hint: give the cache its tokens: Cache(memory, tokens=input_ids)"
             )
         self.count()
-        self._check_told(tokens)
+        if self._has_beams:
+            raise BlockError(
+                "beams cannot be remembered: the answers of a beam search are not in the order of "
+                "the cache's sequences, and may not be among them\n\n"
+                "hint: the prompt is kept without it"
+            )
+        check_continues(tokens, self._prompts, self._known, self.num_tokens)
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
@@ -249,30 +256,6 @@ class Sequences:
         ]
         self._known = max(self._known, self.num_tokens)
         self._fixed_tokens = max(self._fixed_tokens, self._known)
-
-    def _check_told(self, tokens: Tensor) -> None:
-        """Refuses tokens that are not those of the rows, as far as that can be seen."""
-        if self._has_beams:
-            raise BlockError(
-                "beams cannot be remembered: the answers of a beam search are not in the order of "
-                "the cache's sequences, and may not be among them\n\n"
-                "hint: the prompt is kept without it"
-            )
-        if tokens.ndim != 2 or len(tokens) != len(self.requests):
-            raise BlockError(f"{len(self.requests)} sequences, tokens are {tuple(tokens.shape)}")
-        if tokens.shape[1] < self.num_tokens:
-            raise BlockError(
-                f"{tokens.shape[1]} tokens are told of sequences that hold {self.num_tokens}\n\n"
-                "hint: give the prompt and the answer, as generate returns them"
-            )
-        known = tokens[:, : self._known].cpu().numpy()
-        if any(
-            (row != p.tokens[: len(row)]).any() for row, p in zip(known, self._prompts, strict=True)
-        ):
-            raise BlockError(
-                "the tokens do not begin like those that the cache was made for\n\n"
-                "hint: give the prompt and the answer, as generate returns them"
-            )
 
     def crop(self, num_tokens: int) -> None:
         """Take tokens back, down to `num_tokens`: those that follow are written over them.
