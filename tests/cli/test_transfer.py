@@ -126,6 +126,11 @@ def test_peers_shows_what_may_be_asked_for_and_why_questions_got_no_ticket(pair)
     assert said in shown
     (document,) = json.loads(kvstow("peers", "--json", producer.address).stdout)
     assert document["answers"] == {"states": 1}
+    name = producer.agent.name
+    shown = kvstow("peers", consumer.address).stdout
+    assert f"{name} had no ticket for 1 question: 1 for recurrent states" in shown
+    (document,) = json.loads(kvstow("peers", "--json", consumer.address).stdout)
+    assert [peer["misses"] for peer in document["peers"]] == [{"states": 1}]
 
 
 def test_bench_transfer_prints_its_stable_keys():

@@ -50,6 +50,7 @@ MESSAGES = (
     say.Moved(9, 1 << 40, 7),
     say.AskPrefix(9, bytes(32), 16, bytes(64)),
     say.TellPrefix(9, b"ticket"),
+    say.Why(9, "evicted"),
     say.AskStatus(),
     say.TellStatus(b"{}"),
 )

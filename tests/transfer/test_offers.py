@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -10,7 +11,9 @@ from kvstow.errors import BlockError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
+from kvstow.transfer.channel.messages import Why
 from kvstow.transfer.generations import OwnerQueue
+from kvstow.transfer.serve import Serving
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import IDENTITY, hybrid_layout
@@ -21,8 +24,13 @@ TOKENS = 8
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
-    transport = LocalTransport(Fabric())
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def agent(fabric: Fabric) -> Iterator[Agent]:
+    transport = LocalTransport(fabric)
     with Agent(Arena(LAYOUT), Pool(LAYOUT), transport=transport, identity=IDENTITY) as made:
         yield made
 
@@ -62,6 +70,33 @@ def test_a_ticket_that_was_written_elsewhere_keeps_its_blocks_until_its_lease_en
     wait_for(lambda: agent.settle() or ended)
     assert ended == ["withdrawn"]
     assert pool.num_held(0) == 0
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("may_come", [False, True])
+def test_a_ticket_that_is_shown_before_it_is_adopted_is_early_unless_it_is_forged(
+    agent, pool, fabric, is_older, may_come
+):
+    """An older producer says so in words only, and they are the same."""
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    ticket = written(agent, offered, lease=7)
+    agent.server.leases.may_come = lambda id: may_come
+    rows = Pool(LAYOUT)
+    said = Serving.send
+
+    def without_reasons(serving: Serving, message: object) -> None:
+        if not isinstance(message, Why):
+            said(serving, message)
+
+    with (
+        Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as reader,
+        mock.patch.object(Serving, "send", without_reasons if is_older else said),
+    ):
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+        with pytest.raises(TransferError) as caught:
+            reader.pull(ticket, into=into).wait(20)
+    assert caught.value.kind == "ticket"
+    assert caught.value.is_early == may_come
 
 
 @pytest.mark.parametrize("field", ["agent", "start", "fingerprint"])

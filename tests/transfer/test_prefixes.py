@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full, State, Window
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.channel.messages import AskPrefix, TellPrefix
+from kvstow.transfer.channel.messages import AskPrefix, TellPrefix, Why
 from kvstow.transfer.options import Options
+from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.prefixes import MOST_LEASES
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
@@ -100,6 +102,12 @@ def asked(
     return answer.result()
 
 
+def misses(consumer: Engine) -> dict[str, int]:
+    """What the consumer was told about questions that got no ticket."""
+    (peer,) = consumer.agent.peers.all.values()
+    return dict(peer.misses)
+
+
 def keys_of(prompt: Prompt, identity: Identity = MODEL, step: int = 4) -> list[bytes]:
     return block_keys(identity, prompt, step)
 
@@ -141,6 +149,7 @@ def test_what_nobody_registered_is_a_miss(pair: tuple[Engine, Engine]):
     producer.holds(Prompt.of(PROMPT.tokens[::-1].copy()))
     assert asked(consumer, producer, keys) is None
     assert producer.agent.prefixes.answers == {"miss": 1}
+    assert misses(consumer) == {"absent": 2}  # the first, before anything was registered
 
 
 def test_blocks_that_have_changed_hands_are_a_miss(pair: tuple[Engine, Engine]):
@@ -156,7 +165,12 @@ def test_blocks_that_have_changed_hands_are_a_miss(pair: tuple[Engine, Engine]):
     for seed in range(20):
         fresh = Prompt.of(np.random.default_rng(seed).integers(0, 9000, 60))
         producer.ledger.release(producer.ledger.admit(fresh).request)
-    assert asked(consumer, producer, keys_of(PROMPT)) is None
+    for count in (1, 2):  # it is remembered
+        assert asked(consumer, producer, keys_of(PROMPT)) is None
+        assert misses(consumer) == {"evicted": count}
+    assert producer.agent.prefixes.answers == {"ticket": 1, "evicted": 2}
+    producer.holds(PROMPT)
+    assert asked(consumer, producer, keys_of(PROMPT)) is not None
 
 
 def test_other_weights_of_the_same_shape_do_not_even_meet():
@@ -179,7 +193,7 @@ def test_a_question_under_another_identity_is_a_miss(pair: tuple[Engine, Engine]
     keys = b"".join(keys_of(PROMPT))
     forged = AskPrefix(1, OTHER.digest, 4, keys)
     assert producer.agent.prefixes.has_room()
-    assert producer.agent.prefixes.answer(forged, never) is None
+    assert producer.agent.prefixes.answer(forged, never) == "identity"
     assert producer.agent.prefixes.answers == {"identity": 1}
 
 
@@ -193,7 +207,7 @@ def test_recurrent_states_are_not_given_to_askers_and_the_answer_is_counted_as_s
     try:
         producer.holds(Prompt.of(PROMPT.tokens[:28]))
         assert asked(consumer, producer, keys_of(PROMPT)) is None
-        assert producer.agent.prefixes.answers == {"states": 1}
+        assert producer.agent.prefixes.answers == misses(consumer) == {"states": 1}
     finally:
         for engine in (producer, consumer):
             engine.agent.close()
@@ -221,6 +235,7 @@ def test_keys_that_end_inside_of_blocks_are_a_miss(pair: tuple[Engine, Engine]):
     producer, consumer = pair
     producer.holds(PROMPT)
     assert asked(consumer, producer, keys_of(PROMPT, step=3), 3) is None
+    assert producer.agent.prefixes.answers == misses(consumer) == {"step": 1}
 
 
 @pytest.mark.parametrize("keys", [[], [b"short"], [bytes(32), bytes(31)]])
@@ -242,6 +257,36 @@ def test_an_agent_that_does_not_know_the_question_gives_no_answer_and_still_serv
     assert asked(consumer, producer, keys_of(PROMPT)) is not None
 
 
+def test_a_miss_of_an_older_agent_has_no_reason_and_a_newer_one_may_have_another(
+    pair: tuple[Engine, Engine],
+):
+    producer, consumer = pair
+
+    def older(peer: Incoming, question: AskPrefix) -> None:
+        peer.send(TellPrefix(question.question, b""))
+
+    def newer(peer: Incoming, question: AskPrefix) -> None:
+        peer.send(Why(question.question, "a word of tomorrow"))
+        older(peer, question)
+
+    for version, told in ((older, "not told"), (newer, "other")):
+        producer.agent.server.on_question = version
+        assert asked(consumer, producer, keys_of(PROMPT)) is None
+        assert misses(consumer)[told] == 1
+    events = consumer.agent.telemetry.events.recent()
+    assert [e for e in events if "prefix-missed" in e.as_json()]
+
+
+def test_an_offer_that_fails_is_a_miss_with_that_reason(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    with mock.patch.object(
+        producer.agent.offers, "offer", side_effect=TransferError("no", kind="refused")
+    ):
+        assert asked(consumer, producer, keys_of(PROMPT)) is None
+    assert producer.agent.prefixes.answers == misses(consumer) == {"error": 1}
+
+
 def test_too_many_open_answers_are_misses_until_some_have_ended(pair: tuple[Engine, Engine]):
     producer, consumer = pair
     producer.holds(PROMPT)
@@ -249,7 +294,7 @@ def test_too_many_open_answers_are_misses_until_some_have_ended(pair: tuple[Engi
     for _ in range(MOST_LEASES):
         assert prefixes.has_room()
     assert asked(consumer, producer, keys_of(PROMPT)) is None
-    assert prefixes.answers == {"busy": 1}
+    assert prefixes.answers == misses(consumer) == {"busy": 1}
 
 
 def test_a_ticket_that_comes_too_late_is_given_back(pair: tuple[Engine, Engine]):

@@ -32,9 +32,14 @@ Watch = Annotated[
 
 MISSES = {
     "miss": "not held",
+    "absent": "not held",
+    "evicted": "held no longer",
+    "step": "for shorter blocks than there are",
+    "error": "failed",
     "identity": "of another computation",
     "states": "for recurrent states, which are not lent",
     "busy": "too many at once",
+    "not told": "for reasons that it did not tell",
 }
 """Why questions got no ticket."""
 
@@ -136,7 +141,22 @@ def _shown(document: dict[str, Any]) -> str:
     ]
     if not rows:
         return head
-    return f"{head}\n\n{table(('peer', 'health', 'direction', 'GB/s', 'moved'), rows, num_left=3)}"
+    shown = table(("peer", "health", "direction", "GB/s", "moved"), rows, num_left=3)
+    return "\n\n".join([head, shown, *_missed(document)])
+
+
+def _missed(document: dict[str, Any]) -> list[str]:
+    """What became of this agent's own questions, a line for each peer that had no ticket."""
+    misses = {peer["name"]: peer.get("misses", {}) for peer in document["peers"]}
+    return [
+        f"{name} had no ticket for {counted(sum(why.values()), 'question')}: {_reasons(why)}"
+        for name, why in misses.items()
+        if why
+    ]
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {MISSES.get(kind, kind)}" for kind, n in counts.items())
 
 
 def _served(guest: dict[str, Any]) -> str:
@@ -151,11 +171,11 @@ def _held(document: dict[str, Any]) -> str:
     if not blocks and not answers:
         return ""
     asked = sum(answers.values())
-    others = [f"{n:,} {MISSES.get(kind, kind)}" for kind, n in answers.items() if kind != "ticket"]
+    others = {kind: n for kind, n in answers.items() if kind != "ticket"}
     return (
         f", {counted(blocks, 'block')} to be asked for, "
         f"{answers.get('ticket', 0):,} of {counted(asked, 'question')} answered with a ticket"
-        + (f" ({', '.join(others)})" if others else "")
+        + (f" ({_reasons(others)})" if others else "")
     )
 
 

@@ -19,7 +19,7 @@ from kvstow.errors import FaultKind, SpecError, TransferError
 EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
 UNKNOWN = "never given out here"
-"""In the error of a lease that may still be granted: whoever reads it may come again."""
+"""In the error of a lease that may still be granted. Agents that do not know `why` look for it."""
 
 _SYSTEM = SystemRandom()
 
@@ -91,8 +91,9 @@ class Leases:
             return lease
         reason = self._ended.get(id)
         if reason is None:
-            why = UNKNOWN if self.may_come(id) else "no such ticket was written here"
-            raise TransferError(f"lease {id}: {why}", kind="ticket")
+            is_early = self.may_come(id)
+            why = UNKNOWN if is_early else "no such ticket was written here"
+            raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
         raise TransferError(f"lease {id}: ended, {reason}", kind=FAULT_OF[reason])
 
     def open(

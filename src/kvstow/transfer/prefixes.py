@@ -2,7 +2,8 @@
 
     consumer                                producer
     ask-prefix  identity, keys  ─────────▶  which blocks have these keys, and still their bytes?
-                ◀─────────  tell-prefix     a ticket for the longest beginning; empty: a miss
+                ◀─────────  tell-prefix     a ticket for the longest beginning; empty: a miss,
+                            and before it `why`
 
 A key names the computation and all tokens up to the end of its block, so nobody learns or gets
 anything of a prompt whose keys it cannot compute. Blocks that may be asked for are not kept from
@@ -27,7 +28,13 @@ from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.retention import Encoder, State, can_hit, seen_blocks
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.channel.messages import MAX_ASKED_KEYS, AskPrefix, TellPrefix
+from kvstow.transfer.channel.messages import (
+    MAX_ASKED_KEYS,
+    AskPrefix,
+    MissReason,
+    TellPrefix,
+    Why,
+)
 from kvstow.transfer.generations import OwnerQueue
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Mailbox, Story
@@ -40,6 +47,12 @@ from kvstow.transfer.ticket import Ticket
 KEY_BYTES = 32
 MOST_BLOCKS = 1 << 20
 """Blocks that are remembered; those registered longest ago are forgotten first."""
+
+MOST_GONE = 1 << 16
+"""Keys that are remembered after their blocks were reused, to say so."""
+
+NONE, GONE = -1, -2
+"""In place of a block: no block holds a key's bytes; one did, and was reused."""
 
 MOST_LEASES = 256
 """Tickets that were given to askers and still run, and questions that wait: more are misses."""
@@ -64,7 +77,7 @@ class BlockSource(Protocol):
         ...
 
     def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
-        """The block of each key, −1 where none holds it."""
+        """The block of each key; `NONE` where none holds it, `GONE` where one is known to have."""
         ...
 
     def still(self) -> AbstractContextManager[object]:
@@ -79,6 +92,7 @@ class RegisteredBlocks:
         self._endpoint = endpoint
         self._most_blocks = most_blocks
         self._blocks: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+        self._gone: OrderedDict[tuple[int, bytes], None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -100,21 +114,28 @@ class RegisteredBlocks:
             for key, place in compress(zip(named, pairs, strict=True), whole):
                 self._blocks[g, key] = place
                 self._blocks.move_to_end((g, key))
+                self._gone.pop((g, key), None)
         while len(self._blocks) > self._most_blocks:
             self._blocks.popitem(last=False)
 
     def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
-        found: Ints = np.full(len(keys), -1, np.int64)
+        found: Ints = np.full(len(keys), NONE, np.int64)
         counters = self._endpoint.owner.generations[group]
         for i, key in enumerate(keys):
             place = self._blocks.get((group, key))
-            if place is None:
-                continue
-            if counters[place[0]] == place[1]:
+            if place is not None and counters[place[0]] == place[1]:
                 found[i] = place[0]
-            else:  # the block has changed hands since
-                del self._blocks[group, key]
+            elif place is not None or (group, key) in self._gone:
+                found[i] = GONE
+                self._forget(group, key)
         return found
+
+    def _forget(self, group: int, key: bytes) -> None:
+        """The key's block has changed hands."""
+        self._blocks.pop((group, key), None)
+        self._gone[group, key] = None
+        while len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
 
 
 class PrefixAnswers:
@@ -136,20 +157,26 @@ class PrefixAnswers:
         self._open = 0
         self._lock = Lock()
         self.answers: Counter[str] = Counter()
-        """Answers by kind: ticket, miss, identity, states, busy."""
+        """Answers by kind: a ticket, a miss where nothing is held, or another reason."""
 
     def hear(self, peer: Incoming, asked: AskPrefix) -> None:
         """Somebody asks; the owner's thread answers when it next settles."""
         if self.has_room():
             self._owner.owe(partial(self._tell, peer, asked))
         else:
-            peer.send(TellPrefix(asked.question, b""))
+            peer.tell_miss(asked.question, "busy")
 
     def _tell(self, peer: Incoming, asked: AskPrefix) -> None:
-        ticket = self.answer(asked, self._offers.offer)
-        told = TellPrefix(asked.question, ticket.to_bytes() if ticket else b"")
+        answer = self.answer(asked, self._offers.offer)
+
+        def tell() -> None:
+            if isinstance(answer, Ticket):
+                peer.send(TellPrefix(asked.question, answer.to_bytes()))
+            else:
+                peer.tell_miss(asked.question, answer)
+
         with suppress(TransferError):  # closed meanwhile: the lease has ended with the agent
-            self._loop.submit(lambda: peer.send(told))
+            self._loop.submit(tell)
 
     def has_room(self) -> bool:
         """Whether one more question may wait for its answer; it counts from now on."""
@@ -160,39 +187,45 @@ class PrefixAnswers:
             self._open += 1
             return True
 
-    def answer(self, asked: AskPrefix, offer: Offer) -> Ticket | None:
-        """A ticket for the longest beginning that is held, if there is one."""
+    def answer(self, asked: AskPrefix, offer: Offer) -> Ticket | MissReason:
+        """A ticket for the longest beginning that is held, or why there is none."""
 
         def over(reason: EndReason | None = None) -> None:
             with self._lock:
                 self._open -= 1
 
-        ticket: Ticket | None = None
-        refusal = self._refusal(asked)
-        if refusal:
-            self.answers[refusal] += 1
+        found = self._refusal(asked) or self._offered(asked, partial(offer, on_end=over))
+        if isinstance(found, Ticket):
+            self.answers["ticket"] += 1
         else:
-            try:
-                with self.source.still():
-                    num_tokens, blocks = self.longest(_split(asked.keys), asked.step)
-                    ticket = offer(blocks, num_tokens, on_end=over) if num_tokens else None
-            except KvstowError as error:
-                self._endpoint.note("prefix-not-offered", {"why": str(error)})
-            self.answers["miss" if ticket is None else "ticket"] += 1
-        if ticket is None:
+            self.answers["miss" if found == "absent" else found] += 1
             over()
-        return ticket
+        return found
 
-    def _refusal(self, asked: AskPrefix) -> str:
+    def _refusal(self, asked: AskPrefix) -> MissReason | None:
         """Why nothing is looked for: another computation asks, or there are recurrent states,
         which are overwritten in place while their blocks' generations stay."""
         if asked.identity != self._endpoint.identity.digest:
             return "identity"
         groups = self._endpoint.layout.groups
-        return "states" if any(isinstance(g.group.retention, State) for g in groups) else ""
+        return "states" if any(isinstance(g.group.retention, State) for g in groups) else None
 
-    def longest(self, keys: Sequence[bytes], step: int) -> tuple[int, dict[int, Blocks]]:
-        """How many tokens from the first on are held by every group, and in which blocks."""
+    def _offered(
+        self, asked: AskPrefix, offer: Callable[[Mapping[int, Blocks], int], Ticket]
+    ) -> Ticket | MissReason:
+        try:
+            with self.source.still():
+                found = self.longest(_split(asked.keys), asked.step)
+                return found if isinstance(found, str) else offer(*found)
+        except KvstowError as error:
+            self._endpoint.note("prefix-not-offered", {"why": str(error)})
+            return "error"
+
+    def longest(
+        self, keys: Sequence[bytes], step: int
+    ) -> tuple[dict[int, Blocks], int] | MissReason:
+        """The blocks of the longest beginning that every group holds, and its tokens; or why there
+        is none."""
         layout = self._endpoint.layout
         groups = {
             g: rows.group
@@ -200,7 +233,7 @@ class PrefixAnswers:
             if not isinstance(rows.group.retention, Encoder)
         }
         if any(group.block_tokens % step for group in groups.values()):
-            return 0, {}
+            return "step"
         unit = lcm(*(group.block_tokens for group in groups.values()))
         lengths: Ints = np.arange(0, len(keys) * step // unit * unit + 1, unit)
         found: dict[int, Ints] = {}
@@ -210,12 +243,14 @@ class PrefixAnswers:
             present = found[g] >= 0
             lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
         num_tokens = int(lengths.max(initial=0))
+        if not num_tokens:
+            return "evicted" if any((ids == GONE).any() for ids in found.values()) else "absent"
         blocks: dict[int, Blocks] = {}
         for g, group in groups.items():
             sinks, rest = seen_blocks(group.retention, num_tokens, group.block_tokens)
             index = np.array([*sinks, *rest], np.int64)
             blocks[g] = Blocks(found[g][index], index)
-        return num_tokens, blocks
+        return blocks, num_tokens
 
 
 def _split(keys: bytes) -> list[bytes]:
@@ -288,6 +323,8 @@ def asked(peer: Outgoing, question: PrefixQuestion) -> Story[Ticket | None]:
     finally:
         del peer.questions[number]
     if not told.ticket:
+        mailbox = question.mailbox
+        peer.missed(mailbox.take(Why).reason if mailbox.has(Why) else "", question.num_tokens)
         return None
     ticket = Ticket.from_bytes(told.ticket)
     _check(peer, question, ticket)

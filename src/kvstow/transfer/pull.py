@@ -362,9 +362,9 @@ def naming_rows(
     rows = named(endpoint.layout, ids_of(order.into))
     listing = "; ".join(f"group {name!r}: {_few(ids)}" for name, ids in rows.items())
     peers = [source.peer.name for source in sources]
-    kind, peer = (
-        ("ticket", "") if not isinstance(error, TransferError) else (error.kind, error.peer)
-    )
+    kind, peer, is_early = "ticket", "", False
+    if isinstance(error, TransferError):
+        kind, peer, is_early = error.kind, error.peer, error.is_early
     text = str(error) if peer else f"peers {peers}: {error}"
     agents = {source.engine: source.peer.name for source in sources}
     return TransferError(
@@ -372,6 +372,7 @@ def naming_rows(
         kind=kind,
         peer=agents.get(peer, peer) or peers[0],
         blocks=rows,
+        is_early=is_early,
     )
 
 

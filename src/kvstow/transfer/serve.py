@@ -12,6 +12,7 @@ from kvstow.errors import FaultKind, KvstowError, RouteError, TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.messages import (
+    NOT_YET,
     Alive,
     AnyMessage,
     AskPrefix,
@@ -31,9 +32,9 @@ from kvstow.transfer.channel.messages import (
     Stopped,
     Stranger,
     TellDigest,
-    TellPrefix,
     TellStatus,
     Welcome,
+    Why,
     Write,
     Written,
 )
@@ -121,6 +122,8 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
         telling = told_digests(server.endpoint, serving, ticket)
     except Exception as error:
         server.leases.shut(serving.begin.lease, serving.transfer, accepted=False)
+        if isinstance(error, TransferError) and error.is_early:
+            serving.send(Why(serving.transfer, NOT_YET))
         serving.send(Refused(serving.transfer, *_fault(error)))
         return
     serving.send(Begun(serving.transfer))
@@ -244,7 +247,7 @@ def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]
 
 def _no_prefix(peer: Incoming, asked: AskPrefix) -> None:
     """Nothing is registered here."""
-    peer.send(TellPrefix(asked.question, b""))
+    peer.tell_miss(asked.question, "absent")
 
 
 class Ended(TransferError):

@@ -10,6 +10,7 @@ from kvstow.route.route import Route
 from kvstow.route.sources import sources as sources_of
 from kvstow.route.ways import Way
 from kvstow.transfer.channel.messages import (
+    NOT_YET,
     Alive,
     AnyMessage,
     Begin,
@@ -22,10 +23,12 @@ from kvstow.transfer.channel.messages import (
     Sample,
     Stop,
     Stopped,
+    Why,
     Write,
     Written,
 )
 from kvstow.transfer.digests import packed_claims
+from kvstow.transfer.lease import UNKNOWN
 from kvstow.transfer.loop import Mailbox
 from kvstow.transfer.peers.endpoint import Endpoint, Flight
 from kvstow.transfer.peers.outgoing import Outgoing
@@ -158,13 +161,21 @@ class Source:
         self.mailbox.put(message)
         match message:
             case Refused(_, kind, reasons):
-                self._interrupt(self.fault("\n".join(reasons), kind))
+                fault = self.fault("\n".join(reasons), kind)
+                fault.is_early = self._is_early(fault)
+                self._interrupt(fault)
             case Failed(_, kind, reason):
                 self._interrupt(self.fault(reason, kind))
             case Alive():
                 self._interrupt(self.fault(f"lease {self.ticket.lease} has ended", "expired"))
             case _:
                 pass
+
+    def _is_early(self, refusal: TransferError) -> bool:
+        """Whether the producer does not know the ticket yet; older ones say so in words only."""
+        if self.mailbox.has(Why):
+            return self.mailbox.first(Why).reason == NOT_YET
+        return refusal.kind == "ticket" and UNKNOWN in str(refusal)
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone."""

@@ -2,6 +2,10 @@
 
 import struct
 import zlib
+from functools import reduce
+from operator import or_
+from typing import Any, get_args
+from unittest import mock
 
 import msgspec
 import pytest
@@ -9,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.transfer.channel import framing, messages
-from kvstow.transfer.channel.framing import Frame, Unreadable, decode, encode
-from kvstow.transfer.channel.messages import Begin, End, Renew
+from kvstow.transfer.channel.framing import (
+    Frame,
+    Session,
+    Unreadable,
+    answered,
+    decode,
+    encode,
+)
+from kvstow.transfer.channel.messages import Begin, End, Refused, Renew, TellPrefix, Why
 
 FRAME = Frame(5, 9, Renew((1, 2, 2**63 - 1)))
 
@@ -135,3 +146,39 @@ def test_a_bit_that_was_turned_over_anywhere_is_noticed(message, data):
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(Unreadable):
         decode(bytes(whole))
+
+
+# ── reasons, which older agents do not know ───────────────────────────────────────────
+
+SAID = (
+    Why(7, "evicted"),
+    TellPrefix(7, b""),
+    Why(8, messages.NOT_YET),
+    Refused(8, "ticket", ("lease 8: never given out here",)),
+)
+
+
+def heard(said: Any) -> tuple[list[Any], list[str]]:
+    """What a client takes in of what a server says, and why it drops the rest."""
+    server, client, dropped = Session(5), Session(0), list[str]()
+    frames = [server.framed(message) for message in said]
+    taken = [answered(client, frame, lambda why, _: dropped.append(why)) for frame in frames]
+    return taken, dropped
+
+
+def test_an_agent_that_knows_no_reasons_drops_them_and_takes_what_they_are_for():
+    kinds = [kind for kind in get_args(messages.AnyMessage) if kind is not Why]
+    older = msgspec.msgpack.Decoder(reduce(or_, kinds))
+    with mock.patch.object(framing, "_decoder", older):
+        assert heard(SAID) == ([None, SAID[1], None, SAID[3]], ["body", "body"])
+    assert heard(SAID) == (list(SAID), [])
+
+
+def test_what_reasons_are_for_has_the_bytes_that_it_always_had():
+    body = struct.calcsize(">4sHQQI") + 4
+    for message, before in (
+        (SAID[1], b"\x93\xabtell-prefix\x07\xc4\x00"),
+        (SAID[3], b"\x94\xa7refused\x08\xa6ticket\x91\xbdlease 8: never given out here"),
+    ):
+        assert encode(Frame(5, 9, message))[body:] == before
+        assert decode(sealed(before)).message == message

@@ -249,6 +249,23 @@ class TellPrefix(Message, frozen=True, tag="tell-prefix"):
     ticket: bytes
 
 
+class Why(Message, frozen=True, tag="why"):
+    """The reason for what comes next, a refused transfer or a question without a ticket, as a word
+    of the sender's. It is a message of its own because fields that an agent does not know make it
+    drop a message; of these it drops no more than the reason."""
+
+    number: Address
+    reason: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+NOT_YET = "not yet"
+"""The reason for a ticket that is not known here, and may become so: the pull may come again."""
+
+MissReason = Literal["absent", "evicted", "step", "identity", "states", "busy", "error"]
+"""Why a question got no ticket: nothing of it is held, or no longer; blocks are no multiple of the
+step; another computation asks; recurrent states are not lent; too many at once; a fault."""
+
+
 class AskStatus(Message, frozen=True, tag="ask-status"):
     """How are you? Needs no handshake."""
 
@@ -281,6 +298,7 @@ AnyMessage = (
     | TellProbe
     | AskPrefix
     | TellPrefix
+    | Why
     | AskStatus
     | TellStatus
 )

@@ -66,6 +66,7 @@ def status_document(agent: "Agent") -> bytes:
             "tracks": endpoint.transport.num_engines(peer.card.engine) if peer.card else None,
             "moved_bytes": peer.moved_bytes,
             "moved_seconds": round(peer.moved_seconds, 6),
+            "misses": dict(peer.misses),
             "error": str(peer.error) if peer.error else None,
         }
         for peer in tuple(agent.peers.all.values())

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from kvstow.plan.layout import Layout
 from kvstow.route.route import Claims, Route, route
 from kvstow.route.sources import sources
-from kvstow.transfer.channel.messages import AnyMessage, Card, Claim
+from kvstow.transfer.channel.messages import (
+    AnyMessage,
+    Card,
+    Claim,
+    MissReason,
+    TellPrefix,
+    Why,
+)
 from kvstow.transfer.digests import unpacked_claims
 from kvstow.transfer.peers.endpoint import Endpoint
 
@@ -46,6 +53,11 @@ class Incoming:
                 made = Share(route(mine, self.layout, claims=wanted), wanted)
             self._shares[claims] = made
         return self._shares[claims]
+
+    def tell_miss(self, question: int, reason: MissReason) -> None:
+        """Answer a question for a prefix with a miss, and why."""
+        self.send(Why(question, reason))
+        self.send(TellPrefix(question, b""))
 
     def attach(self) -> None:
         """Make sure that our engine can reach it. Raises TransferError."""

@@ -4,7 +4,9 @@ idle ─▶ greeting ─▶ probing ─▶ ready
           └────────────┴─────────┴──▶ broken ─▶ (the next who needs it) greeting
 """
 
-from typing import Literal, Protocol
+from collections import Counter
+from logging import getLogger
+from typing import Literal, Protocol, get_args
 
 from kvstow.errors import RouteError, TransferError
 from kvstow.plan.layout import Layout
@@ -18,6 +20,7 @@ from kvstow.transfer.channel.messages import (
     End,
     Failed,
     Hello,
+    MissReason,
     Refused,
     Renew,
     Staged,
@@ -27,6 +30,7 @@ from kvstow.transfer.channel.messages import (
     TellPrefix,
     TellProbe,
     Welcome,
+    Why,
     Written,
 )
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Story, Task
@@ -34,6 +38,8 @@ from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import Path, measured_path
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import lost
+
+log = getLogger(__name__)
 
 SILENT_BEATS = 30
 """An agent that has left so many heartbeats unanswered is given up."""
@@ -75,6 +81,8 @@ class Outgoing:
         self.readers: dict[int, Reader] = {}
         self.questions: dict[int, Mailbox] = {}
         """Questions for prefixes that wait for their answers."""
+        self.misses: Counter[str] = Counter()
+        """Our questions that got no ticket, by the reason that it told."""
         self.kept: set[int] = set()
         self.heard_at = 0.0
         self.unanswered = 0
@@ -225,6 +233,17 @@ class Outgoing:
         for reader in tuple(self.readers.values()):
             reader.lose(error)
 
+    def missed(self, reason: str, num_tokens: int) -> None:
+        """A question for so many tokens got no ticket. Older agents tell no reason, newer ones
+        may have others."""
+        known = reason in get_args(MissReason)
+        told = reason if known else "other" if reason else "not told"
+        self.misses[told] += 1
+        log.debug("peer %s: %d tokens were asked for, a miss: %r", self.name, num_tokens, reason)
+        self._endpoint.note(
+            "prefix-missed", {"peer": self.name, "tokens": num_tokens, "reason": told}
+        )
+
     # ── messages ──────────────────────────────────────────────────────────────────
 
     def send(self, message: AnyMessage) -> None:
@@ -256,6 +275,11 @@ class Outgoing:
                 for reader in tuple(self.readers.values()):
                     if reader.lease in ended:
                         reader.hear(message)
+            case Why(number):
+                if number in self.questions:
+                    self.questions[number].put(message)
+                elif number in self.readers:
+                    self.readers[number].hear(message)
             case Begun() | Refused() | Written() | Staged() | Failed() | Stopped() | TellDigest():
                 if message.transfer in self.readers:
                     self.readers[message.transfer].hear(message)

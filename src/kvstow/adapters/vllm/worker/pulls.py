@@ -19,7 +19,6 @@ from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.lease import UNKNOWN
 from kvstow.transfer.pulls import Transfer
 from kvstow.transfer.ticket import Ticket
 
@@ -58,7 +57,7 @@ class OpenPull:
     def may_retry(self, error: TransferError, now: float) -> bool:
         """Whether the producer may just not have heard of the ticket; a peer that was asked has."""
         is_young = now - self.started < GRACE_SECONDS
-        return _may_come(error) and is_young and self.pull.seconds is None
+        return error.is_early and is_young and self.pull.seconds is None
 
 
 class RankPulls:
@@ -207,9 +206,3 @@ class RankPulls:
             self.peers_failed += opened.pull.tickets
         for ticket in opened.pull.tickets:  # the engine computes it: nobody will come again
             self._agent.drop(ticket)
-
-
-def _may_come(error: TransferError) -> bool:
-    """Whether a producer's worker has only not heard of the ticket yet. Forged ones it tells apart
-    by their number."""
-    return error.kind == "ticket" and UNKNOWN in str(error)
