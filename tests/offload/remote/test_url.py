@@ -71,3 +71,14 @@ def test_a_password_may_lie_in_a_file(tmp_path):
 def test_a_place_with_a_scheme_is_a_url_and_a_path_is_not():
     assert is_remote("s3://bucket/prefix")
     assert not is_remote("/var/cache/kvstow")
+
+
+@pytest.mark.parametrize(("data", "reason"), [(None, "No such file"), (b"\xff\xfe", "no text")])
+def test_a_password_that_cannot_be_read_is_a_store_error_that_names_its_file(
+    tmp_path, data, reason
+):
+    file = tmp_path / "password"
+    if data is not None:
+        file.write_bytes(data)
+    with pytest.raises(StoreError, match=f"password_file .*password: cannot be read: .*{reason}"):
+        opened(f"redis://127.0.0.1:1/0?password_file={file}")

@@ -129,11 +129,19 @@ def _redis(parts: SplitResult, own: dict[str, str], seconds: float) -> BlobClien
 
     address = parts.netloc
     if own.get("password_file"):
-        password = Path(own["password_file"]).read_text().strip()
+        password = _password(Path(own["password_file"]))
         address = f":{quote(password, safe='')}@{address.rpartition('@')[2]}"
     url = f"{parts.scheme}://{address}{parts.path}"
     prefix, ca_file = own.get("prefix", "kvstow"), own.get("ca_file")
     return RedisClient(url, prefix, seconds=seconds, ca_file=ca_file)
+
+
+def _password(file: Path) -> str:
+    try:
+        return file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise StoreError(f"password_file {file}: cannot be read: {reason}") from error
 
 
 def _mooncake(master: str, prefix: str, own: dict[str, str]) -> BlobClient:
