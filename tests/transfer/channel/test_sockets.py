@@ -173,6 +173,7 @@ def test_a_recorded_pull_cannot_be_played_back_to_another_session(node, stranger
     session = stranger.answer().session
     begin = frame(messages.Begin(1, 2, b"", None, None, 0, ()), session=session, sequence=2)
     stranger.say(begin)
+    assert stranger.answer().message == messages.Why(1, messages.NOT_YET)
     assert isinstance(stranger.answer().message, messages.Refused)
     other = Stranger(node.address)
     other.say(begin)
