@@ -153,7 +153,7 @@ def test_a_manifest_that_cannot_be_written_names_the_file(tmp_path):
         finished = run(*KVSTOW, "plan", "qwen3-8b", "--manifest", str(target), "--memory", "1GiB")
         assert finished.returncode == 1
         assert finished.stdout == ""
-        assert finished.stderr.startswith(f"error: {target}: {reason}")
+        assert finished.stderr.startswith(f"error: {target}: cannot be written: {reason}")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
