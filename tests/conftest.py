@@ -68,8 +68,9 @@ NOT_QUICK = (
     "offload/test_events.py", "offload/test_forks.py", "offload/test_heartbeat.py",
     "offload/test_store.py",
     "plan/models/test_against_transformers.py", "plan/models/test_every_family.py",
-    "transfer/test_faults.py", "transfer/test_isolation.py", "transfer/test_matrix.py",
-    "transfer/test_process.py", "transfer/test_pull.py", "transfer/channel", "transfer/transport",
+    "transfer/test_discovery.py", "transfer/test_faults.py", "transfer/test_isolation.py",
+    "transfer/test_matrix.py", "transfer/test_process.py", "transfer/test_pull.py",
+    "transfer/channel", "transfer/transport",
     "transfer/move/test_gather.py",
 )  # fmt: skip
 """Tests that start processes, load models, build pages or run for seconds: not in `--quick`."""
