@@ -183,9 +183,10 @@ class RankPulls:
         self._counts["descriptors"] += stats.descriptors
         self._counts["pull seconds"] += stats.seconds
         log.info(
-            "pulled %d bytes in %d descriptors, %.3f s, fence %s, digest %s",
+            "pulled %d bytes in %d descriptors (%s), %.3f s, fence %s, digest %s",
             stats.nbytes,
             stats.descriptors,
+            ", ".join(sorted(set(stats.directions))),
             stats.seconds,
             stats.fence,
             stats.digest,
