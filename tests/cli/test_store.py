@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -48,6 +49,47 @@ def test_inspect_counts_rows_by_group_and_writes_nothing(directory):
     text = run("store", "inspect", directory)
     assert text.exit_code == 0
     assert "full" in text.stdout
+
+
+def test_inspect_lists_equal_events_once_with_their_count_and_the_last_time(directory):
+    tier = DiskTier(directory)
+    moments = [datetime(2026, 5, 1, hour).timestamp() for hour in range(7, 10)]
+    with tier.index.write() as write:
+        write.tell("DELETE FROM events")
+        for when, what, rows in [
+            (moments[0], "no space for another data file", 0),
+            (moments[1], "pruned to 4096 bytes", 3),
+            (moments[1], "no space for another data file", 0),
+            (moments[2], "no space for another data file", 0),
+            (moments[2], "pruned to 4096 bytes", 4),
+        ]:
+            write.tell("INSERT INTO events VALUES (?, ?, ?)", when, what, rows)
+    tier.close()
+    events = json.loads(run("store", "inspect", directory, "--json").stdout)["events"]
+    pruned = {"time": moments[2], "what": "pruned to 4096 bytes", "rows": 7, "count": 2}
+    full = {"time": moments[2], "what": "no space for another data file", "rows": 0, "count": 3}
+    assert events == [pruned | {"first_time": moments[1]}, full | {"first_time": moments[0]}]
+    assert run("store", "inspect", directory).stdout.endswith(
+        "2026-05-01 09:00:00  pruned to 4096 bytes: 7 rows, 2 times since 2026-05-01 08:00:00\n"
+        "2026-05-01 09:00:00  no space for another data file, 3 times since 2026-05-01 07:00:00\n"
+    )
+
+
+def test_inspect_lists_the_twenty_latest_different_events(directory):
+    tier = DiskTier(directory)
+    with tier.index.write() as write:
+        for number in range(25):
+            for _ in range(30):
+                write.note(f"event {number}", 1)
+    tier.close()
+    events = json.loads(run("store", "inspect", directory, "--json").stdout)["events"]
+    assert [event["what"] for event in events] == [f"event {n}" for n in range(24, 4, -1)]
+    assert {(event["rows"], event["count"]) for event in events} == {(30, 30)}
+    done = run("store", "prune", directory, "--to", "128KiB")
+    once = run("store", "inspect", directory).stdout.splitlines()[-20]
+    assert done.exit_code == 0
+    assert "pruned to 131072 bytes: " in once
+    assert "times" not in once
 
 
 def test_inspect_of_nothing_is_refused(tmp_path):

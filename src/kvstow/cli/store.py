@@ -10,6 +10,7 @@ import typer
 from kvstow.cli import options, remote_store
 from kvstow.cli.output import FAILED, MISUSED, emit_json, emit_text, human, note, refuse, table
 from kvstow.errors import ManifestError
+from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
@@ -280,8 +281,17 @@ def _inspected(found: dict[str, Any]) -> list[str]:
         f"open in process {o['pid']}" if o["alive"] else f"left by process {o['pid']}, which died"
         for o in found["owners"]
     )
-    events = "\n".join(
-        f"{datetime.fromtimestamp(e['time']):%Y-%m-%d %H:%M:%S}  {e['what']}: {e['rows']:,} rows"
-        for e in found["events"]
-    )
+    events = "\n".join(map(_event, found["events"]))
     return [part for part in (head, groups, owners, events) if part]
+
+
+def _event(event: dict[str, Any]) -> str:
+    """One line: when it happened last, what it was, how many rows went, how often it happened."""
+    rows = f": {counted(event['rows'], 'row')}" if event["rows"] else ""
+    often = f", {event['count']:,} times since {_moment(event['first_time'])}"
+    line = f"{_moment(event['time'])}  {event['what']}{rows}"
+    return line + (often if event["count"] > 1 else "")
+
+
+def _moment(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -59,6 +59,7 @@ def verify(tier: DiskTier, progress: Callable[[int], None] = lambda rows: None) 
 
 
 EVENTS = 20
+"""Different events that are listed, the latest ones."""
 
 
 def survey(path: Path) -> dict[str, Any]:
@@ -83,12 +84,7 @@ def survey(path: Path) -> dict[str, Any]:
                 _owner(*row)
                 for row in ask("SELECT pid, started, host, beat, counts FROM owners ORDER BY id")
             ],
-            "events": [
-                {"time": when, "what": what, "rows": rows}
-                for when, what, rows in ask(
-                    "SELECT time, what, rows FROM events ORDER BY rowid DESC LIMIT ?", EVENTS
-                )
-            ],
+            "events": _events(ask),
         }
 
 
@@ -157,6 +153,19 @@ def _group(ask: Ask, layout: Layout, group: int) -> dict[str, Any]:
         "oldest_use": oldest,
         "newest_use": newest,
     }
+
+
+def _events(ask: Ask) -> list[dict[str, Any]]:
+    """What has happened, newest first. Equal events are one, with a count: `time` is that of the
+    last one, `rows` are those of all."""
+    return [
+        {"time": last, "what": what, "rows": rows, "count": count, "first_time": first}
+        for last, what, rows, count, first in ask(
+            "SELECT MAX(time), what, SUM(rows), COUNT(*), MIN(time) FROM events "
+            "GROUP BY what ORDER BY MAX(rowid) DESC LIMIT ?",
+            EVENTS,
+        )
+    ]
 
 
 def _owner(pid: int, started: int, host: str, beat: float, counts: str) -> dict[str, Any]:
