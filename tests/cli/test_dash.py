@@ -12,7 +12,8 @@ from prometheus_client import Counter, start_http_server
 from typer.testing import CliRunner
 
 from kvstow.cli import app
-from kvstow.cli.dash import Watch, dashboard, is_local, read_store, samples, totals, with_ranks
+from kvstow.cli.dash import Answer, Watch, dashboard, is_local, totals
+from kvstow.cli.sources import read_store, samples, with_ranks
 from kvstow.observe import Telemetry, TransferMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
@@ -84,7 +85,7 @@ def test_a_page_whose_name_was_pointed_here_is_refused():
 
 @pytest.mark.parametrize("beginning", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: local"])
 def test_a_browser_that_does_not_finish_its_question_is_hung_up_on(beginning, monkeypatch):
-    monkeypatch.setitem(dashboard.__globals__, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(Answer, "timeout", 0.1)
     with (
         served(Watch([])) as port,
         socket.create_connection(("127.0.0.1", port), timeout=20) as browser,

@@ -1,7 +1,6 @@
-"""`kvstow store` and `kvstow top` on real stores, as their users run them."""
+"""`kvstow store` on real stores, as its users run it."""
 
 import json
-import os
 from dataclasses import replace
 from datetime import datetime
 
@@ -13,7 +12,6 @@ from kvstow.cli import app
 from kvstow.errors import StoreError
 from kvstow.observe import Telemetry, TierMetrics
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.host.tier import HostTier
 from kvstow.offload.tier import facts
 from kvstow.plan.manifest import decode, encode
 from offloading import hybrid, key, random_rows
@@ -90,6 +88,13 @@ def test_inspect_lists_the_twenty_latest_different_events(directory):
     assert done.exit_code == 0
     assert "pruned to 131072 bytes: " in once
     assert "times" not in once
+
+
+def test_inspect_names_the_stores_in_a_directory_that_is_none(directory):
+    directory.rename(directory.parent / "tp0of2-pp0of1")
+    done = run("store", "inspect", directory.parent)
+    assert done.exit_code == 2
+    assert "hint: one of those in it: tp0of2-pp0of1" in done.stderr
 
 
 def test_inspect_of_nothing_is_refused(tmp_path):
@@ -199,88 +204,6 @@ def test_a_layout_that_cannot_be_read_is_refused_before_anything_is_made(
     assert done.exit_code == 2
     assert str(manifest) in done.stderr
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("width", [40, 80, 160])
-def test_top_fits_the_terminal(width):
-    from kvstow.cli.top import _shown
-
-    line = dict.fromkeys(("rows", "nbytes", "capacity", "failures"), 12345)
-    rates = dict.fromkeys(("stored_bytes_per_s", "loaded_bytes_per_s", "evicted_rows_per_s"), 1.5)
-    text = _shown(
-        [
-            {"store": "/a/store", "pid": 7, "tier": "disk", "hit_rate": None, **line, **rates}
-            | {"idle_seconds": 100.0}
-        ],
-        width=width,
-    )
-    assert max(map(len, text.splitlines())) <= width
-
-
-@pytest.mark.parametrize(
-    ("told", "looks", "rate"),
-    [
-        ((100.0, 102.0), (100.5, 102.5), 30.0),  # 60 bytes in two seconds
-        ((100.0, 100.0), (100.5, 102.5), 0.0),  # nothing was told since
-        ((100.0, 3702.0), (3700.5, 3702.5), 30.0),  # an hour of nothing, and then 60 bytes
-        ((100.0, 101.0), (101.1, 101.2), 60.0),  # looks that are closer than what is told
-    ],
-)
-def test_rates_of_top_are_over_the_time_in_which_something_was_done(told, looks, rate):
-    from kvstow.cli.top import RATES, _lines, _Sample
-
-    samples = [_Sample(), _Sample()]
-    for sample, at, beat, count in zip(samples, looks, told, (0, 60), strict=True):
-        sample.at = at
-        nothing = dict.fromkeys(RATES, 0)
-        sample.tiers["s", 7, "host"] = beat, nothing | {"loaded_bytes": count if rate else 0}
-    (line,) = _lines(*samples)
-    assert line["loaded_bytes_per_s"] == pytest.approx(rate)
-    assert line["idle_seconds"] == pytest.approx(looks[1] - told[1])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "–"), (1.9, "–"), (2.0, "2 s"), (59.9, "59 s"), (60, "1 min"), (7200, "2 h")],
-)
-def test_top_says_for_how_long_a_process_has_been_idle(seconds, text):
-    from kvstow.cli.top import _duration
-
-    assert _duration(seconds) == text
-
-
-def test_top_takes_the_directory_above_several_ranks_and_says_what_it_shows(directory):
-    rank = directory.parent / "tp0of2-pp0of1"
-    directory.rename(rank)
-    tier = DiskTier(rank)
-    tier.beat()
-    done = run("top", directory.parent, "--once", "--every", "0.1")
-    tier.close()
-    assert "tp0of2" in done.stdout
-    assert "transfers: kvstow peers" in done.stdout
-    assert run("top", directory.parent / "none", "--once").exit_code == 2
-    done = run("store", "inspect", directory.parent)
-    assert done.exit_code == 2
-    assert "hint: one of those in it: tp0of2-pp0of1" in done.stderr
-
-
-def test_top_shows_the_tiers_of_a_living_process(directory):
-    tier = DiskTier(directory)
-    host = HostTier(tier.layout, capacity=MIB)
-    tier.publish(host)
-    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(21)]
-    host.load(0, [b"none"], rows[:1])
-    tier.load(0, [key(0, i) for i in range(21)], rows)
-    tier.beat()
-    found = json.loads(run("top", directory, "--every", "0.1", "--json").stdout)["tiers"]
-    tier.close()
-    disk, host_line = found
-    assert disk["tier"] == "disk"
-    assert disk["pid"] == os.getpid()
-    assert disk["hits"] == 20
-    assert disk["hit_rate"] == 20 / 21
-    assert host_line["misses"] == 1
-    assert "no running process" in run("top", directory, "--once", "--every", "0.1").stdout
 
 
 def test_metrics_show_every_tier(directory):

@@ -3,8 +3,9 @@
 models, plan, size, compare, check   layouts, before anything is allocated
 route, simulate                      what moving and serving would cost
 route_ways                           the four ways of `route`, and the one that an agent takes
-demo, bench                          prefill to decode for real; ratios on this machine
+demo, bench                          prefill to decode for real; rates measured here
 peers, top, dash, store              running agents, tiers and stores
+sources                              where `top` and `dash` read what running processes do
 remote_store                         the parts of `store` that take a URL
 why                                  where reuse of a prompt ends in a store, and why
 route_requests                       a router between prefill and decode instances
@@ -72,16 +73,16 @@ app.command("plan")(plan)
 app.command("size")(size)
 app.command("compare")(compare)
 app.command("check")(check)
-app.command("dash")(dash)
-app.command("demo")(demo)
-app.command("peers")(peers)
 app.command("route")(route)
-app.command("route-requests")(route_requests)
 app.command("simulate")(simulate)
-app.command("top")(top)
-app.command("why")(why)
+app.command("demo")(demo)
 app.add_typer(bench, name="bench")
+app.command("peers")(peers)
+app.command("top")(top)
+app.command("dash")(dash)
 app.add_typer(store, name="store")
+app.command("why")(why)
+app.command("route-requests")(route_requests)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`kvstow bench`: ratios measured on this machine, in one run."""
+"""`kvstow bench`: transfers on this machine, and the rates of a server."""
 
 import logging
 import os
@@ -21,7 +21,9 @@ from kvstow.cli.output import (
     write_file,
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Ratios measured on this machine, in one run.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure transfers on this machine, or a server's rates."
+)
 
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
 Layers = Annotated[
@@ -42,7 +44,7 @@ Output = Annotated[
 
 @bench.callback()
 def group() -> None:
-    """Ratios measured on this machine, in one run."""
+    """Measure transfers on this machine, or a server's rates."""
 
 
 @bench.command("transfer")

@@ -19,9 +19,9 @@ File = Annotated[
 
 
 def check(file: File, json: options.Json = False) -> None:
-    """Verify a manifest against the laws.
+    """Check a manifest: bounds, overlaps, alignment, capacity.
 
-    Exit code 1 if it breaks one, or is no manifest.
+    Exit code 1 if it breaks one of the laws of a layout, or is no manifest.
     """
     from kvstow.plan.manifest import decode
 

@@ -14,15 +14,21 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import parse_qs, urlsplit
 
 import typer
 
-from kvstow.cli import options
 from kvstow.cli.output import MISUSED, note, refuse
 from kvstow.cli.peers import KeysFile, read_keys
-from kvstow.errors import KvstowError
+from kvstow.cli.sources import (
+    ASK_SECONDS,
+    Reading,
+    Sources,
+    check_source,
+    reading,
+    with_ranks,
+)
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.curve import Keys
@@ -32,27 +38,13 @@ POLICY = (
     "img-src data:; connect-src 'self'"
 )
 LEAST_KEY = 16
-SCHEMES = ("tcp", "http", "https")
 
 REMEMBERED = 600
 """Moments of which the totals are kept."""
 
-MAX_METRICS_BYTES = 8 << 20
-ASK_SECONDS = 2.0
 ANSWER_SECONDS = 10.0
 """A browser that asks nothing for so long is hung up on."""
 
-Reading = dict[str, Any]
-
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE",
-        help="Addresses of agents (tcp://127.0.0.1:PORT), Prometheus endpoints (http://…), "
-        "directories of stores.",
-        show_default=False,
-    ),
-]
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve.")]
 PageKey = Annotated[
     Path | None,
@@ -102,85 +94,72 @@ def dash(
         watch.close()
 
 
-def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> ThreadingHTTPServer:
+def dashboard(watch: "Watch", address: tuple[str, int], *, key: str) -> "Dashboard":
     """A server of the page and of what it asks for; with a key, only for those who have it."""
-    from kvstow.render.page import page
-
-    html = page("kvstow", {}, ("slabmap.js", "dash.js"), policy=POLICY).encode()
-
-    class Answer(BaseHTTPRequestHandler):
-        """One request. Anything but a question is refused."""
-
-        timeout = ANSWER_SECONDS
-
-        def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            asked = parse_qs(query)
-            if not self._is_welcome(asked.get("key", [""])[0]):
-                self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no\n")
-            elif path == "/":
-                self._send(HTTPStatus.OK, "text/html; charset=utf-8", html)
-            elif path == "/state.json":
-                state = watch.state(history="history" in asked)
-                self._send(HTTPStatus.OK, "application/json", json.dumps(state).encode())
-            else:
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
-
-        def _is_welcome(self, offered: str) -> bool:
-            """With a key, whoever has it; without, whoever calls this machine by its own name
-            (a page elsewhere that has its name point here does not)."""
-            if key:
-                return hmac.compare_digest(offered.encode(), key.encode())
-            return is_local(_host_and_port(self.headers.get("Host", ""))[0])
-
-        def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            for name, value in (
-                ("Content-Type", kind),
-                ("Content-Length", str(len(body))),
-                ("Cache-Control", "no-store"),
-                ("Referrer-Policy", "no-referrer"),
-                ("X-Content-Type-Options", "nosniff"),
-                ("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'"),
-            ):
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a log would hold the key."""
-
     try:
-        return ThreadingHTTPServer(address, Answer)
+        return Dashboard(watch, address, key)
     except OSError as error:
         refuse(f"cannot serve on {address[0]}:{address[1]}: {error.strerror}", code=MISUSED)
 
 
-def check_source(source: str) -> None:
-    """Ends with 2 on what is neither an address nor a directory."""
-    scheme, _, rest = source.partition("://")
-    if rest and scheme == "tcp":
-        options.check_agent(source)
-    if rest and scheme in SCHEMES:
-        return
-    if rest:
-        refuse(
-            f"{source}: nothing is asked through {scheme}://\n\n"
-            "hint: tcp://127.0.0.1:PORT for an agent, http://… for a Prometheus endpoint, or the "
-            "directory of a store",
-            code=MISUSED,
-        )
-    if not source or not Path(source).is_dir():
-        refuse(
-            f"{source or repr('')}: no such directory\n\nhint: name the directory of a store",
-            code=MISUSED,
-        )
+class Dashboard(ThreadingHTTPServer):
+    """The page, what it shows, and the key that its readers need."""
+
+    def __init__(self, watch: "Watch", address: tuple[str, int], key: str) -> None:
+        from kvstow.render.page import page
+
+        self.watch = watch
+        self.key = key
+        self.html = page("kvstow", {}, ("slabmap.js", "dash.js"), policy=POLICY).encode()
+        super().__init__(address, Answer)
 
 
-def with_ranks(source: str) -> list[str]:
-    """The source; in place of a directory of several stores, these."""
-    found = [] if "://" in source else options.stores_of_ranks(Path(source))
-    return [str(store) for store in found] or [source]
+class Answer(BaseHTTPRequestHandler):
+    """One request. Anything but a question is refused."""
+
+    timeout = ANSWER_SECONDS
+
+    @property
+    def _dashboard(self) -> Dashboard:
+        assert isinstance(self.server, Dashboard)
+        return self.server
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        asked = parse_qs(query)
+        if not self._is_welcome(asked.get("key", [""])[0]):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no\n")
+        elif path == "/":
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self._dashboard.html)
+        elif path == "/state.json":
+            state = self._dashboard.watch.state(history="history" in asked)
+            self._send(HTTPStatus.OK, "application/json", json.dumps(state).encode())
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
+
+    def _is_welcome(self, offered: str) -> bool:
+        """With a key, whoever has it; without, whoever calls this machine by its own name
+        (a page elsewhere that has its name point here does not)."""
+        if self._dashboard.key:
+            return hmac.compare_digest(offered.encode(), self._dashboard.key.encode())
+        return is_local(_host_and_port(self.headers.get("Host", ""))[0])
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a log would hold the key."""
 
 
 def is_local(host: str) -> bool:
@@ -221,65 +200,6 @@ def _key(file: Path | None) -> str:
             f"{file}: a key of {len(key)} characters, at least {LEAST_KEY} are needed", code=MISUSED
         )
     return key
-
-
-# ── asking ───────────────────────────────────────────────────────────────────────────
-
-
-def samples(exposition: str) -> list[Reading]:
-    """Prometheus text as plain values: name, labels, value; histogram buckets left out."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    return [
-        {"name": sample.name, "labels": dict(sample.labels), "value": sample.value}
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if not sample.name.endswith(("_bucket", "_created"))
-    ]
-
-
-def read_endpoint(address: str) -> Reading:
-    """What a Prometheus endpoint says now."""
-    from urllib.request import urlopen
-
-    with urlopen(address, timeout=ASK_SECONDS) as answer:
-        text = answer.read(MAX_METRICS_BYTES).decode()
-    return {"agent": address, "address": address, "metrics": samples(text)}
-
-
-def read_store(directory: Path) -> Reading:
-    """What a store holds, and what the processes that have it open last told about their tiers."""
-    from kvstow.observe import tier_metric
-    from kvstow.offload.disk.inspect import survey
-
-    found = survey(directory)
-    return {
-        "agent": str(directory),
-        "model": found["model"],
-        "store": {
-            "rows": found["rows"],
-            "data_bytes": found["data_bytes"],
-            "capacity": found["capacity"],
-            "groups": found["groups"],
-            "processes": sum(owner["alive"] for owner in found["owners"]),
-        },
-        "metrics": [
-            {
-                "name": tier_metric(name),
-                "labels": {"tier": f"{tier['tier']}, process {owner['pid']}"},
-                "value": value,
-            }
-            for owner in found["owners"]
-            if owner["alive"]
-            for tier in owner["tiers"]
-            for name, value in tier.items()
-            if isinstance(value, int | float)
-        ],
-        "events": [
-            {"at": event["time"], "part": "store", "what": event["what"], "rows": event["rows"]}
-            for event in reversed(found["events"])
-        ],
-    }
 
 
 class Watch:
@@ -332,56 +252,31 @@ class Watch:
         try:
             while not self._stop.is_set():
                 for source in self._sources:
-                    self._remember(source, _reading(asker.ask, source))
+                    self._remember(source, reading(asker.ask, source))
                 self._stop.wait(self._seconds)
         finally:
             asker.close()
 
-    def _remember(self, source: str, reading: Reading) -> None:
+    def _remember(self, source: str, said: Reading) -> None:
         with self._lock:
-            self._latest[source] = reading
-            if "metrics" in reading:
-                reading["totals"] = totals(reading)
-                self._history[source].append(reading["totals"])
+            self._latest[source] = said
+            if "metrics" in said:
+                said["totals"] = totals(said)
+                self._history[source].append(said["totals"])
 
 
-def _reading(ask: Any, source: str) -> Reading:
-    """What a source says, or why it says nothing."""
-    try:
-        if source.startswith(("http://", "https://")):
-            return {"at": time.time(), **read_endpoint(source)}
-        if Path(source).is_dir():
-            return {"at": time.time(), **read_store(Path(source))}
-        document = ask(source, seconds=ASK_SECONDS)
-        return {
-            "at": time.time(),
-            **document,
-            "metrics": samples(document["metrics"]),
-            "events": [
-                {name: _plain(fact) for name, fact in event.items()} for event in document["events"]
-            ],
-        }
-    except (KvstowError, OSError, ValueError) as error:
-        return {"at": time.time(), "error": str(error).partition("\n")[0]}
-
-
-def _plain(fact: Any) -> Any:
-    """Numbers that a browser would round are told as text."""
-    return str(fact) if isinstance(fact, int) and abs(fact) > 1 << 53 else fact
-
-
-def totals(reading: Reading) -> Reading:
+def totals(said: Reading) -> Reading:
     """The few sums that are drawn over time."""
 
     def sum_of(name: str, *, without: str = "") -> float:
         return sum(
             sample["value"]
-            for sample in reading["metrics"]
+            for sample in said["metrics"]
             if sample["name"] == name and (not without or without not in sample["labels"].values())
         )
 
     return {
-        "at": reading["at"],
+        "at": said["at"],
         "bytes": sum_of("kvstow_transfer_bytes_total"),
         "served": sum_of("kvstow_transfer_served_bytes_total"),
         "transfers": sum_of("kvstow_transfers_total"),

@@ -33,8 +33,31 @@ EXTRAS = {
 """Modules that are not always there, and the extra that installs each."""
 
 
+SECTIONS = {
+    "Plan": ("models", "plan", "size", "compare", "check"),
+    "Estimate": ("route", "simulate"),
+    "Try and measure": ("demo", "bench"),
+    "Operate": ("peers", "top", "dash", "store", "why", "route-requests"),
+}
+"""The commands as `kvstow --help` lists them."""
+
+
 class Commands(TyperGroup):
     """The commands; what kvstow raises on purpose ends as a message, not as a traceback."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands of each section, with what they do."""
+        width = max(len(name) for names in SECTIONS.values() for name in names)
+        for section, names in SECTIONS.items():
+            known = {name: self.get_command(ctx, name) for name in names}
+            with formatter.section(section):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), command.get_short_help_str(formatter.width - width))
+                        for name, command in known.items()
+                        if command is not None
+                    ]
+                )
 
     def invoke(self, ctx: Any) -> Any:
         try:

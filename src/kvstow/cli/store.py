@@ -15,7 +15,7 @@ from kvstow.plan.words import counted
 if TYPE_CHECKING:
     from kvstow.plan.layout import Layout
 
-store = typer.Typer(help="Stores of rows, on disk or remote.", no_args_is_help=True)
+store = typer.Typer(help="Inspect, verify, convert or prune stores of rows.", no_args_is_help=True)
 
 Place = Annotated[
     str,

@@ -1,14 +1,16 @@
-"""`kvstow top`: tiers of the processes that have stores open, live."""
+"""`kvstow top`: tiers of running processes, live."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvstow.cli import options
-from kvstow.cli.output import WIDTH, emit_json, human, table
+from kvstow.cli.output import FAILED, WIDTH, emit_json, human, table
+from kvstow.cli.peers import KeysFile, read_keys
+from kvstow.cli.sources import Ask, Sources, check_source, reading, tiers_in
 
 SHOWS = "host, disk and remote tiers; transfers: kvstow peers, kvstow dash"
 
@@ -19,35 +21,63 @@ LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed", "idle")
 
 GAP = 3
 
-Directories = Annotated[
-    list[Path],
-    typer.Argument(metavar="DIR", help="Stores, or directories of several.", show_default=False),
-]
+NOBODY = """no running process has told of its tiers here yet
+
+hint: processes without a store on disk are found by the address of their agent
+  (tcp://HOST:PORT, after store.watch(agent.telemetry)) or of their metrics (http://HOST:PORT)"""
+
 Every = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look again.")]
 Once = Annotated[bool, typer.Option("--once", help="One look, after one interval, and end.")]
 
 
 def top(
-    directories: Directories, every: Every = 2.0, once: Once = False, json: options.Json = False
+    sources: Sources,
+    every: Every = 2.0,
+    once: Once = False,
+    keys_file: KeysFile = None,
+    json: options.Json = False,
 ) -> None:
-    """Show the tiers of stores live, by process.
+    """Show the tiers of running processes, live.
 
-    Rows, bytes, hits, rates, evictions, failures, and for how long a process has done nothing:
-    the host, disk and remote tiers of processes that have a store on disk open. Of a remote store,
-    rows and bytes are those that the process has written. Transfers are not among them: see
-    `kvstow peers` and `kvstow dash`.
+    Rows, bytes, hits, rates, evictions, failures, and for how long a process has done nothing.
+    A store on disk knows the processes that have it open, and all their tiers. A process without
+    one is asked itself: name its agent, or its Prometheus endpoint. Of a remote store, rows and
+    bytes are those that the process has written. Exit code 1 if a source does not answer.
     """
-    stores = [store for directory in directories for store in options.stores_in(directory)]
-    before = _sample(stores)
-    time.sleep(every)
-    if once or json:
-        lines = _lines(before, _sample(stores))
-        emit_json({"tiers": lines}) if json else typer.echo(_screen(lines, _width()))
-        return
-    _watch(stores, before, every)
+    from kvstow.transfer.channel.status import Asker
+
+    places = [place for source in sources for place in _places(source)]
+    asker = Asker(read_keys(keys_file))
+    try:
+        before = _sample(places, asker.ask)
+        time.sleep(every)
+        if once or json:
+            _show_once(before, _sample(places, asker.ask), json=json)
+        else:
+            _watch(places, asker.ask, before, every)
+    finally:
+        asker.close()
 
 
-def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
+def _places(source: str) -> list[str]:
+    """The stores in a directory, or the address; ends with 2 on what is neither."""
+    if "://" not in source:
+        return [str(store) for store in options.stores_in(Path(source))]
+    check_source(source)
+    return [source]
+
+
+def _show_once(before: "_Sample", now: "_Sample", *, json: bool) -> None:
+    lines = _lines(before, now)
+    if json:
+        emit_json({"tiers": lines, "errors": now.errors})
+    else:
+        typer.echo(_screen(lines, now.silent, _width()))
+    if now.errors:
+        raise typer.Exit(FAILED)
+
+
+def _watch(places: list[str], ask: Ask, before: "_Sample", every: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -56,8 +86,8 @@ def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                now = _sample(directories)
-                shown = _screen(_lines(before, now), console.width)
+                now = _sample(places, ask)
+                shown = _screen(_lines(before, now), now.silent, console.width)
                 live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
                 time.sleep(every)
@@ -66,28 +96,61 @@ def _watch(directories: list[Path], before: "_Sample", every: float) -> None:
 
 
 class _Sample:
-    """Counts of every tier of every living process, and when they were told. A process tells them
-    within a second of what it does, and nothing while it does nothing."""
+    """Counts of every tier of every living process, and when they were told.
+
+    A process tells a store within a second of what it does, and nothing while it does nothing;
+    one that is asked itself tells at once.
+    """
 
     def __init__(self) -> None:
         self.at = time.time()
         self.tiers: dict[tuple[str, int, str], tuple[float, dict[str, Any]]] = {}
+        """By store or address, process (0 where it is not known) and tier."""
+        self.errors: dict[str, str] = {}
+        """Addresses that did not answer, and why."""
+        self.without_tiers: list[str] = []
+
+    @property
+    def silent(self) -> list[str]:
+        """Addresses of which nothing can be shown, each with the reason."""
+        unanswered = [f"{address}: {why}" for address, why in self.errors.items()]
+        return unanswered + [f"{address}: tells of no tiers" for address in self.without_tiers]
 
 
-def _sample(directories: list[Path]) -> _Sample:
+def _sample(places: Iterable[str], ask: Ask) -> _Sample:
+    sample = _Sample()
+    for place in places:
+        if "://" in place:
+            _add_process(sample, place, reading(ask, place))
+        else:
+            _add_store(sample, Path(place))
+    return sample
+
+
+def _add_store(sample: _Sample, directory: Path) -> None:
+    """The tiers of all processes that have a store open, as they have told it."""
     from kvstow.offload.disk.inspect import survey
 
-    sample = _Sample()
-    for directory in directories:
-        found = survey(directory)
-        on_disk = {"rows": found["rows"], "nbytes": found["data_bytes"]}
-        for owner in found["owners"]:
-            told: list[dict[str, Any]] = owner["tiers"] if owner["alive"] else []
-            for tier in told:
-                if tier["tier"] == "disk":  # all processes share it; what one told may be old
-                    tier |= on_disk
-                sample.tiers[str(directory), owner["pid"], tier["tier"]] = owner["beat"], tier
-    return sample
+    found = survey(directory)
+    on_disk = {"rows": found["rows"], "nbytes": found["data_bytes"]}
+    for owner in found["owners"]:
+        told: list[dict[str, Any]] = owner["tiers"] if owner["alive"] else []
+        for tier in told:
+            if tier["tier"] == "disk":  # all processes share it; what one told may be old
+                tier |= on_disk
+            sample.tiers[str(directory), owner["pid"], tier["tier"]] = owner["beat"], tier
+
+
+def _add_process(sample: _Sample, address: str, said: dict[str, Any]) -> None:
+    """The tiers of one process, which has answered itself, or not."""
+    if "error" in said:
+        sample.errors[address] = said["error"]
+        return
+    tiers = tiers_in(said["metrics"])
+    for name, facts in tiers.items():
+        sample.tiers[address, 0, name] = said["at"], {"tier": name, **facts}
+    if not tiers:
+        sample.without_tiers.append(address)
 
 
 def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
@@ -95,7 +158,7 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
 
     lines: list[dict[str, Any]] = []
     between = max(now.at - before.at, BEAT_SECONDS)
-    for name, (beat, tier) in sorted(now.tiers.items()):
+    for name, (beat, tier) in sorted(now.tiers.items(), key=lambda item: item[0]):
         then, old = before.tiers.get(name, (beat, tier))
         seconds = min(beat - then, between)  # one that was idle has not told for longer
         rates = {
@@ -105,7 +168,7 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
         asked = tier["hits"] + tier["misses"]
         hit_rate = tier["hits"] / asked if asked else None
         idle = max(0.0, now.at - beat)
-        about = {"store": name[0], "pid": name[1], **tier, "hit_rate": hit_rate, **rates}
+        about = {"store": name[0], "pid": name[1] or None, **tier, "hit_rate": hit_rate, **rates}
         lines.append({**about, "idle_seconds": idle})
     return lines
 
@@ -117,17 +180,17 @@ def _width() -> int:
     return get_terminal_size((WIDTH, 24)).columns
 
 
-def _screen(lines: list[dict[str, Any]], width: int) -> str:
-    """The table, and below it what it is a table of, where there is room."""
-    return _shown(lines, width) + (f"\n\n{SHOWS}" if len(SHOWS) <= width else "")
+def _screen(lines: list[dict[str, Any]], silent: list[str], width: int) -> str:
+    """The table, below it what could not be shown, and what it is a table of where that fits."""
+    parts = [_shown(lines, width)] if lines else [NOBODY] if not silent else []
+    parts += silent
+    return "\n\n".join(parts + [SHOWS] * (len(SHOWS) <= width))
 
 
 def _shown(lines: list[dict[str, Any]], width: int) -> str:
-    if not lines:
-        return "no running process has published its tiers here yet"
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "store": lambda line: Path(line["store"]).name,
-        "pid": lambda line: str(line["pid"]),
+        "store": lambda line: _short(line["store"]),
+        "pid": lambda line: str(line["pid"] or "–"),
         "tier": lambda line: line["tier"],
         "rows": lambda line: f"{line['rows']:,}",
         "bytes": lambda line: human(line["nbytes"]),
@@ -145,6 +208,11 @@ def _shown(lines: list[dict[str, Any]], width: int) -> str:
         if sum(widths) + GAP * (len(widths) - 1) > width:
             del cells[name]
     return table(list(cells), zip(*cells.values(), strict=True), width=width)
+
+
+def _short(store: str) -> str:
+    """The last part of a path, the host and port of an address."""
+    return store.partition("://")[2] or Path(store).name
 
 
 def _duration(seconds: float) -> str:
