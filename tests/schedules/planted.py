@@ -19,15 +19,16 @@ from kvstow.offload.disk.segments import Segments, _Slot
 from kvstow.offload.mover.mover import Mover
 from kvstow.route import route as routes
 from kvstow.route import sources as route_sources
-from kvstow.transfer import agent, pull, pulls, serve, source
+from kvstow.transfer import pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
-from kvstow.transfer.generations import Generations
+from kvstow.transfer.generations import Generations, OwnerQueue
 from kvstow.transfer.lease import Leases
 from kvstow.transfer.loop import IDLE
 from kvstow.transfer.move import gather
 from kvstow.transfer.move import rows as cut_rows
 from kvstow.transfer.peers import layouts
+from kvstow.transfer.server import Server
 from kvstow.transfer.transport import local
 from schedules import schedule
 from schedules.library import changed, prepared
@@ -168,7 +169,7 @@ def generations_stay_when_rows_are_reused() -> Generator[None]:
 @bug
 def a_lease_does_not_keep_its_rows() -> Generator[None]:
     """Blocks are offered without being shared."""
-    with changed(agent.Agent, "_share", lambda self, blocks: None):
+    with changed(OwnerQueue, "share", lambda self, blocks: None):
         yield
 
 
@@ -182,7 +183,7 @@ def the_ticket_s_start_is_not_compared() -> Generator[None]:
     def any_ticket(self: Any, serving: Any) -> Any:
         return next(iter(self._tickets.values()))
 
-    with changed(pull, "meet", any_start), changed(serve.Server, "opened", any_ticket):
+    with changed(pull, "meet", any_start), changed(Server, "opened", any_ticket):
         yield
 
 

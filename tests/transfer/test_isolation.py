@@ -201,7 +201,7 @@ def test_a_card_that_claims_the_start_of_another_does_not_harm_it(scene):
 
 
 def test_engines_of_consumers_that_have_gone_are_disconnected(scene, monkeypatch):
-    monkeypatch.setattr("kvstow.transfer.serve.SILENT_BEATS", 20)
+    monkeypatch.setattr("kvstow.transfer.server.SILENT_BEATS", 20)
     producer = scene.add("q")
     gone = []
     for number in range(5):

@@ -4,7 +4,8 @@ agent        offer, pull, keep, drop, settle: all that a user calls
 offers       all tickets of an agent, and the leases behind them
 pulls        all pulls of an agent, and what is owed for them
 pull         a pull from top to bottom: meet, plan, move, fence, digests, accept
-serve        the producer's half, likewise
+server       agents that dialled us, our leases, and what is served under them
+serve        one transfer that is served, from top to bottom
 loop         what drives them: stories, each in its own `try`
 source       one ticket of a pull, and what is said to its producer
 quarantine   when rows of a failed pull may be used again; fresh engines

@@ -34,7 +34,8 @@ from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Story
 from kvstow.transfer.offers import Offers
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
-from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
+from kvstow.transfer.peers.blocks import check_blocks
+from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
 from kvstow.transfer.prefixes import (
     BlockSource,
@@ -44,9 +45,9 @@ from kvstow.transfer.prefixes import (
     begin_asking,
 )
 from kvstow.transfer.pull import Order
-from kvstow.transfer.pulls import Pulls, Transfer
+from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
 from kvstow.transfer.quarantine import Quarantine
-from kvstow.transfer.serve import Server
+from kvstow.transfer.server import Server
 from kvstow.transfer.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
@@ -296,7 +297,7 @@ class Agent:
         """
         self.settle()
         listed = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
-        tokens = _checked_tokens(listed, start_token, num_tokens)
+        tokens = checked_tokens(listed, start_token, num_tokens)
         seconds = self.options.transfer_seconds if deadline is None else deadline
         if not seconds > 0:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
@@ -426,27 +427,3 @@ class Agent:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
-    """How many tokens a pull wants; TransferError where the tickets do not have them."""
-    lengths = {ticket.num_tokens for ticket in tickets}
-    if not tickets:
-        raise TransferError("there is no ticket to pull with", kind="ticket")
-    if len(lengths) != 1:
-        raise TransferError(
-            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
-        )
-    offered = lengths.pop()
-    wanted = offered if num_tokens is None else num_tokens
-    if wanted > offered:
-        raise TransferError(
-            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
-        )
-    if not 0 <= start_token < wanted:
-        raise TransferError(
-            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
-            f"below num_tokens",
-            kind="refused",
-        )
-    return wanted

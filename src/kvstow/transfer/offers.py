@@ -9,8 +9,9 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.generations import OwnerQueue
 from kvstow.transfer.lease import EndReason, Lease
 from kvstow.transfer.loop import Loop
-from kvstow.transfer.peers.endpoint import Endpoint, check_blocks
-from kvstow.transfer.serve import Server
+from kvstow.transfer.peers.blocks import check_blocks
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.server import Server
 from kvstow.transfer.ticket import Ticket
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy
-from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, check_known, named
+from kvstow.transfer.peers.blocks import check_known, named
+from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.ticket import packed_ints
 from kvstow.transfer.transport.base import lost

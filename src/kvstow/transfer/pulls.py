@@ -253,3 +253,27 @@ def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:
             for g, part in brought.items():
                 filled[g] &= part
     return filled
+
+
+def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
+    """How many tokens a pull wants; TransferError where the tickets do not have them."""
+    lengths = {ticket.num_tokens for ticket in tickets}
+    if not tickets:
+        raise TransferError("there is no ticket to pull with", kind="ticket")
+    if len(lengths) != 1:
+        raise TransferError(
+            f"tickets of {sorted(lengths)} tokens are not of one request", kind="ticket"
+        )
+    offered = lengths.pop()
+    wanted = offered if num_tokens is None else num_tokens
+    if wanted > offered:
+        raise TransferError(
+            f"{wanted} tokens are wanted, the ticket is for {offered}", kind="ticket"
+        )
+    if not 0 <= start_token < wanted:
+        raise TransferError(
+            f"tokens [{start_token}, {wanted}) are none\n\nhint: start_token is at least 0 and "
+            f"below num_tokens",
+            kind="refused",
+        )
+    return wanted

@@ -20,7 +20,8 @@ from kvstow.errors import TransferError
 from kvstow.transfer.channel.messages import Stop
 from kvstow.transfer.fence import CounterRead
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Story, Task, together
-from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced, Flight
+from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
+from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.source import Source
 from kvstow.transfer.transport.base import lost
 

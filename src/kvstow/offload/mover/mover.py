@@ -106,26 +106,8 @@ class Mover:
         self._fences: StreamOrder = fences(arena)
         self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
         self._checks = RowChecks(arena, host) if checked else None
-        self._direct: DirectCopies | None = None
-        if self._checks is not None:
-            self._direct = DirectCopies(
-                arena,
-                host,
-                host_group=self._host_group,
-                mappings=self._mappings,
-                order=self._fences,
-                checks=self._checks,
-                on_stored=self._begin_demotion,
-            )
-        self._queues = {
-            urgent.inward: JobQueue(
-                urgent=urgent,
-                others=max(1, limits.workers // 2),
-                max_parts=limits.max_parts,
-                max_bytes=limits.max_bytes,
-            )
-            for urgent in (JobKind.LOAD, JobKind.STORE)
-        }
+        self._direct = self._direct_copies(self._checks) if self._checks is not None else None
+        self._queues = {kind.inward: _queue(kind, limits) for kind in (JobKind.LOAD, JobKind.STORE)}
         self._runs = {
             JobKind.LOAD: self._load,
             JobKind.PREFETCH: self._prefetch,
@@ -136,13 +118,28 @@ class Mover:
         self._lock = Lock()
         self._finished: list[MoverJob] = []
         self.skipped_demotions = 0
-        self._threads = [
-            Thread(target=self._work, args=(queue,), name=f"kvstow-mover-{name}-{i}", daemon=True)
-            for queue, name in ((self._queues[True], "in"), (self._queues[False], "out"))
-            for i in range(limits.workers)
-        ]
+        self._threads = self._workers(limits.workers)
         for thread in self._threads:
             thread.start()
+
+    def _direct_copies(self, checks: RowChecks) -> DirectCopies:
+        return DirectCopies(
+            self._arena,
+            self._host,
+            host_group=self._host_group,
+            mappings=self._mappings,
+            order=self._fences,
+            checks=checks,
+            on_stored=self._begin_demotion,
+        )
+
+    def _workers(self, each_way: int) -> list[Thread]:
+        """Threads that bring rows in, and as many that bring rows out."""
+        return [
+            Thread(target=self._work, args=(queue,), name=f"kvstow-mover-{name}-{i}", daemon=True)
+            for queue, name in ((self._queues[True], "in"), (self._queues[False], "out"))
+            for i in range(each_way)
+        ]
 
     @property
     def direct(self) -> DirectCopies:
@@ -366,6 +363,16 @@ class Mover:
         with self._host.held(group, keys) as (mask, rows):
             kept = self._below.store(group, chosen(keys, mask), self._host.views(group, rows))
         job.moved[positions][mask] = kept
+
+
+def _queue(urgent: JobKind, limits: Limits) -> JobQueue:
+    """A queue that takes jobs of the urgent kind first."""
+    return JobQueue(
+        urgent=urgent,
+        others=max(1, limits.workers // 2),
+        max_parts=limits.max_parts,
+        max_bytes=limits.max_bytes,
+    )
 
 
 def _of(wanted: Sequence[bytes], keys: Sequence[bytes], ids: Ints) -> Ints:

@@ -20,6 +20,8 @@ from kvstow.transfer.channel.sockets import SocketChannel
 
 if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
+    from kvstow.transfer.peers.incoming import Incoming
+    from kvstow.transfer.peers.outgoing import Outgoing
 
 STATUS_VERSION = 1
 RECENT = 30
@@ -52,36 +54,7 @@ class CachedStatus:
 def status_document(agent: "Agent") -> bytes:
     """The document; its keys are listed in docs/reference/wire.md."""
     endpoint = agent.endpoint
-    now = endpoint.clock()
-    peers = [
-        {
-            "name": peer.name,
-            "address": peer.address,
-            "state": peer.state,
-            "silent_seconds": round(now - peer.heard_at, 3) if peer.heard_at else None,
-            "direction": peer.path.direction if peer.path else None,
-            "read_rate": peer.path.read_rate if peer.path else None,
-            "write_rate": peer.path.write_rate if peer.path else None,
-            "staged_rate": peer.path.staged_rate if peer.path else None,
-            "tracks": endpoint.transport.num_engines(peer.card.engine) if peer.card else None,
-            "moved_bytes": peer.moved_bytes,
-            "moved_seconds": round(peer.moved_seconds, 6),
-            "misses": dict(peer.misses),
-            "error": str(peer.error) if peer.error else None,
-        }
-        for peer in tuple(agent.peers.all.values())
-    ]
-    servings = tuple(agent.server.servings.values())
-    guests = [
-        {
-            "name": peer.card.agent,
-            "silent_seconds": round(now - peer.heard_at, 3),
-            "reading": sum(serving.peer is peer for serving in servings),
-            "moved_bytes": peer.moved_bytes,
-        }
-        for peer in tuple(agent.server.incoming.values())
-    ]
-    owner = endpoint.owner
+    now, owner = endpoint.clock(), endpoint.owner
     document = {
         "version": STATUS_VERSION,
         "agent": endpoint.name,
@@ -96,8 +69,8 @@ def status_document(agent: "Agent") -> bytes:
         "quarantined_rows": agent.quarantine.rows,
         "registered_blocks": len(agent.prefixes.source),
         "answers": dict(agent.prefixes.answers),
-        "peers": peers,
-        "guests": guests,
+        "peers": [_outgoing(agent, peer, now) for peer in tuple(agent.peers.all.values())],
+        "guests": [_incoming(agent, peer, now) for peer in tuple(agent.server.incoming.values())],
         "slabs": asdict(owner.slab_map()) if isinstance(owner, Pool) else None,
         "events": [
             json.loads(event.as_json()) for event in agent.telemetry.events.recent()[-RECENT:]
@@ -105,6 +78,35 @@ def status_document(agent: "Agent") -> bytes:
         "metrics": agent.telemetry.exposition().decode(),
     }
     return json.dumps(document).encode()
+
+
+def _outgoing(agent: "Agent", peer: "Outgoing", now: float) -> dict[str, Any]:
+    path, card, engines = peer.path, peer.card, agent.endpoint.transport.num_engines
+    return {
+        "name": peer.name,
+        "address": peer.address,
+        "state": peer.state,
+        "silent_seconds": round(now - peer.heard_at, 3) if peer.heard_at else None,
+        "direction": path.direction if path else None,
+        "read_rate": path.read_rate if path else None,
+        "write_rate": path.write_rate if path else None,
+        "staged_rate": path.staged_rate if path else None,
+        "tracks": engines(card.engine) if card else None,
+        "moved_bytes": peer.moved_bytes,
+        "moved_seconds": round(peer.moved_seconds, 6),
+        "misses": dict(peer.misses),
+        "error": str(peer.error) if peer.error else None,
+    }
+
+
+def _incoming(agent: "Agent", peer: "Incoming", now: float) -> dict[str, Any]:
+    servings = tuple(agent.server.servings.values())
+    return {
+        "name": peer.card.agent,
+        "silent_seconds": round(now - peer.heard_at, 3),
+        "reading": sum(serving.peer is peer for serving in servings),
+        "moved_bytes": peer.moved_bytes,
+    }
 
 
 class Asker:

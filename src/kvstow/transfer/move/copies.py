@@ -8,7 +8,8 @@ from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, SOON, Story
 from kvstow.transfer.transport.base import Direction, Kinds
 
 if TYPE_CHECKING:
-    from kvstow.transfer.peers.endpoint import Endpoint, Flight
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.peers.flight import Flight
 
 IN_FLIGHT = 3
 LEAST_CHUNK = 16 << 20

@@ -23,7 +23,8 @@ from kvstow.transfer.move.staged import PIECES_AT_ONCE, Piece, Stage, copied, in
 
 if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
-    from kvstow.transfer.peers.endpoint import Endpoint, Flight
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.peers.flight import Flight
 
 PATIENCE = 0.25
 """Seconds in which nobody got a slot after which a piece is written as it lies: all of them may

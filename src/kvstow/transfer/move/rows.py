@@ -18,7 +18,8 @@ from kvstow.transfer.move.staged import PIECES_AT_ONCE, copied, when_quiet
 from kvstow.transfer.peers.probe import measured_copies, measured_reads
 
 if TYPE_CHECKING:
-    from kvstow.transfer.peers.endpoint import Endpoint, Flight
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.peers.flight import Flight
     from kvstow.transfer.source import Source
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstow.transfer.channel.messages import AnyMessage
-    from kvstow.transfer.peers.endpoint import Endpoint, Flight
+    from kvstow.transfer.peers.endpoint import Endpoint
+    from kvstow.transfer.peers.flight import Flight
 
 SLOTS = 4
 PIECES_AT_ONCE = 2

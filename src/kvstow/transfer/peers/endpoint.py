@@ -1,12 +1,11 @@
 """This process's side of every transfer: its arena, its counters, its engine.
 
-A post of ours is a `Flight`. Its memory is quiet, so that nothing writes to it any more, when the
-post has ended or when its engine was closed; a failed or abandoned post may write much later.
+Posts of ours are flights (`flight`): those that are under way are known here.
 """
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from logging import getLogger
@@ -31,12 +30,12 @@ from kvstow.transfer.fence import ENTRY_BYTES
 from kvstow.transfer.generations import Owner
 from kvstow.transfer.move.staged import SLOTS, Stage
 from kvstow.transfer.options import Options
+from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.layouts import PeerLayouts
 from kvstow.transfer.transport.base import (
     Direction,
     Kinds,
     MemoryKind,
-    Post,
     Region,
     Transport,
     lost,
@@ -54,84 +53,6 @@ class EngineReplaced(TransferError):
 
     def __init__(self, agent: str) -> None:
         super().__init__(f"agent {agent!r}: its engine is being replaced", kind="peer", peer=agent)
-
-
-class Flight:
-    """A post of ours, from its start until its memory is quiet. `then` is called at that time."""
-
-    def __init__(
-        self, endpoint: "Endpoint", peer: str, post: Post, then: Callable[[], None]
-    ) -> None:
-        self.peer = peer
-        self.is_quiet = False
-        self._endpoint = endpoint
-        self._post: Post | None = post
-        self.failed_at: float | None = None
-        self._then = [then]
-        self._error: TransferError | None = None
-
-    def start(self) -> None:
-        """Begin to copy. Raises TransferError."""
-        assert self._post is not None
-        self._endpoint.flights[self] = None
-        try:
-            self._post.start()
-        except TransferError as error:
-            self._fail(error)
-            raise
-
-    def poll(self) -> bool:
-        """Whether all bytes have arrived. Raises TransferError if they never will."""
-        arrived = self._post is None
-        if self._post is not None:
-            if self._error is None:
-                arrived = self._look(self._post)
-            if self._post.ended:
-                self.land()
-        if self._error is not None:
-            raise self._error
-        return arrived
-
-    def _look(self, post: Post) -> bool:
-        try:
-            return post.poll()
-        except TransferError as error:
-            self._fail(error)
-            return False
-
-    def _fail(self, error: TransferError) -> None:
-        self.give_up(error)
-        self._endpoint.broken.add(self.peer)
-        if error.kind == "peer":
-            self._endpoint.gone.add(self.peer)
-
-    def give_up(self, error: TransferError) -> None:
-        """Fail, which by itself says nothing about the peer; what is under way may still land."""
-        if self._error is None:
-            self._error, self.failed_at = error, self._endpoint.clock()
-
-    def after(self, call: Callable[[], None]) -> None:
-        """Also call this when the memory is quiet, which it is not yet."""
-        self._then.append(call)
-
-    def drop(self) -> None:
-        """Forget a post that was never started."""
-        if self not in self._endpoint.flights:
-            self.land()
-
-    def land(self) -> None:
-        """Nothing of this post writes any more: it has ended, or its engine is gone."""
-        post, self._post = self._post, None
-        if post is None:
-            return
-        self.is_quiet = True
-        self._endpoint.flights.pop(self, None)
-        try:
-            post.release()
-        except TransferError as error:
-            log.warning("agent %s: %s", self._endpoint.name, error)
-        for call in self._then:
-            call()
 
 
 class Endpoint:
@@ -416,43 +337,3 @@ def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Ide
 def _stage(slot_bytes: int | None, *, on_device: bool) -> Stage | None:
     wanted = DEVICE_SLOT_BYTES if slot_bytes is None and on_device else slot_bytes
     return Stage(wanted, pinned=on_device) if wanted else None
-
-
-# ── blocks ────────────────────────────────────────────────────────────────────────────
-
-
-def check_known(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
-    """TransferError unless every block exists in the layout."""
-    for g, listed in blocks.items():
-        if not 0 <= g < len(layout.groups):
-            raise TransferError(
-                f"{whose}: group {g} is not one of {len(layout.groups)}", kind="ticket"
-            )
-        least, count, ids = layout.groups[g].rows_per_slab, layout.num_blocks(g), listed.ids
-        if len(ids) and not least <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < count:
-            name = layout.groups[g].group.name
-            wrong = ids[(ids < least) | (ids >= count)]
-            raise TransferError(
-                f"{whose}: group {name!r}: blocks {wrong[:8].tolist()} are not in "
-                f"[{least}, {count})",
-                kind="ticket",
-                blocks={name: tuple(wrong.tolist())},
-            )
-
-
-def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
-    """TransferError unless every block exists in the layout and is listed once."""
-    check_known(layout, blocks, whose=whose)
-    for g, listed in blocks.items():
-        ordered = listed.ids.copy()
-        ordered.sort()
-        if np.logical_or.reduce(ordered[1:] == ordered[:-1]):
-            name = layout.groups[g].group.name
-            raise TransferError(
-                f"{whose}: group {name!r}: some block is listed twice", kind="ticket"
-            )
-
-
-def named(layout: Layout, ids: Mapping[int, Sequence[int] | Ints]) -> dict[str, tuple[int, ...]]:
-    """Ids by group name, for errors."""
-    return {layout.groups[g].group.name: tuple(int(i) for i in each) for g, each in ids.items()}

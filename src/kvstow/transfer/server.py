@@ -1,0 +1,235 @@
+"""Who is served: the agents that dialled us, our leases, and the transfers under them."""
+
+from collections.abc import Callable
+
+from kvstow.errors import RouteError
+from kvstow.transfer.channel.base import Channel, Line
+from kvstow.transfer.channel.messages import (
+    Alive,
+    AnyMessage,
+    AskPrefix,
+    AskProbe,
+    AskStatus,
+    Begin,
+    Card,
+    End,
+    Fetched,
+    Hello,
+    Moved,
+    Refused,
+    Renew,
+    Stop,
+    Stopped,
+    Stranger,
+    TellStatus,
+    Welcome,
+)
+from kvstow.transfer.channel.status import CachedStatus
+from kvstow.transfer.lease import EndReason, Lease, Leases
+from kvstow.transfer.loop import IDLE, Loop, Story
+from kvstow.transfer.move.gather import ready_to_gather
+from kvstow.transfer.peers.endpoint import Endpoint
+from kvstow.transfer.peers.incoming import Incoming
+from kvstow.transfer.peers.probe import written_probe
+from kvstow.transfer.quarantine import Quarantine
+from kvstow.transfer.serve import Ended, Serving, serve
+from kvstow.transfer.ticket import Ticket
+
+AWAKE_AFTER_HELLO = 0.5
+"""A new consumer measures how fast it can read: that takes our help, and is not announced."""
+
+SILENT_BEATS = 30
+"""A consumer that was silent for so many heartbeats is forgotten."""
+
+
+class Server:
+    """The agents that dialled us, our leases, and what is being served under them."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        channel: Channel,
+        loop: Loop,
+        quarantine: Quarantine,
+        status: Callable[[], bytes],
+    ) -> None:
+        self.endpoint = endpoint
+        self.loop = loop
+        self.quarantine = quarantine
+        self.leases = Leases()
+        self.incoming: dict[int, Incoming] = {}
+        self.servings: dict[int, Serving] = {}
+        self._channel = channel
+        self._status = CachedStatus(status, endpoint.clock)
+        self.on_question: Callable[[Incoming, AskPrefix], None] = _no_prefix
+        self._lines: dict[int, Line] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._probed: list[Incoming] = []
+        self._awake_until = 0.0
+
+    def has_forgotten(self, peer: Incoming) -> bool:
+        """Whether that agent was silent for too long."""
+        return all(known is not peer for known in self.incoming.values())
+
+    # ── leases ────────────────────────────────────────────────────────────────────
+
+    def grant(self, lease: Lease, ticket: Ticket) -> None:
+        """Let consumers come with this ticket."""
+        self._tickets[lease.id] = ticket
+        self.leases.grant(lease)
+        self.endpoint.metrics.leases.inc()
+
+    def opened(self, serving: Serving) -> Ticket:
+        """The ticket under which a transfer begins; TransferError if it may not."""
+        begin, layout = serving.begin, serving.peer.layout
+        self.leases.open(
+            begin.lease,
+            begin.digest,
+            begin.transfer,
+            now=self.endpoint.clock(),
+            ranks=layout.tp[1] * layout.pp[1],
+        )
+        return self._tickets[begin.lease]
+
+    def lease_ended(self, ticket: Ticket, reason: EndReason) -> None:
+        """Tell those who read under this lease, and stop what is written for them."""
+        endpoint = self.endpoint
+        del self._tickets[ticket.lease]
+        endpoint.metrics.leases.dec()
+        endpoint.metrics.lease_ends.labels(reason).inc()
+        endpoint.note("lease-ended", {"lease": ticket.lease, "reason": reason})
+        if reason == "read":
+            return
+        for serving in tuple(self.servings.values()):
+            if serving.begin.lease == ticket.lease:
+                serving.send(Alive((ticket.lease,)))
+                serving.interrupt(Ended(f"lease ended: {reason}", kind="expired"))
+
+    # ── messages ──────────────────────────────────────────────────────────────────
+
+    def hear(self, line: Line, message: AnyMessage) -> None:
+        """Take in a message of somebody who dialled us."""
+        if isinstance(message, Hello):
+            self._greet(line, message.card)
+            return
+        if isinstance(message, AskStatus):
+            self._channel.send(line, TellStatus(self._status.document()))
+            return
+        peer = self.incoming.get(line.session)
+        if peer is None:
+            return
+        peer.heard_at = self.endpoint.clock()
+        match message:
+            case Begin():
+                self._begin(peer, message)
+            case End():
+                self._end(message)
+            case Stop():
+                self._stop(peer, message)
+            case Fetched(transfer) | Moved(transfer):
+                if transfer in self.servings:
+                    self.servings[transfer].mailbox.put(message)
+            case Renew(leases):
+                self._renew(peer, leases)
+            case AskProbe(nbytes):
+                self._probe(peer, nbytes)
+            case AskPrefix():
+                self.on_question(peer, message)
+            case _:
+                pass
+
+    def _greet(self, line: Line, card: Card) -> None:
+        try:
+            layout = self.endpoint.layouts.target(card.manifest).layout
+        except RouteError as error:
+            self.endpoint.note("refused", {"peer": card.agent, "why": str(error)})
+            self._channel.send(line, Refused(0, "refused", tuple(str(error).splitlines())))
+            self._channel.hang_up(line)
+            return
+
+        def send(message: AnyMessage) -> None:
+            self._channel.send(line, message)
+
+        now = self.endpoint.clock()
+        self._lines[line.session] = line
+        self.incoming[line.session] = Incoming(self.endpoint, card, layout, send, now)
+        self.stay_awake(AWAKE_AFTER_HELLO)
+        send(Welcome(self.endpoint.card))
+        if self.endpoint.kind == "VRAM" or self.endpoint.gathers:
+            self.loop.start(f"get ready for {card.agent}", ready_to_gather(self.endpoint, layout))
+
+    def _begin(self, peer: Incoming, begin: Begin) -> None:
+        if begin.transfer in self.servings:
+            return
+        serving = self.servings[begin.transfer] = Serving(peer, begin)
+        serving.task = self.loop.start(f"serve {peer.card.agent}", serve(self, serving))
+        serving.task.on_end = lambda: self._over(begin.transfer)
+
+    def _over(self, transfer: int) -> None:
+        self.servings.pop(transfer, None)
+
+    def _end(self, end: End) -> None:
+        if end.outcome == "aborted":
+            self.leases.end(end.lease, "aborted")
+        if end.transfer in self.servings:
+            self.servings[end.transfer].mailbox.put(end)
+
+    def _stop(self, peer: Incoming, stop: Stop) -> None:
+        """Stop a transfer; the answer goes to the line on which it was asked last."""
+        serving = self.servings.get(stop.transfer)
+        if serving is None or serving.task is None:
+            peer.send(Stopped(stop.transfer))
+            return
+        serving.peer = peer
+        serving.mailbox.put(stop)
+        serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
+
+    def _probe(self, peer: Incoming, nbytes: int) -> None:
+        if any(probed is peer for probed in self._probed):
+            return
+        self._probed.append(peer)
+        task = self.loop.start("probe", written_probe(self.endpoint, peer, nbytes))
+        task.deadline = self.endpoint.clock() + self.endpoint.options.contact_seconds
+        task.on_end = lambda: self._probed.remove(peer)
+
+    def _renew(self, peer: Incoming, leases: tuple[int, ...]) -> None:
+        for lease in leases:
+            self.leases.renew(lease, now=self.endpoint.clock())
+        peer.send(Alive(tuple(lease for lease in leases if self.leases.has_ended(lease))))
+
+    # ── staying there ─────────────────────────────────────────────────────────────
+
+    def stay_awake(self, seconds: float) -> None:
+        """Let the engine work without pause for so long: some engines' targets have to."""
+        self._awake_until = max(self._awake_until, self.endpoint.clock() + seconds)
+
+    def upkeep(self) -> Story[None]:
+        """Let leases run out, and forget consumers that are silent."""
+        silent = SILENT_BEATS * self.endpoint.options.heartbeat_seconds
+        while True:
+            now = self.endpoint.clock()
+            self.leases.expire(now=now)
+            for session, peer in tuple(self.incoming.items()):
+                if now - peer.heard_at > silent:
+                    self.endpoint.note("guest-silent", {"peer": peer.card.agent})
+                    self._forget(session)
+            yield self.loop.pace if now < self._awake_until else IDLE
+
+    def _forget(self, session: int) -> None:
+        peer = self.incoming.pop(session)
+        for serving in tuple(self.servings.values()):
+            if serving.peer is peer:
+                serving.interrupt(Ended("its consumer is gone", kind="peer"))
+        peer.detach()
+        self._channel.hang_up(self._lines.pop(session))
+
+    def forget_all(self) -> None:
+        """Have everybody say hello again."""
+        for session, peer in tuple(self.incoming.items()):
+            peer.send(Stranger())
+            self._forget(session)
+
+
+def _no_prefix(peer: Incoming, asked: AskPrefix) -> None:
+    """Nothing is registered here."""
+    peer.tell_miss(asked.question, "absent")
