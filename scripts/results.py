@@ -1,10 +1,10 @@
-"""The table of results in README.md, made from bench/results: `python scripts/results.py`.
+"""The tables in README.md and bench/results/README.md: `python scripts/results.py`.
 
-bench/headlines.json has the lines of the table: what was measured, kvstow's figure, what it is
-compared with, and the limit of the machine. In a cell, `{one host>rows:.1f}` is the number at that
-place of the line's file. Files that are not there have no lines; a figure that its file does not
-have is an error. With --check, nothing is written, and the exit code is 1 if the table is not the
-one in README.md.
+bench/headlines.json has their lines: what was measured, kvstow's figure, what it is compared with,
+and the limit of the machine; those that are `in_readme` are in README.md, too. In a cell,
+`{one host>rows:.1f}` is the number at that place of the line's file. Files that are not there have
+no lines; a figure that its file does not have is an error. With --check, nothing is written, and
+the exit code is 1 if a table is not the one that would be made.
 """
 
 import json
@@ -82,23 +82,32 @@ def leaves(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         yield path, document
 
 
-def replaced(readme: str, made: str) -> str:
+def replaced(page: str, made: str) -> str:
     """The page with the table between its two marks."""
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"README.md has no {BEGIN} and {END} to put the table between")
+        raise SystemExit(f"the page has no {BEGIN} and {END} to put the table between")
     return f"{before}{BEGIN}\n\n{made}\n{END}{after}"
 
 
-def main() -> None:
+def pages() -> dict[Path, str]:
+    """The pages with tables, as they should be."""
     headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
-    made = table(headlines, read_results(ROOT / "bench" / "results"))
-    file = ROOT / "README.md"
-    text = file.read_text("utf-8")
+    results = read_results(ROOT / "bench" / "results")
+    first = [line for line in headlines if line.get("in_readme")]
+    listed = {ROOT / "README.md": first, ROOT / "bench" / "results" / "README.md": headlines}
+    return {
+        file: replaced(file.read_text("utf-8"), table(lines, results))
+        for file, lines in listed.items()
+    }
+
+
+def main() -> None:
     if "--check" in sys.argv[1:]:
-        raise SystemExit(replaced(text, made) != text)
-    file.write_text(replaced(text, made), "utf-8")
+        raise SystemExit(any(text != file.read_text("utf-8") for file, text in pages().items()))
+    for file, text in pages().items():
+        file.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
