@@ -13,6 +13,8 @@ from kvstow.errors import ManifestError
 from kvstow.plan.words import counted
 
 if TYPE_CHECKING:
+    from kvstow.offload.disk.convert import Converted
+    from kvstow.offload.disk.inspect import Verified
     from kvstow.plan.layout import Layout
 
 store = typer.Typer(help="Inspect, verify, convert or prune stores of rows.", no_args_is_help=True)
@@ -101,25 +103,10 @@ def verify(place: Place, json: options.Json = False) -> None:
 
     Exit code 1 if there were any, or if opening the store had to drop some.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from kvstow.offload.disk.inspect import verify as verified
-    from kvstow.offload.disk.tier import DiskTier
-
     if "://" in place:
         remote_store.verify(place, json=json)
         return
-    directory = Path(place)
-    options.check_store(directory)
-    tier = DiskTier(directory)
-    try:
-        with Progress(console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as bar:
-            task = bar.add_task("rows", total=tier.usage.rows)
-            found = verified(tier, lambda rows: bar.advance(task, rows))
-    finally:
-        tier.close()
-    dropped = [str(drop) for drop in tier.dropped]
+    found, dropped = _verified(Path(place), shows_bar=not json and sys.stderr.isatty())
     damaged = [{"group": group, "key": key.hex()} for group, key in found.damaged]
     ok = not damaged and not dropped
     if json:
@@ -140,6 +127,25 @@ def verify(place: Place, json: options.Json = False) -> None:
         raise typer.Exit(FAILED)
 
 
+def _verified(directory: Path, *, shows_bar: bool) -> "tuple[Verified, list[str]]":
+    """What reading every row of a store found, and what opening it dropped."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvstow.offload.disk.inspect import verify as verified
+    from kvstow.offload.disk.tier import DiskTier
+
+    options.check_store(directory)
+    tier = DiskTier(directory)
+    try:
+        with Progress(console=Console(stderr=True), disable=not shows_bar) as bar:
+            task = bar.add_task("rows", total=tier.usage.rows)
+            found = verified(tier, lambda rows: bar.advance(task, rows))
+    finally:
+        tier.close()
+    return found, [str(drop) for drop in tier.dropped]
+
+
 @store.command()
 def convert(
     directories: Directories,
@@ -155,17 +161,37 @@ def convert(
     counted. Exit code 1 if rows could not be read and were left behind. A conversion that fails
     leaves nothing behind.
     """
-    from contextlib import ExitStack
-
-    from kvstow.offload.disk.convert import convert as converted
-    from kvstow.offload.disk.tier import DiskTier
-
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         what = "a store" if (to / "layout.json").exists() else "something else"
         refuse(f"{to}: there is {what} already\n\nhint: name a new directory", code=FAILED)
     wanted = _layout(layout)
     for directory in directories:
         options.check_store(directory)
+    done = _converted(directories, to, wanted, capacity)
+    if json:
+        emit_json(
+            {"written": done.written, "incomplete": done.incomplete, "left_out": done.left_out}
+        )
+    else:
+        emit_text(f"{done.written:,} rows written, {done.incomplete:,} left behind")
+        if done.left_out:
+            note(
+                f"{done.left_out:,} rows of the old store are in no block of the new size: none "
+                "ends where they end, their neighbours are gone, or they were stored without links"
+            )
+    if done.incomplete:
+        raise typer.Exit(FAILED)
+
+
+def _converted(
+    directories: list[Path], to: Path, wanted: "Layout", capacity: int | None
+) -> "Converted":
+    """Write the rows of stores into a new one, which is removed again if that fails."""
+    from contextlib import ExitStack
+
+    from kvstow.offload.disk.convert import convert as converted
+    from kvstow.offload.disk.tier import DiskTier
+
     with ExitStack() as stack:
         old: list[DiskTier] = []
         for directory in directories:
@@ -181,19 +207,7 @@ def convert(
         done = converted(old, new)
         new.close()
         cleaning.pop_all()
-    if json:
-        emit_json(
-            {"written": done.written, "incomplete": done.incomplete, "left_out": done.left_out}
-        )
-    else:
-        emit_text(f"{done.written:,} rows written, {done.incomplete:,} left behind")
-        if done.left_out:
-            note(
-                f"{done.left_out:,} rows of the old store are in no block of the new size: none "
-                "ends where they end, their neighbours are gone, or they were stored without links"
-            )
-    if done.incomplete:
-        raise typer.Exit(FAILED)
+    return done
 
 
 def _layout(file: Path) -> "Layout":

@@ -5,7 +5,7 @@ in memory where every byte is a canary. Afterwards each slot holds exactly what 
 other byte has changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,15 +114,9 @@ def _check(
     )
     with Arena(layout, device=device) as arena:
         arena.bytes.fill_(POISON)
-        wanted = arena.bytes.clone()
         contents = _contents(arena, layer, fields, len(slots), seed)
         views = [arena.field(layer, field) for field in fields]
-        for content, view in zip(contents, views, strict=True):
-            there = wanted.view(view.dtype).as_strided(
-                view.shape, view.stride(), view.storage_offset()
-            )
-            for token, slot in enumerate(slots.tolist()):
-                there[slot // spec.states, :, slot % spec.states] = content[token].to(view.dtype)
+        wanted = _written(arena.bytes, contents, views, slots.tolist(), spec.states)
         if fields == ("latent", "rope"):
             contents, views = [x[:, 0] for x in contents], [arena.tensor(layer)[:, 0]]
         try:
@@ -140,6 +134,22 @@ def _check(
         bad = sum(bool(wrong[where].any()) for where in missed)
         stray = int(wrong.sum()) - sum(int(wrong[where].sum()) for where in missed)
     return WriteCheck(layer=layer, name=name, wrong_slots=bad, stray_bytes=stray)
+
+
+def _written(
+    memory: torch.Tensor,
+    contents: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    slots: Sequence[int],
+    states: int,
+) -> torch.Tensor:
+    """A copy of the memory in which the contents are in their slots."""
+    wanted = memory.clone()
+    for content, view in zip(contents, views, strict=True):
+        there = wanted.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+        for token, slot in enumerate(slots):
+            there[slot // states, :, slot % states] = content[token].to(view.dtype)
+    return wanted
 
 
 def _slots(

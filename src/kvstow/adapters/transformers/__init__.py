@@ -10,7 +10,7 @@ memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or 
 sequences   the sequences behind one cache: requests of the ledger, their tables
 prompts     tokens, padding and other content of sequences, as prompts
 prefixes    beginnings of prompts, loaded from a store and saved to it
-states      recurrent states of the sequences
+states      recurrent states of the sequences, and passes that only they see
 rows        rows of a batch's tokens: tokens written to them and gathered
 attention   attention that reads rows in place
 lightning   MiniMax, which insists on a cache class of its own

@@ -127,8 +127,11 @@ class Cache(TransformersCache):
         Only there is its state one that a store can find again: the pass that `generate` makes
         of a whole prompt ends somewhere inside a block.
         """
-        end = self.batch.whole_tokens(tokens.shape[1] - 1)
-        if not (self.batch.has_store and self.batch.has_states) or end <= self.batch.num_tokens:
+        end = self.batch.memory.whole_tokens(tokens.shape[1] - 1)
+        if (
+            not (self.batch.has_store and self.batch.memory.has_states)
+            or end <= self.batch.num_tokens
+        ):
             return
         if "past_key_values" not in signature(model.forward).parameters:
             return  # such as Mamba-2, which is given its cache under another name

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Self
 
 import torch
@@ -120,6 +121,16 @@ class ModelMemory:
     @property
     def pool(self) -> Pool:
         return self.ledger.pool
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(isinstance(group.retention, State) for group in self.ledger.groups)
+
+    def whole_tokens(self, num_tokens: int) -> int:
+        """The tokens among the first `num_tokens` that are in whole blocks of every group."""
+        unit = lcm(*(group.block_tokens for group in self.ledger.groups))
+        return num_tokens // unit * unit
 
     def copy(self, copies: tuple[RowCopy, ...]) -> None:
         """Copy whole rows, one after another."""

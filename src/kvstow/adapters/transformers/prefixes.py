@@ -10,7 +10,7 @@ from math import lcm
 
 import numpy as np
 
-from kvstow.adapters.prefill import PrefillMeter
+from kvstow.adapters.prefill import PROMPT_TOKENS, PrefillMeter
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
@@ -31,10 +31,21 @@ class PrefixStore:
         self._memory = memory
         self._store = store.bind(layout)
         self._identity = store.identity
-        self.prefill: PrefillMeter | None = None
+        self._prefill: PrefillMeter | None = None
         if store.remote is not None:
-            self.prefill = PrefillMeter(store.remote.prefill_rate.note, memory.arena.device)
+            self._prefill = PrefillMeter(store.remote.prefill_rate.note, memory.arena.device)
         self._groups = [matching_group(layout, g, store.layout) for g in range(len(layout.groups))]
+
+    def begin_pass(self, tokens: int, sequences: int) -> None:
+        """Measure a pass that begins with so many tokens of each sequence, if those are a prompt:
+        a remote store has to know what computing costs."""
+        if self._prefill is not None:
+            self._prefill.begin(tokens * sequences if tokens >= PROMPT_TOKENS else 0)
+
+    def mark_pass(self) -> None:
+        """The pass has come so far."""
+        if self._prefill is not None:
+            self._prefill.mark()
 
     def num_tokens(self, prompt: Prompt) -> int:
         """The longest beginning of the prompt that every group could be loaded for.

@@ -9,25 +9,19 @@ Recurrent layers may come before that: they change the running rows before the l
 a chance to say that the states of now are to be copied aside. So where such a layer is the
 first that a pass touches, the rows are copied before it touches them, and what the ledger
 wants copied then comes from there.
-
-Where every layer is recurrent, nobody brings tokens. Then one layer, the first that was seen,
-counts them: a pass of several tokens says how many, and one that has only read the state by
-the time the next one begins was of a single token.
 """
 
 from collections.abc import Mapping, Sequence
-from math import lcm
 
 import numpy as np
 import torch
 
-from kvstow.adapters.prefill import PROMPT_TOKENS
 from kvstow.adapters.transformers.attention import LayerPages
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.adapters.transformers.prompts import check_continues
 from kvstow.adapters.transformers.rows import BatchTable, TokenRows, gathered
-from kvstow.adapters.transformers.states import RecurrentStates, StatePass, torn
+from kvstow.adapters.transformers.states import PassClock, RecurrentStates, StatePass, torn
 from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
@@ -71,9 +65,8 @@ class Sequences:
         self._token_layers = [
             spec.name for g in self._growing for spec in memory.ledger.groups[g].layers
         ]
-        self._counts_passes = all(isinstance(g.retention, State) for g in memory.ledger.groups)
-        self._clock = ""
-        self._uncounted = self._has_beams = False
+        self._clock = PassClock(memory)
+        self._has_beams = False
         for request in self.requests:
             if memory.ledger.num_tokens(request) != num_tokens:
                 raise BlockError(
@@ -146,7 +139,8 @@ class Sequences:
     def release(self) -> None:
         """Give all rows back. What every layer has stored may be found as a prefix later."""
         if self.requests:
-            self._measure(self._first_touched, 0)
+            if self._store is not None:
+                self._store.begin_pass(0, 0)
             try:
                 self._save()
             finally:
@@ -155,7 +149,7 @@ class Sequences:
         self.num_tokens = self.hit_tokens = self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
-        self._uncounted = self._has_beams = False
+        self._clock.is_uncounted = self._has_beams = False
         self.running.forget()
         self._pass.forget()
 
@@ -166,18 +160,9 @@ class Sequences:
         if self._store is None or layer != self._first_touched or computed <= self._saved_tokens:
             return
         ends = computed >= known > self._saved_tokens
-        if ends or (self.has_states and self.whole_tokens(computed) == computed <= known):
+        at_block_end = self.memory.whole_tokens(computed) == computed
+        if ends or (self.memory.has_states and at_block_end and computed <= known):
             self._save()
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers are recurrent."""
-        return any(isinstance(group.retention, State) for group in self.memory.ledger.groups)
-
-    def whole_tokens(self, num_tokens: int) -> int:
-        """The tokens among the first `num_tokens` that are in whole blocks of every group."""
-        unit = lcm(*(group.block_tokens for group in self.memory.ledger.groups))
-        return num_tokens // unit * unit
 
     @property
     def has_store(self) -> bool:
@@ -266,7 +251,7 @@ class Sequences:
         taken = self._grown_tokens - num_tokens
         groups = self.memory.ledger.groups
         lost = ""
-        if self.has_states:
+        if self.memory.has_states:
             lost = "a recurrent state does not go back"
         elif num_tokens < self._fixed_tokens:
             lost = f"the first {self._fixed_tokens} are shared, known as a prefix, or came along"
@@ -322,40 +307,31 @@ class Sequences:
 
     def _measure(self, layer: str, tokens: int) -> None:
         """Let a remote store know what computing costs: from a pass's first layer to its last."""
-        if self._store is None or self._store.prefill is None:
-            return
-        if layer != self._first_touched:
-            self._store.prefill.mark()
-        else:
-            prompt = tokens >= PROMPT_TOKENS
-            self._store.prefill.begin(tokens * len(self.requests) if prompt else 0)
+        if self._store is not None and layer == self._first_touched:
+            self._store.begin_pass(tokens, len(self.requests))
+        elif self._store is not None:
+            self._store.mark_pass()
 
     def begin_pass(self, layer: str) -> None:
         """Note that a pass has begun, where no layer but this one would say so."""
-        if self._is_clock(layer):
+        if self._clock.is_told_by(layer):
             self._check_whole(is_torn=self._pass.is_torn)
             self.count()
             self._touch(layer)
-            self._uncounted = True
+            self._clock.is_uncounted = True
 
     def pass_tokens(self, layer: str, tokens: int) -> None:
         """Note how many tokens the pass has, where no layer but this one would say so."""
-        if self._is_clock(layer):
-            self._check_whole(is_torn=self._pass.is_torn and not self._uncounted)
-            self._uncounted = False
+        if self._clock.is_told_by(layer):
+            self._check_whole(is_torn=self._pass.is_torn and not self._clock.is_uncounted)
+            self._clock.is_uncounted = False
             self._grow(self.num_tokens + tokens)
 
     def count(self) -> None:
         """Note that the pass that has begun was of one token, unless it said otherwise."""
-        if self._uncounted:
-            self._uncounted = False
+        if self._clock.is_uncounted:
+            self._clock.is_uncounted = False
             self._grow(self.num_tokens + 1)
-
-    def _is_clock(self, layer: str) -> bool:
-        if not self._counts_passes:
-            return False
-        self._clock = self._clock or layer
-        return layer == self._clock
 
     def _grow(self, wanted: int) -> None:
         if self.num_tokens < self._known < wanted and self.hit_tokens:
@@ -424,7 +400,7 @@ class Sequences:
     def done(self, layer: str, tokens: int) -> None:
         """Note that a layer has stored so many more tokens."""
         self._seen[layer] = self.seen(layer) + tokens
-        if self.has_states and not self._seen_differ:
+        if self.memory.has_states and not self._seen_differ:
             self._pass.stored()
 
     # ── states ────────────────────────────────────────────────────────────────────
@@ -434,7 +410,7 @@ class Sequences:
         if field not in self.running.fields(layer) or not self.requests:
             return None
         self._check_whole(is_torn=self._pass.begins_again(layer))
-        if not self._counts_passes:
+        if not self._clock.is_needed:
             self._touch(layer)
         self._pass.reach(layer, field)
         return self.running.lend(layer, field)

@@ -174,6 +174,28 @@ class StatePass:
         self._is_ahead = False
 
 
+class PassClock:
+    """Notes how many tokens a pass has where every layer is recurrent, and so none brings tokens.
+
+    One layer, the first that was seen, tells it: a pass of several tokens says how many, and one
+    that has only read the state by the time the next one begins was of a single token.
+    """
+
+    def __init__(self, memory: ModelMemory) -> None:
+        groups = memory.ledger.groups
+        self.is_needed = all(isinstance(group.retention, State) for group in groups)
+        self._layer = ""
+        self.is_uncounted = False
+        """Whether a pass has begun, and has not said how many tokens it has."""
+
+    def is_told_by(self, layer: str) -> bool:
+        """Whether this is the layer that tells it."""
+        if not self.is_needed:
+            return False
+        self._layer = self._layer or layer
+        return layer == self._layer
+
+
 def torn(seen: Sequence[int], num_tokens: int) -> BlockError:
     """The error of a cache whose layers have seen so many tokens each, of so many in all."""
     fewest, most = min(seen, default=num_tokens), max(*seen, num_tokens, 0)

@@ -14,6 +14,8 @@ import triton.language as tl
 _WHOLE = 1 << 30
 _BUSY_PROGRAMS = 1024
 _MAX_SPLITS = 16
+_LOG2_E = tl.constexpr(1.4426950408889634)
+"""Logits are taken to base 2."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_queries", "first_block"])
@@ -39,14 +41,9 @@ def _attend(
         + k_column[None, :],
         mask=real[:, None] & (k_column < K_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    first = tl.load(first_at + sequence)
-    oldest = tl.maximum(first, past + tl.program_id(0) * ROWS // GROUP - window + 1)
-    oldest = tl.maximum(oldest, 0)  # what lies before may not even be in the table
-    low = oldest // TOKENS * TOKENS
-    high = tl.minimum(num_tokens, past + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
-    share = tl.cdiv(tl.cdiv(high - low, TOKENS), SPLITS) * TOKENS
-    start = low + split * share
-    end = tl.minimum(high, start + share)
+    oldest, high, start, end = _part(
+        tl.load(first_at + sequence), past, num_tokens, window, split, GROUP, ROWS, TOKENS, SPLITS
+    )
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, V_WIDTH], tl.float32)
@@ -56,18 +53,8 @@ def _attend(
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
         there = (token < high) & (token >= oldest)
-        if BLOCK % TOKENS == 0:  # one look-up, and what is read lies together
-            block = tl.load(row_at + at // BLOCK)
-            slot = at % BLOCK + tl.arange(0, TOKENS)
-        else:
-            block = tl.load(row_at + token // BLOCK, mask=there, other=0)
-            slot = token % BLOCK
-        block = block.to(tl.int64)
-        k_there, v_there = there[None, :], there[:, None]
-        if K_DIM < K_WIDTH:
-            k_there = k_there & (k_column < K_DIM)[:, None]
-        if V_DIM < V_WIDTH:
-            v_there = v_there & (v_column < V_DIM)[None, :]
+        block, slot = _place(row_at, at, token, there, BLOCK, TOKENS)
+        k_there, v_there = _masks(there, k_column, v_column, K_DIM, K_WIDTH, V_DIM, V_WIDTH)
         k = tl.load(
             key_at + (block * k_block + slot * k_token)[None, :] + k_column[:, None],
             mask=k_there, other=0.0,
@@ -75,11 +62,7 @@ def _attend(
         score = tl.dot(q, k, input_precision="ieee") * scale
         distance = (past + query)[:, None] - token[None, :]
         seen = (distance >= 0) & (distance < window) & there[None, :]
-        score = tl.where(seen, score, -float("inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        part = tl.exp2(score - safe[:, None])
-        shrink = tl.exp2(peak - safe)
+        higher, part, shrink = _softmax(tl.where(seen, score, -float("inf")), peak)
         v = tl.load(
             value_at + (block * v_block + slot * v_token)[:, None] + v_column[None, :],
             mask=v_there, other=0.0,
@@ -89,11 +72,8 @@ def _attend(
         peak = higher
     if SPLITS == 1:
         if SINK:
-            sink = tl.load(sink_at + mine, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            higher = tl.maximum(peak, sink)
-            shrink = tl.exp2(peak - higher)
-            total = total * shrink[:, None]
-            weight = weight * shrink + tl.exp2(sink - higher)
+            sink = tl.load(sink_at + mine, mask=real, other=0.0).to(tl.float32) * _LOG2_E
+            total, weight = _with_sink(total, weight, peak, sink)
         weight = tl.where(weight == 0.0, 1.0, weight)
         tl.store(
             out_at + sequence * o_sequence + far[:, None] * o_token + mine[:, None] * o_head
@@ -106,6 +86,64 @@ def _attend(
         tl.store(sum_at + place[:, None] * V_WIDTH + v_column[None, :], total, mask=real[:, None])
         tl.store(peak_at + place * 2, peak, mask=real)
         tl.store(peak_at + place * 2 + 1, weight, mask=real)
+
+
+@triton.jit
+def _part(
+    first, past, num_tokens, window, split,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Tokens `[oldest, high)` are seen by some of these queries; `[start, end)` of them, whole
+    tiles, are this program's part."""
+    oldest = tl.maximum(first, past + tl.program_id(0) * ROWS // GROUP - window + 1)
+    oldest = tl.maximum(oldest, 0)  # what lies before may not even be in the table
+    low = oldest // TOKENS * TOKENS
+    high = tl.minimum(num_tokens, past + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
+    share = tl.cdiv(tl.cdiv(high - low, TOKENS), SPLITS) * TOKENS
+    start = low + split * share
+    return oldest, high, start, tl.minimum(high, start + share)
+
+
+@triton.jit
+def _place(row_at, at, token, there, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """The block of each token from `at` on, and its slot in the block."""
+    if BLOCK % TOKENS == 0:  # one look-up, and what is read lies together
+        block = tl.load(row_at + at // BLOCK)
+        slot = at % BLOCK + tl.arange(0, TOKENS)
+    else:
+        block = tl.load(row_at + token // BLOCK, mask=there, other=0)
+        slot = token % BLOCK
+    return block.to(tl.int64), slot
+
+
+@triton.jit
+def _masks(
+    there, k_column, v_column,
+    K_DIM: tl.constexpr, K_WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What is there of a tile of keys, `[column, token]`, and of values, `[token, column]`."""
+    k_there, v_there = there[None, :], there[:, None]
+    if K_DIM < K_WIDTH:
+        k_there = k_there & (k_column < K_DIM)[:, None]
+    if V_DIM < V_WIDTH:
+        v_there = v_there & (v_column < V_DIM)[None, :]
+    return k_there, v_there
+
+
+@triton.jit
+def _softmax(score, peak):
+    """The highest scores so far, the tile's weights, and the factor of all that came before."""
+    higher = tl.maximum(peak, tl.max(score, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    return higher, tl.exp2(score - safe[:, None]), tl.exp2(peak - safe)
+
+
+@triton.jit
+def _with_sink(total, weight, peak, sink):
+    """Sums and weights with one more logit, which has no value."""
+    higher = tl.maximum(peak, sink)
+    shrink = tl.exp2(peak - higher)
+    return total * shrink[:, None], weight * shrink + tl.exp2(sink - higher)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -125,7 +163,7 @@ def _join(
     total = tl.load(sum_at + place[:, None] * V_WIDTH + column[None, :])
     highest = tl.max(peak, 0)
     if SINK:
-        sink = tl.load(sink_at + mine).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sink_at + mine).to(tl.float32) * _LOG2_E
         highest = tl.maximum(highest, sink)
     highest = tl.where(highest == -float("inf"), 0.0, highest)
     shrink = tl.exp2(peak - highest)
@@ -187,7 +225,7 @@ def paged_attention(
         query, keys, values, table, first_tokens, sink, out, sums, peaks,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
         *out.stride()[:3], num_tokens, num_queries, first_block, window or _WHOLE,
-        (k_dim**-0.5 if scale is None else scale) * 1.4426950408889634,
+        (k_dim**-0.5 if scale is None else scale) * _LOG2_E.value,
         HEADS=kv_heads, GROUP=group, BLOCK=block_tokens,
         K_DIM=k_dim, K_WIDTH=max(16, triton.next_power_of_2(k_dim)), V_DIM=v_dim, V_WIDTH=v_width,
         ROWS=rows, TOKENS=tokens, SPLITS=splits, SINK=sinks is not None,
