@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvstow.offload.keys import block_keys
-from kvstow.offload.remote.clients.base import Blob
+from kvstow.offload.remote.clients.base import Blob, whole_objects
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.remote.url import opened
 from offloading import IDENTITY, numbered_row
-from remote_stores import PROMPT, layout_of
+from remote_stores import PROMPT, layout_of, ranges_of
 
 KEYS = block_keys(IDENTITY, PROMPT, 4)
 
@@ -44,6 +44,7 @@ class LyingS3(BaseHTTPRequestHandler):
         code, part, headers = 200, body, {"ETag": '"x"'}
         if wanted := self.headers.get("Range"):
             start, end = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
+            end = min(end, len(body) - 1)
             code, part = 206, body[start : end + 1]
             headers["Content-Range"] = f"bytes {start}-{end}/{len(body)}"
         if "/layout/" not in self.path and "/manifest/" not in self.path:
@@ -142,9 +143,28 @@ def test_an_answer_that_is_not_the_object_is_a_miss(server, lie):
     tier.close()
     reader = RemoteTier(url_of(server), half)
     rows = [np.full(reader.layout.row_bytes(0), 0xA5, np.uint8) for _ in KEYS]
-    assert not reader.load(0, KEYS, rows).any()
-    assert all((row == 0xA5).all() for row in rows)
+    # Ranges of an answer that has all of the object are made here.
+    found = reader.load(0, KEYS, rows)
+    assert found.all() == found.any() == (lie == "all of it")
+    for n, row in enumerate(rows):
+        heads = numbered_row(tier, 0, n).reshape(4, -1)[:2].ravel()
+        assert (row == (heads if found[n] else 0xA5)).all()
     reader.close()
+
+
+def test_ranges_of_objects_that_end_before_them_come_short(s3_url):
+    client, _ = opened(s3_url)
+    sizes = (0, 1, 100, 1000)
+    data = {f"ranges/{n}": np.arange(n).astype(np.uint8) for n in sizes}
+    client.put([Blob(name, some) for name, some in data.items()])
+    for ranges in ([(0, 100)], [(10, 20), (200, 300)], [(0, 1), (50, 2000), (9 << 20, 10 << 20)]):
+        found = ranges_of(client, [(name, ranges) for name in data])
+        for some, parts in zip(data.values(), found, strict=True):
+            assert [bytes(part) for part in parts] == [bytes(some[lo:hi]) for lo, hi in ranges]
+    found = whole_objects(client, [*data, "ranges/none"], 100)
+    assert [None if some is None else some.nbytes for some in found] == [0, 1, 100, 101, None]
+    assert ranges_of(client, [("ranges/none", [(0, 1)])]) == [None]
+    client.close()
 
 
 def test_more_objects_than_a_page_of_a_listing_are_all_listed_and_removed(s3_url):

@@ -40,6 +40,10 @@ IN_FLIGHT = 64
 
 RETRY_SECONDS = 0.02
 
+NO_SUCH_RANGE = ("416 Range Not Satisfiable", "panicked", "non-partial")
+"""In errors of `obstore`: an object ends before a range begins, before one of several begins, or
+comes from a server that has no ranges. Such an object is read whole."""
+
 
 class S3Client:
     """Objects of one bucket below one prefix."""
@@ -102,31 +106,40 @@ class S3Client:
         return {}
 
     def get(self, names: Sequence[str], most: int, arrived: Arrived) -> None:
-        async def get(number: int) -> None:
-            try:
-                found = await obstore.get_async(self._store, names[number])
-                data = await found.bytes_async()
-            except FileNotFoundError:
-                arrived(number, None)
-            else:
-                arrived(number, np.frombuffer(memoryview(data), np.uint8))
+        """Whole objects, each as one range: `obstore` answers a range at once, and an object in
+        two steps, of which each waits for the interpreter."""
+        all_of_it = [(0, most + 1)]
 
-        self._each(get, range(len(names)))
+        def came(number: int, parts: list[Bytes] | None) -> None:
+            arrived(number, None if parts is None else parts[0])
+
+        self.get_ranges([(name, all_of_it) for name in names], came)
 
     def get_ranges(
         self, wanted: Sequence[tuple[str, Sequence[Range]]], arrived: RangesArrived
     ) -> None:
         async def get(number: int) -> None:
-            name, ranges = wanted[number]
-            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
             try:
-                parts = await obstore.get_ranges_async(self._store, name, starts=starts, ends=ends)
+                parts = await self._ranges_of(*wanted[number])
             except FileNotFoundError:
                 arrived(number, None)
             else:
-                arrived(number, [np.frombuffer(memoryview(part), np.uint8) for part in parts])
+                arrived(number, [np.frombuffer(part, np.uint8) for part in parts])
 
         self._each(get, range(len(wanted)))
+
+    async def _ranges_of(self, name: str, ranges: Sequence[Range]) -> list[memoryview]:
+        """The bytes of ranges, as far as the object has them."""
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        try:
+            parts = await obstore.get_ranges_async(self._store, name, starts=starts, ends=ends)
+            return [memoryview(part) for part in parts]
+        except Exception as error:
+            if not any(sign in str(error) for sign in NO_SUCH_RANGE):
+                raise
+        found = await obstore.get_async(self._store, name)
+        whole = memoryview(await found.bytes_async())
+        return [whole[start:end] for start, end in ranges]
 
     def exists(self, names: Sequence[str]) -> Bools:
         return np.array([age is not None for age in self.ages(names)], bool)
