@@ -115,6 +115,9 @@ def test_a_dead_store_is_asked_once_and_then_left_alone(tmp_path):
         tier._look_ups.forget(0, KEYS)
         assert loaded(tier) == [False] * 6
         assert tier.breaker.is_open
+        assert tier.misses.now == {"unreachable": 6}
+        assert not tier.contains(0, KEYS).any()
+        assert tier.misses.now == {"unreachable": 12}
         gets, probes = client.asked["get"], client.asked["exists"]
         for _ in range(100):
             assert not tier.contains(0, KEYS).any()
@@ -141,6 +144,7 @@ def test_a_store_that_hangs_costs_a_budget_and_comes_back(tmp_path, kind):
         try:
             assert not tier.contains(0, KEYS).any()
             assert tier.breaker.is_open
+            assert tier.misses.now == {"unreachable": 6}
             assert loaded(tier) == [False] * 6
         finally:
             server.go_on()
@@ -317,6 +321,52 @@ def test_a_look_up_loads_nothing_and_a_load_after_it_asks_for_nothing_twice(valk
     assert loaded(tier) == [True] * 6
     assert client.asked == {"exists": 6, "get": 6}
     for one in (writer, tier):
+        one.close()
+
+
+def test_a_load_looks_for_one_row_and_fetches_the_others_unseen(valkey_url):
+    writer = tier_of(valkey_url)
+    stored(writer, [0, 1, 2, 4, 5])
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.asked.clear()
+    assert loaded(tier) == [True, True, True, False, True, True]
+    assert client.asked == {"exists": 1, "get": 6}
+    assert tier.misses.now == {"absent": 1}
+    assert not tier.contains(0, KEYS[3:4]).any()  # what was not looked for is not remembered
+    stored(tier, [3])
+    assert loaded(tier) == [True] * 6
+    for one in (writer, tier):
+        one.close()
+
+
+def test_a_load_whose_first_row_is_not_there_looks_for_all(valkey_url):
+    writer = tier_of(valkey_url)
+    stored(writer, [1, 2, 3])
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.asked.clear()
+    assert loaded(tier) == [False, True, True, True, False, False]
+    assert client.asked == {"exists": 6, "get": 3}
+    for one in (writer, tier):
+        one.close()
+
+
+def test_a_load_from_two_deployments_looks_for_all_rows(valkey_url):
+    writers = [tier_of(valkey_url, layout_of(tp=(rank, 2))) for rank in range(2)]
+    writers.append(tier_of(valkey_url))
+    for writer in writers[:2]:
+        stored(writer, [0])  # any bytes: none of them is read
+    stored(writers[2], [1, 2])
+    client = Watched(valkey_url)
+    tier = tier_of(client)
+    client.asked.clear()
+    assert tier.contains(0, KEYS).tolist() == [True, True, True, False, False, False]
+    tier._look_ups.forget(0, KEYS)
+    client.asked.clear()
+    assert loaded(tier, [1, 2, 3]) == [True, True, False]
+    assert client.asked == {"exists": 9, "get": 2}  # per row one object, or one of each rank
+    for one in (*writers, tier):
         one.close()
 
 

@@ -93,27 +93,61 @@ class LookUps:
 
         Rows for which there is no time left are not looked for.
         """
+        found = self._remembered(group, keys)
+        left = [i for i, parts in enumerate(found) if parts is None]
+        self._look(group, keys, left, found, monotonic() + seconds)
+        self._remember(group, keys, found)
+        return found
+
+    def to_fetch(self, group: int, keys: Sequence[bytes], seconds: float) -> list[Parts | None]:
+        """Per key, the objects to fetch for its row; None where there are none.
+
+        Whoever fetches learns what is there. So where one deployment alone can have the rows, and
+        has the first that nobody has looked for lately, the others are not looked for.
+        """
         deadline = monotonic() + seconds
         found = self._remembered(group, keys)
         left = [i for i, parts in enumerate(found) if parts is None]
+        readers = self._readers[group]
+        if len(left) < 2 or len(readers) != 1:
+            return self.look_up(group, keys, seconds)
+        first, rest = left[0], left[1:]
+        if not self._look(group, keys, [first], found, deadline):
+            self._misses.add("unreachable", len(rest))
+        elif found[first] is None:
+            self._look(group, keys, rest, found, deadline)
+        self._remember(group, keys, found)
+        if found[first] is not None:
+            for i in rest:
+                found[i] = readers[0].parts(keys[i], self._prompt_of(keys[i]))
+        return found
+
+    def _look(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        left: Sequence[int],
+        found: list[Parts | None],
+        deadline: float,
+    ) -> bool:
+        """Look for the rows that are left, into `found`; whether the store answered."""
         ends_at_miss = isinstance(self._layout.groups[group].group.retention, Full)
         readers = self._readers[group]
         at, count = 0, FIRST_LOOK
         while at < len(left) and readers:
             lot = left[at : at + count]
-            at, count = at + count, 4 * count
+            at, count = at + len(lot), 4 * count
             try:
                 readers = self._asked(group, keys, lot, found, readers, deadline)
             except StoreUnreachable:
                 self._misses.add("unreachable", len(left) - at + len(lot))
-                break
+                return False
             if monotonic() > deadline and at < len(left):
                 self._misses.add("budget", len(left) - at)
                 break
             if not ends_at_miss:
                 readers = self._readers[group]
-        self._remember(group, keys, found)
-        return found
+        return True
 
     def _asked(
         self,

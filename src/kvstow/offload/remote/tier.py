@@ -179,11 +179,14 @@ class RemoteTier:
         checked_keys(self.layout, group, keys)
         return np.array([parts is not None for parts in self._where(group, keys)], bool)
 
-    def _where(self, group: int, keys: Sequence[bytes]) -> list[Parts | None]:
+    def _where(
+        self, group: int, keys: Sequence[bytes], *, to_fetch: bool = False
+    ) -> list[Parts | None]:
         if self.breaker.is_open:
             self.misses.add("unreachable", len(keys))
             return [None] * len(keys)
-        found = self._look_ups.look_up(group, keys, self.options.budget)
+        ask = self._look_ups.to_fetch if to_fetch else self._look_ups.look_up
+        found = ask(group, keys, self.options.budget)
         lost = [self._name(group, key) for key, parts in zip(keys, found, strict=True) if not parts]
         self.writes.forget(lost)  # a row that was collected is sent again
         return found
@@ -213,7 +216,8 @@ class RemoteTier:
         """Copy rows out; which of them were there, whole, and in time."""
         checked_rows(self.layout, group, checked_keys(self.layout, group, keys), rows)
         found = np.zeros(len(keys), bool)
-        parts = {i: each for i, each in enumerate(self._where(group, keys)) if each is not None}
+        where = self._where(group, keys, to_fetch=True)
+        parts = {i: each for i, each in enumerate(where) if each is not None}
         if parts and not self.breaker.is_open:
             asked = [keys[i] for i in parts]
             row_bytes = self.layout.row_bytes(group)
