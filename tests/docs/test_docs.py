@@ -150,6 +150,18 @@ def test_links_to_files_of_the_repository_lead_somewhere(page):
 # ── the checks can fail ───────────────────────────────────────────────────────────────
 
 
+def test_every_page_is_listed_on_the_start_page_or_among_the_decisions():
+    docs = ROOT / "docs"
+    lists = (docs / "index.md", docs / "decisions/README.md")
+    listed = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in lists
+        for target in re.findall(r"\]\(([^)]+\.md[^)]*)\)", page.read_text())
+    }
+    pages = {page.resolve() for page in docs.rglob("*.md")}
+    assert pages - listed == {(docs / "index.md").resolve()}
+
+
 def test_wrong_output_of_an_example_is_noticed():
     block = Block(language="python", options={}, source=">>> 1 + 1\n3\n", line=1)
     with pytest.raises(pytest.fail.Exception, match=r"Expected:\n    3\nGot:\n    2"):

@@ -268,7 +268,7 @@ class Pool:
 
     def distrust(self, group: int, ids: npt.ArrayLike) -> None:
         """Forget the content of held rows; it is not cached before `trust`, or before they were
-        free. For rows that somebody writes to who may not fill them."""
+        free. For rows that a pull or a load writes to, which may not fill them completely."""
         self.check_thread()
         rows = self._of[group][1]
         ids = np.unique(rows.existing(ids))

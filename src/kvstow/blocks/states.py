@@ -152,7 +152,7 @@ class Checkpoints:
         return copies
 
     def _is_suspect(self, due: DueCheckpoint) -> bool:
-        """Whether the running row was quarantined: what is in it is nothing for others."""
+        """Whether the running row was quarantined: its content must not be shared."""
         if not self._pool.num_suspect(due.group):
             return False
         return bool(self._pool.suspect(due.group, self._states[due.group].running[due.slot]))

@@ -43,7 +43,7 @@ REMEMBERED = 600
 """Moments of which the totals are kept."""
 
 ANSWER_SECONDS = 10.0
-"""A browser that asks nothing for so long is hung up on."""
+"""A connection on which nothing comes for so long is closed."""
 
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve.")]
 PageKey = Annotated[

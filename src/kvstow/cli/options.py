@@ -234,7 +234,7 @@ def check_arena(memory: int | None, num_slabs: int | None) -> None:
 
 
 def _check_patterns(alignment: Alignment, names: list[str]) -> None:
-    """A demand on layers that do not exist is a slip of the pen."""
+    """Ends with 2 on a pattern that matches no layer: it is probably misspelt."""
     for demand in alignment.demands:
         if not any(fnmatchcase(name, demand.layers) for name in names):
             refuse(
@@ -290,7 +290,8 @@ def stores_in(path: Path) -> list[Path]:
 
 
 def stores_of_ranks(path: Path) -> list[Path]:
-    """The stores in the folders of a directory that is none: of ranks, or of sizes of chunks."""
+    """The stores in the folders of a directory that is not a store itself: those of ranks, or of
+    sizes of chunks."""
     if (path / "layout.json").exists():
         return []
     return sorted(manifest.parent for manifest in path.glob("*/layout.json"))

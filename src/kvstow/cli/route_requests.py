@@ -117,7 +117,7 @@ def route_requests(
 
 
 def _check_sources(by: ChooseBy, sources: list[str], urls: list[str]) -> None:
-    """Ends with 2 where events are of nobody, or are missing."""
+    """Ends with 2 where events are of an instance that is not listed, or are missing."""
     known = {url.rstrip("/") for url in urls}
     for url in sources:
         if url not in known:

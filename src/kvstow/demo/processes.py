@@ -1,4 +1,4 @@
-"""Child processes that cannot be forgotten: started, spoken to, ended."""
+"""Child processes of the demo: started, sent messages, and ended in any case."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ QUIET = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "fatal",
 }
-"""One thread per process, nothing fetched, no talk but ours."""
+"""Environment of the children: one thread each, no downloads, no output of libraries."""
 
 END_SECONDS = 3.0
 

@@ -137,7 +137,7 @@ class TokenizerLanguage:
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
-        """The prompt as the model was taught to see one."""
+        """The prompt's tokens, in the chat form where the model has one."""
         if self.tokenizer.chat_template is None:
             tokens = [int(token) for token in self.tokenizer(text).input_ids]
             begin = self.tokenizer.bos_token_id

@@ -267,7 +267,7 @@ def _gaps(layout: Layout) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adopted:
-    """Memory engine to hold a layout: its base, where it really is, what keeps it alive."""
+    """Memory that was found to hold a layout: its base, where it really is, what keeps it alive."""
 
     address: int
     regions: tuple[Run, ...]

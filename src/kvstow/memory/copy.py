@@ -189,8 +189,8 @@ def _whole_numbers(copies: Copies) -> Copies:
 
 
 def _checked(source: Arena, destination: Arena, copies: Copies) -> Copies:
-    """The copies, joined; in the order of the host's side, if there is one, which the bus likes
-    best."""
+    """The copies, joined; sorted by the host's side, if there is one: that is fastest over the
+    bus."""
     _check_inside(copies.source, copies.nbytes, source.regions, "source")
     _check_inside(copies.destination, copies.nbytes, destination.regions, "destination")
     copies = merged(copies, by="source" if source.device.type == "cpu" else "destination")

@@ -146,7 +146,7 @@ def _parts(arena: Arena, asked: DigestOf) -> list[CountedBlocks]:
 def _check(
     layout: Layout, layers: Collection[str] | None, tokens: Interval, every: int, phase: int
 ) -> None:
-    """SpecError for what would count nothing and look like a digest."""
+    """SpecError for layers, tokens or phases that do not exist: their digest would be 0."""
     unknown = [name for name in layers or () if name not in layout.layers]
     if unknown:
         raise SpecError(f"no layers {unknown[:8]} in the arena of {layout.model!r}")

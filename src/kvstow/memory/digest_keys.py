@@ -29,7 +29,7 @@ STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mixed(x: Words) -> Words:
-    """One odd number per x: a bijection of 64-bit words that leaves no pattern behind."""
+    """One odd number per x, without a visible pattern: a bijection of 64-bit words, made odd."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)

@@ -1,7 +1,7 @@
 """What the tiers of a process have done, told to `kvstow top` through the store on disk.
 
-A disk tier tells it while it is used. Rows that are found in host memory, and those that come from
-a remote store, do not touch the disk: somebody else has to say that there is news.
+A disk tier writes it down while it is used. Rows that are found in host memory, or come from a
+remote store, do not touch the disk, so a thread looks once a second whether counts have changed.
 """
 
 import logging

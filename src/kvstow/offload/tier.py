@@ -1,4 +1,4 @@
-"""What a tier is: a place that keeps rows by key, within bounds, and may forget them.
+"""What a tier is: a place that keeps rows by key, up to a capacity, and may evict them.
 
     device arena ⇄ host tier ⇄ disk tier ⇄ anything else that keeps this protocol
 

@@ -38,7 +38,7 @@ class TierChange:
 
 @dataclass(order=True, slots=True)
 class _Look:
-    """When keys that were noted at `since` are looked for, the how manieth time."""
+    """The `nth` look for keys that were noted at `since`, and when it is due."""
 
     due: float
     number: int

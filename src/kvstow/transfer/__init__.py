@@ -13,7 +13,7 @@ prefixes     blocks that peers may ask for by key, without a ticket
 discovery    where agents are: a list, a name in DNS, leases in etcd
 fence        the generations of a ticket's blocks, read after the last byte
 digests      which bytes are compared, and what they add up to
-ticket       what a producer hands out        lease        until when it keeps its word
+ticket       what a producer hands out        lease        until when it keeps the blocks
 generations  when blocks change owner         options      times and sizes
 channel/     messages between agents          transport/   engines that move bytes
 peers/       agents that meet                 move/        bytes on their way

@@ -1,4 +1,4 @@
-"""The agent: one per process and arena. It offers blocks, pulls blocks, and keeps its word.
+"""The agent, one per process and arena: offers blocks, pulls blocks, keeps leases alive.
 
 with Agent(arena, pool, transport=NixlTransport(), identity=identity) as agent:
     ticket = agent.offer(ledger, request)                       on the producer

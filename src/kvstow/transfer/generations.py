@@ -136,7 +136,7 @@ class Generations:
         self.retire(group, ids[self._holds[group][ids] == 0])
 
     def distrust(self, group: int, ids: Ints) -> None:
-        """What can be found in its blocks is the engine's own matter."""
+        """Nothing: the engine itself decides what may be found in its blocks."""
 
     def trust(self, group: int, ids: Ints) -> None:
         """The same."""

@@ -128,7 +128,7 @@ class Leases:
                 self.end(id, "read")
 
     def renew(self, id: int, *, now: float) -> None:
-        """Start the lease's time again. Unknown leases are nobody's business."""
+        """Start the lease's time again; leases that are not known are ignored."""
         lease = self._running.get(id)
         if lease is not None:
             lease.deadline = now + lease.seconds

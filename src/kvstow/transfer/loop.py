@@ -123,7 +123,7 @@ class Task(Generic[T]):
 
 
 def bug(what: str, error: Exception) -> TransferError:
-    """The error that callers see where something went wrong that never should."""
+    """The error that callers see for an exception that is a bug of ours."""
     return TransferError(f"{what}: {error!r}", kind="transport")
 
 

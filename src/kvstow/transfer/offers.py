@@ -110,7 +110,7 @@ class Offers:
             raise
 
     def _tell_end(self, on_end: OnEnd, reason: EndReason) -> None:
-        """Call back; what goes wrong there ends no call of others."""
+        """Call back; an exception in the callback is logged and stops nothing else."""
         try:
             on_end(reason)
         except Exception:

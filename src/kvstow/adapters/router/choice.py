@@ -74,12 +74,12 @@ class Instances:
         return sorted(closed, key=lambda each: num_tokens - held.get(each.url, 0) + each.tokens)
 
     def idlest(self) -> Instance | None:
-        """The one with the fewest requests of those that may be asked; takes nobody's turn."""
+        """The one with the fewest requests of those that may be asked. Turns stay as they are."""
         closed = (each for each in self.all if not each.is_open)
         return min(closed, key=lambda each: each.requests, default=None)
 
     def last_resort(self) -> list[Instance]:
-        """All of them, for want of a better one: those that failed longest ago first."""
+        """All of them, for when none may be asked: those that failed longest ago first."""
         return sorted(self.all, key=lambda each: each.open_until or 0.0)
 
     def failed(self, instance: Instance, *, at_once: bool) -> None:
@@ -97,11 +97,11 @@ class Instances:
         instance.open_until = None
 
     def healthy(self, instance: Instance) -> None:
-        """It says that it is well; should it fail again, it rests for longer."""
+        """It is healthy again. If it fails once more, it is left out for longer."""
         instance.open_until = None
 
     def to_probe(self) -> list[Instance]:
-        """Those whose rest is over and whose health nobody is asking for."""
+        """Those that have been left out long enough and are not being probed yet."""
         now = self._clock()
         return [
             each

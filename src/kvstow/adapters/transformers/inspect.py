@@ -317,7 +317,8 @@ def placeholder_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 def padding_token(model: PreTrainedModel) -> int | None:
-    """The token that `generate` hides of its own accord: none where it ends sequences too."""
+    """The token that `generate` masks as padding where it is given no mask; None where there is
+    none, or where the same token ends sequences."""
     settings: Any = model.generation_config
     if settings is None or settings.pad_token_id is None:
         return None

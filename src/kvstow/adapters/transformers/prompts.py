@@ -52,13 +52,13 @@ def prompts_of(
 
 
 def _is_unnamed(stands_for: Any, extra: Iterable[tuple[int, bytes]]) -> bool:
-    """Whether the first token that stands for something is before all that is named."""
+    """Whether a placeholder comes before the first position that `extra` names."""
     named = min((position for position, _ in extra), default=len(stands_for))
     return bool(stands_for[:named].any())
 
 
 def _padding(given: Any, mask: Tensor | None) -> list[int]:
-    """How many tokens on the left of each sequence are none."""
+    """How many tokens on the left of each sequence are padding."""
     if mask is None:
         return [0] * len(given)
     seen: Any = mask.cpu().numpy()
@@ -73,8 +73,8 @@ def _padding(given: Any, mask: Tensor | None) -> list[int]:
 def check_continues(
     tokens: torch.Tensor, prompts: Sequence[Prompt], known: int, num_tokens: int
 ) -> None:
-    """Refuses tokens that are not those of sequences that hold `num_tokens`, of which the first
-    `known` are their prompts'; as far as that can be seen."""
+    """Refuses tokens that cannot be those of the sequences: fewer than the `num_tokens` that they
+    hold, or not beginning with the `known` tokens of their prompts."""
     if tokens.ndim != 2 or len(tokens) != len(prompts):
         raise BlockError(f"{len(prompts)} sequences, tokens are {tuple(tokens.shape)}")
     if tokens.shape[1] < num_tokens:

@@ -117,8 +117,8 @@ class RecurrentStates:
 class StatePass:
     """Which states a forward pass has reached, from the first layer's to the last one's.
 
-    A pass that an exception ended has moved some layers' states on and not others': together
-    they are the state after no beginning of any sequence. `is_torn` says so.
+    A pass that an exception ended has changed the states of some layers and not of others.
+    Together they are no state that a sequence was ever in. `is_torn` says so.
     """
 
     def __init__(self, memory: ModelMemory) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 4096
-"""As many as keep a device busy: fewer would each have a longer way to go."""
+"""Programs of a launch: enough to keep a device busy."""
 
 CHUNK_BYTES = 256 << 10
 """What a program reads at most before it multiplies by keys and adds up."""

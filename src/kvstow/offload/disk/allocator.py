@@ -3,10 +3,10 @@
 A data file changes hands when everything in it is older than everything that the taker would
 have to give up, or when the taker has none.
 
-The index is the truth about recency and is shared; the policies are this process's opinion. Uses
-go into the index as sequence numbers, some at a time, and from there into the policies of all
-processes, oldest first, when rows have to be evicted. A wrong opinion costs a hit, never a wrong
-row.
+The index, which all processes share, says in which order rows were used; the policies of each
+process follow it with a delay. Uses go into the index as sequence numbers, some at a time, and from
+there into the policies, oldest first, when rows have to be evicted. A policy that is behind may
+evict a row too early; it never causes a wrong row.
 """
 
 import errno
@@ -29,8 +29,8 @@ FLUSH = 8192
 """Uses that a process keeps to itself before it writes them into the index."""
 
 LEARN_ROWS = 1 << 16
-"""Rows that the policies learn of at a time: the oldest first, so the first lesson is enough
-to know whom to give up, and nobody waits for a million."""
+"""Rows that the policies read from the index at a time, the oldest first: the first batch is
+enough to choose victims, so an eviction need not wait until millions of rows were read."""
 
 
 class Recency:

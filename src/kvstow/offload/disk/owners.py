@@ -59,7 +59,7 @@ def beat(write: Transaction, owner: int, counts: str) -> None:
 
 
 def bury(write: Transaction, processes: Processes) -> None:
-    """Strike out dead owners and free what they were writing."""
+    """Remove dead owners, and free the slots that they were writing."""
     for owner in _dead(write, processes):
         write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, owner)
         write.tell("DELETE FROM owners WHERE id = ?", owner)

@@ -275,7 +275,7 @@ class DiskTier:
         self._beat(write)
 
     def _note(self, what: str, change: Callable[[Transaction], None]) -> None:
-        """Change the index after a load, whose rows are as good without that."""
+        """Change the index after a load. If that fails it is logged: the loaded rows are good."""
         try:
             with self.index.write() as write:
                 change(write)

@@ -152,7 +152,7 @@ class Arc:
         return np.array(taken, np.int64)
 
     def _recall(self, mark: int) -> bool:
-        """Whether the row was here before; the ghosts that say so have done their work."""
+        """Whether the row was here before; its ghosts are removed."""
         if mark in self._returning:
             self._returning.discard(mark)
             return True
@@ -274,7 +274,8 @@ class S3Fifo:
 
 
 def _remember(returning: set[int], mark: int, limit: int) -> None:
-    """Rows announced to `victims` that never came are forgotten some day."""
+    """Remember a row that is about to come; all of them are forgotten when they are too many,
+    since some that were announced to `victims` never come."""
     if len(returning) >= max(1, limit):
         returning.clear()
     returning.add(mark)

@@ -159,8 +159,8 @@ class SharedReader:
 class SharedTiers:
     """All other parts beside a shared host tier that hold its rows, then the tier below it.
 
-    Give it to a mover as the tier below. Rows go down past them, and come up from
-    whoever has them.
+    Give it to a mover as the tier below. Rows are stored in the tier below, and
+    loaded from whichever of them has them.
     """
 
     name = "shared"

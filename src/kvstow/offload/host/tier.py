@@ -297,7 +297,8 @@ class HostTier:
             check_process(self._opener, f"shared host tier {self._part.name!r}")
 
     def _room(self, group: int, keys: Sequence[bytes]) -> Ints:
-        """Rows for new keys: free ones, slabs of groups that sleep, then own victims."""
+        """Rows for new keys: free ones; slabs of other groups that are older than all our rows; our
+        own victims; then any slab of another group."""
         found = self._slots.take_free(group, len(keys))
         while len(found) < len(keys) and self._take_over(group, older_than_own=True):
             found = np.append(found, self._slots.take_free(group, len(keys) - len(found)))
