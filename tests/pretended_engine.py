@@ -155,10 +155,10 @@ class Engine:
             view.copy_(torch.rand(view.shape, generator=rng))
 
     def prefill(
-        self, ids: tuple[tuple[int, ...], ...], prompt: list[int] = PROMPT
+        self, ids: tuple[tuple[int, ...], ...], prompt: list[int] = PROMPT, id: str = "p"
     ) -> dict[str, object]:
         """Finish a request whose cache is in these blocks; what its answer carries."""
-        request = EngineRequest(id="p", tokens=[*prompt, 1], params={"do_remote_decode": True})
+        request = EngineRequest(id=id, tokens=[*prompt, 1], params={"do_remote_decode": True})
         stays, params = self.desk.finished(request, ids, len(prompt))
         assert stays
         assert params is not None

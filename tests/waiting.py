@@ -28,10 +28,11 @@ def stop(pid: int) -> None:
     takes a while on a busy machine.
     """
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: _has_stopped(pid))
+    wait_for(lambda: has_stopped(pid))
 
 
-def _has_stopped(pid: int) -> bool:
+def has_stopped(pid: int) -> bool:
+    """Whether a process is stopped, with all its threads."""
     try:
         stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     except FileNotFoundError:  # a thread has ended meanwhile

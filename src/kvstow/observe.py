@@ -182,6 +182,12 @@ VLLM_COUNTERS = (
     VllmCounter("pulled_bytes", "Bytes of accepted pulls", "pulled bytes"),
     VllmCounter("pulled_tokens", "Tokens of accepted pulls", "pulled tokens"),
     VllmCounter("pulls", "Pulls that ended: accepted, or the kind of fault", "pull ", "outcome"),
+    VllmCounter(
+        "held_blocks", "Blocks of failed pulls that a peer might still write to", "held blocks"
+    ),
+    VllmCounter(
+        "released_blocks", "Such blocks to which nobody writes any more", "released blocks"
+    ),
     VllmCounter("offered_requests", "Requests whose answers carry tickets", "offered"),
     VllmCounter("not_offered_requests", "Requests that asked for tickets in vain", "not offered"),
     VllmCounter("refused_requests", "Requests whose tickets were refused", "refused"),

@@ -709,6 +709,34 @@ def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: Modul
         assert pool.held == held, rank
 
 
+def test_blocks_that_a_rank_may_still_be_written_to_have_a_reference_in_vllms_pool(
+    connector: ModuleType,
+):
+    """While they do, vLLM takes steps, so that it hears when the last rank has let go."""
+    scheduler = connector.KvstowConnector(vllm_config(), Role.SCHEDULER, cache_config())
+    pool = BlockPool()
+    scheduler.bind_gpu_block_pool(pool)
+
+    def tell(*reports: Any) -> None:
+        first, second = (connector.KvstowReport(each) for each in reports)
+        told = pickle.loads(pickle.dumps(first.aggregate(second)))
+        scheduler.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=told, finished_sending=None, invalid_block_ids=set()
+            )
+        )
+
+    report = connector.OffloadReport
+    tell(report(held={("r0", 1): (7, 8)}), report(held={("r1", 1): (7, 8)}))
+    assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
+    assert not scheduler.has_pending_block_frees(), "vLLM would wait for them, and not preempt"
+    tell(report(released=(("r0", 1),)), report())
+    assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
+    tell(report(), report(released=(("r1", 1),)))
+    assert (pool.held, scheduler.has_pending_push_work()) == ([], False)
+    assert scheduler._scheduler_side.counts == {"held blocks": 2, "released blocks": 2}
+
+
 def test_what_was_computed_with_blocks_that_others_failed_to_load_is_not_found(
     connector: ModuleType,
 ):

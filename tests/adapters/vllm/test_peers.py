@@ -321,6 +321,40 @@ def test_a_peer_that_answers_and_dies_is_a_failed_load_and_is_left_alone(fleet: 
     assert known.rest_until > 0
 
 
+def test_a_peer_that_hangs_while_it_writes_is_a_failed_load_whose_blocks_are_held(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvstow.adapters.vllm.worker.pulls.HOLD_SECONDS", 0.05)
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker, pool, awake = fleet.asker(lender, direction="write"), Pool(), Event()
+    asker.desk.held.pool = pool
+    assert asked(asker) == 16
+    assert lender.hands._lender is not None
+    transport = lender.hands._lender.agent.endpoint.transport
+    transport.before_copy = lambda _: awake.wait(120)  # pyright: ignore
+    try:
+        asker.desk.allocated("d", HERE, 16)
+        asker.step()
+        (opened,) = asker.hands.pulls._open.values()
+        wait_for(lambda: lender_writes(lender))
+        assert opened.transfer is not None
+        opened.transfer.abort()
+        found = asker.until(lambda found: bool(found.received))
+        assert (found.failed, pool.held) == ({"d"}, {b for ids in HERE for b in ids[:4]} - {0})
+    finally:
+        awake.set()
+    asker.until(lambda found: bool(found.released))
+    assert pool.held == set()
+
+
+def lender_writes(lender: Engine) -> bool:
+    """Whether a transfer is being served whose bytes have been posted."""
+    assert lender.hands._lender is not None
+    servings = lender.hands._lender.agent.server.servings.values()
+    return any(serving.flights for serving in tuple(servings))
+
+
 def test_engines_that_lend_are_found_in_etcd_while_they_live(fleet: Fleet, tmp_path: Path):
     port = free_port()
     source = f"etcd://127.0.0.1:{port}/kvstow/"

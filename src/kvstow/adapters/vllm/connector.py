@@ -77,7 +77,7 @@ class KvstowStep(KVConnectorMetadata):
 
 @dataclass
 class KvstowReport(KVConnectorWorkerMetadata):
-    """What the workers' tiers tell the scheduler."""
+    """What the workers tell the scheduler, besides requests that are over."""
 
     report: OffloadReport
 
@@ -302,8 +302,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._groups_taken
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        holds = PoolHolds(gpu_block_pool)
+        self._scheduler_side.held.pool = holds
         if self._scheduler_side.recall is not None:
-            self._scheduler_side.recall.stores.holds = PoolHolds(gpu_block_pool)
+            self._scheduler_side.recall.stores.holds = holds
 
     def on_new_request(self, request: Any) -> None:
         if self._forgets and self._plain(request).asks_for_tickets:
@@ -352,8 +354,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""
-        recall = self._scheduler_side.recall
-        return recall is not None and len(recall.stores) > 0
+        recall, held = self._scheduler_side.recall, self._scheduler_side.held
+        return len(held) > 0 or (recall is not None and len(recall.stores) > 0)
 
     def has_pending_block_frees(self) -> bool:
         """Asked when a running request finds no block: True, and it waits a step instead of

@@ -20,8 +20,8 @@ FOREIGN = {
 """Options of vLLM's own connectors and of earlier versions, and what to write instead."""
 
 QUARANTINE_SECONDS = 10.0
-"""A request whose prefill instance has died waits so long: then the engine is replaced, nothing can
-write to its blocks any more, and vLLM computes it."""
+"""Blocks of a request whose prefill instance has died are held so long: then the engine is
+replaced, and nothing can write to them any more."""
 
 PACKED = "enable_cross_layers_blocks"
 """An option of vLLM's connectors: true is our default layout, false is vLLM's own."""

@@ -13,7 +13,7 @@ write these parameters, so they are bounded by the prompt before anything is unp
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from secrets import randbits
 from typing import Any
@@ -32,6 +32,9 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 KeyedBlocks = tuple[tuple[bytes, ...], tuple[int, ...]]
 """Keys of rows, and the blocks that hold them or are to hold them."""
+
+Hold = tuple[str, int]
+"""A rank, and the number of a pull of its that has failed and may still be written to."""
 
 KeyLevels = Mapping[int, tuple[tuple[bytes, ...], bytes]]
 """Per group, keys whose rows have come, moved or gone, and where each is now: a `Level` in a byte
@@ -105,7 +108,8 @@ class OfferBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullBlocks:
     """Bring tokens `[start_token, num_tokens)` into these blocks, within `seconds` where a peer
-    was asked for them."""
+    was asked for them. `may_hold`: the scheduler's side can keep the blocks from being given to
+    others, so that the request need not wait until nobody writes to them any more."""
 
     request: str
     tickets: tuple[Ticket, ...]
@@ -113,6 +117,7 @@ class PullBlocks:
     start_token: int
     num_tokens: int
     seconds: float | None = None
+    may_hold: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +206,8 @@ class StepResults:
     """What came of it, by request: blocks no longer needed here, loads over, loads failed.
 
     `stored` are the jobs of stores that are over, `kept` tells where rows are kept now, as far as
-    that has changed. `found` is what peers have said.
+    that has changed. `found` is what peers have said. `held` are the blocks of failed pulls that
+    somebody may still write to, by the pull's number; `released` are pulls of which that is over.
     """
 
     sent: frozenset[str] = frozenset()
@@ -213,13 +219,15 @@ class StepResults:
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     changes: tuple[TierChange, ...] = ()
     found: tuple[PeersAnswer, ...] = ()
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
     """What the tiers of some ranks have done and found in a step: `StepResults` of all of them.
 
-    By request `present`, by rank `kept`; `stored` counts ranks by job.
+    By request `present`, by rank `kept` and `held`; `stored` counts ranks by job.
     """
 
     present: Mapping[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
@@ -227,6 +235,8 @@ class OffloadReport:
     stored: Mapping[int, int] = field(default_factory=dict[int, int])
     changes: tuple[TierChange, ...] = ()
     found: tuple[PeersAnswer, ...] = ()
+    held: Mapping[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
+    released: tuple[Hold, ...] = ()
 
     @staticmethod
     def of(rank: str, results: StepResults) -> "OffloadReport":
@@ -237,10 +247,12 @@ class OffloadReport:
             stored=dict.fromkeys(results.stored, 1),
             changes=results.changes,
             found=results.found,
+            held={(rank, pull): blocks for pull, blocks in results.held.items()},
+            released=tuple((rank, pull) for pull in results.released),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.present or self.kept or self.stored or self.changes or self.found)
+        return any(getattr(self, each.name) for each in fields(self))
 
     def joined(self, other: "OffloadReport") -> "OffloadReport":
         """The report of both: what all ranks have."""
@@ -254,6 +266,8 @@ class OffloadReport:
             stored=Counter(self.stored) + Counter(other.stored),
             changes=self.changes + other.changes,
             found=self.found + other.found,
+            held={**self.held, **other.held},
+            released=self.released + other.released,
         )
 
 

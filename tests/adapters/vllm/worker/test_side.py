@@ -365,6 +365,22 @@ def test_an_offer_that_is_told_after_its_lease_has_ended_is_not_adopted(
     assert not any(prefill.step().sent for _ in range(3))
 
 
+def test_a_ticket_holds_though_an_earlier_lease_of_its_blocks_ends_just_then():
+    """Two requests share blocks. The scheduler's side has not heard of the first one's end."""
+    with started(SETTINGS, "BLHNC", "BLHNC") as (prefill, decode):
+        prefill.fill(1)
+        first: Any = prefill.prefill(THERE)
+        prefill.step()
+        decode.hands.agent.drop(Ticket.parse(first["kvstow"]["tickets"][0]))
+        wait_until_read(prefill)
+        second = prefill.prefill(THERE, id="another")
+        prefill.step()
+        decode.decode(second, HERE)
+        found = decode.until(lambda found: bool(found.received))
+        assert (found.received, found.failed) == ({"d"}, frozenset())
+        assert torch.equal(decode.views["f.0"][1], prefill.views["f.0"][7])
+
+
 def test_who_does_not_know_the_secret_tells_a_worker_nothing():
     engine = Engine.start(Fabric(), "engine", SETTINGS, "BLHNC")
     try:

@@ -34,6 +34,7 @@ from kvstow.adapters.vllm.protocol import (
     tickets_to_drop,
 )
 from kvstow.adapters.vllm.scheduler.events import TierEvents
+from kvstow.adapters.vllm.scheduler.held import HeldBlocks
 from kvstow.adapters.vllm.scheduler.recall import Recall
 from kvstow.adapters.vllm.scheduler.weights import EngineWeights, unshared
 from kvstow.errors import BlockError, TransferError
@@ -113,6 +114,7 @@ class SchedulerSide:
         asks = takes_over and options.peers
         self._peers = PeerQuestions(groups, identity, options) if asks else None
         self._pinned = PinnedBlocks(len(groups), num_blocks)
+        self.held = HeldBlocks()
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
         self._numbers: tuple[LeaseNumbers, ...] = ()
@@ -218,7 +220,12 @@ class SchedulerSide:
         return replace(handover, num_tokens=most)
 
     def told(self, report: OffloadReport) -> None:
-        """What the workers' tiers have done and found in a step, and what peers have said."""
+        """What the workers' tiers have done and found in a step, what peers have said, and which
+        blocks are still written to."""
+        if report.held:
+            self.counts["held blocks"] += self.held.hold(report.held)
+        if report.released:
+            self.counts["released blocks"] += self.held.release(report.released)
         for answer in report.found:
             self._found(answer)
         if self.recall is None:
@@ -276,6 +283,7 @@ class SchedulerSide:
                 start_token=start,
                 num_tokens=start + num_external,
                 seconds=self._options.peers_pull_seconds if handover.asked else None,
+                may_hold=self.held.pool is not None,
             )
         )
 

@@ -1,6 +1,8 @@
 """Leases of one rank: blocks that stay for somebody with a ticket, and which a pull has filled."""
 
 from collections import Counter, defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +43,18 @@ class LeasedGenerations(Generations):
         """Those of a pull's blocks that it has not filled, though it was accepted."""
         return ids[self._unfilled[group][ids]]
 
-    def set(self, group: int, ids: Ints, generations: Ints) -> None:
-        """These blocks are, from now on, of these generations."""
-        self.generations[group][ids] = generations
+    @contextmanager
+    def unretired(self, ticket: Ticket) -> Generator[None]:
+        """The ticket's blocks are of its generations, and stay so as long as the block lasts: an
+        earlier lease of them that ends meanwhile does not begin a new one."""
+        for group, blocks in ticket.blocks.items():
+            self.share(group, blocks.ids)
+            self.generations[group][blocks.ids] = ticket.generations[group]
+        try:
+            yield
+        finally:
+            for group, blocks in ticket.blocks.items():
+                self.release(group, blocks.ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,15 +97,14 @@ class RankLeases:
         if adopted is not None:
             return adopted
         adopted = self._adopted[mine.lease] = AdoptedLease(mine.lease, offer.request)
-        for group, blocks in mine.blocks.items():
-            self._blocks.set(group, blocks.ids, mine.generations[group])
 
         def ended(reason: EndReason) -> None:
             adopted.ended = True
             self._counts[f"lease {reason}"] += 1
             self._let_go_if_over(adopted)
 
-        self._agent.adopt(mine, readers=None, on_end=ended)  # all ranks of one decode instance
+        with self._blocks.unretired(mine):
+            self._agent.adopt(mine, readers=None, on_end=ended)  # all ranks of a decode instance
         return adopted
 
     def hear(self, offer: OfferBlocks) -> None:

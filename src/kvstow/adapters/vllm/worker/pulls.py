@@ -1,7 +1,11 @@
 """Pulls of one rank: rows of another engine on their way into blocks that the engine has given.
 
-A pull is over only when nothing can write to its blocks any more, and failed when the fence or
-anything else did not hold: then the engine must not use a single byte of it.
+A pull has failed when the fence or anything else did not hold: then the engine must not use a
+single byte of it. It is over when nothing can write to its blocks any more. A failed one may be
+over for its request sooner, while the scheduler's side holds its blocks:
+
+    failed ── quiet soon ─────────────────────────── the request is told, and computed
+    failed ── not quiet: blocks held, request told ── quiet: blocks released
 """
 
 import logging
@@ -9,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -29,6 +34,9 @@ GRACE_SECONDS = 10.0
 
 RETRY_SECONDS = 0.1
 
+HOLD_SECONDS = 1.0
+"""Most failed pulls are quiet at once. A request waits so long for it, then its blocks are held."""
+
 
 class StepsBegun(Protocol):
     """A point in the device's work: a `torch.cuda.Event`."""
@@ -48,11 +56,23 @@ class OpenPull:
     steps: StepsBegun | None = None
     transfer: Transfer | None = None
     again_at: float = 0.0
+    failed_at: float | None = None
 
     @property
     def may_write(self) -> bool:
         """Whether nobody else writes to its blocks."""
         return self.steps is None or self.steps.query()
+
+    def comes_to_rest(self) -> bool:
+        """Whether nothing writes for its transfer any more; if so, its rows are given back."""
+        return self.transfer is not None and self.transfer.wait_quiet(0)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks of all groups that its transfer writes to."""
+        assert self.transfer is not None
+        into = self.transfer.order.into.values()
+        return tuple(sorted({int(id) for blocks in into for id in blocks.ids}))
 
     def may_retry(self, error: TransferError, now: float) -> bool:
         """Whether the producer may just not have heard of the ticket; a peer that was asked has."""
@@ -85,6 +105,12 @@ class RankPulls:
         self._wake = wake
         self._after_steps = after_steps
         self._open: dict[str, OpenPull] = {}
+        self._unquiet: dict[int, OpenPull] = {}
+        """Failed pulls whose requests have been told, by number."""
+        self._numbers = count(1)
+        self.held: dict[int, tuple[int, ...]] = {}
+        """By number, blocks that somebody may still write to, of pulls that are newly there."""
+        self.released: list[int] = []
         self.received: set[str] = set()
         """Requests whose pull is over, failed or not."""
         self.failed: set[str] = set()
@@ -104,6 +130,9 @@ class RankPulls:
 
     def follow(self) -> None:
         """Look what has become of the pulls."""
+        for number, opened in tuple(self._unquiet.items()):
+            if opened.comes_to_rest():
+                self._release(number)
         for opened in tuple(self._open.values()):
             self._follow(opened)
 
@@ -143,7 +172,10 @@ class RankPulls:
             if now >= opened.again_at and opened.may_write:
                 self._try(opened)
             return
-        if not transfer.done or not transfer.wait_quiet(0):
+        if not transfer.done:
+            return
+        if not opened.comes_to_rest():
+            self._wait_or_hold(opened, transfer.error, now)
             return
         if transfer.error is None:
             error = self._lacks_tokens(opened.pull)
@@ -151,7 +183,8 @@ class RankPulls:
             self._note(transfer)
             self._over(opened, error)
         elif opened.may_retry(transfer.error, now):
-            opened.transfer, opened.again_at = None, now + RETRY_SECONDS
+            opened.transfer, opened.failed_at = None, None
+            opened.again_at = now + RETRY_SECONDS
         else:
             self._over(opened, transfer.error)
 
@@ -190,6 +223,39 @@ class RankPulls:
             stats.seconds,
             stats.fence,
             stats.digest,
+        )
+
+    def _wait_or_hold(self, opened: OpenPull, error: TransferError | None, now: float) -> None:
+        """A transfer has ended, and is not at rest. One that may be tried again is waited for."""
+        if error is None:
+            return
+        if opened.failed_at is None:
+            opened.failed_at = now
+        has_waited = now - opened.failed_at >= HOLD_SECONDS
+        if opened.pull.may_hold and has_waited and not opened.may_retry(error, now):
+            self._hold(opened, error)
+
+    def _hold(self, opened: OpenPull, error: TransferError) -> None:
+        """The engine computes the request, elsewhere; nobody is given its blocks for now."""
+        number = next(self._numbers)
+        self._unquiet[number] = opened
+        self.held[number] = opened.blocks
+        log.warning(
+            "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
+            "are held until the peer has stopped, or has died",
+            opened.pull.request,
+            error.peer,
+            len(opened.blocks),
+        )
+        self._over(opened, error)
+
+    def _release(self, number: int) -> None:
+        opened = self._unquiet.pop(number)
+        self.released.append(number)
+        log.info(
+            "request %s: nobody writes to its %d blocks any more: they are released",
+            opened.pull.request,
+            len(opened.blocks),
         )
 
     def _over(self, opened: OpenPull, error: KvstowError | None) -> None:

@@ -1,7 +1,8 @@
 """The worker's side: one agent over the engine's own memory, pulls and leases under way.
 
-A load is reported over only when nothing can write to its blocks any more, and failed when the
-fence or anything else did not hold: then the engine must not use a single byte of it.
+A load is reported over only when nothing can write to its blocks any more, or they are held, and
+failed when the fence or anything else did not hold: then the engine must not use a single byte of
+it.
 """
 
 import logging
@@ -208,6 +209,8 @@ class WorkerSide:
             counts=dict(self._counts),
             changes=self._offload.changes() if self._offload else (),
             found=found,
+            held=dict(self.pulls.held),
+            released=tuple(self.pulls.released),
         )
         self._was_news = bool(results.received)
         self._forget_told()
@@ -219,7 +222,8 @@ class WorkerSide:
             told.clear()
         for told in (self._restored, self._lost, self._counts, self._stored):
             told.clear()
-        self.pulls.peers_failed.clear()
+        for told in (self.pulls.held, self.pulls.released, self.pulls.peers_failed):
+            told.clear()
 
     @property
     def _has_answers(self) -> bool:
