@@ -37,8 +37,8 @@ SHORT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def launches(smollm2: Path, logs: Path) -> list[Launch]:
-    """A prefill and a decode server over TCP, every byte's digest compared. Decode reads: if
-    prefill wrote, one that hangs would be waited for until it wakes up or dies."""
+    """A prefill and a decode server over TCP, every byte's digest compared. Decode reads;
+    prefill writes in `test_hung_writers`."""
     settings = {
         "digest": "always",
         "direction": "read",
