@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvstow.errors import ManifestError, ModelError, SpecError
 from kvstow.plan.checkpoint import CACHE_NAME, checkpoint_name
@@ -276,3 +277,122 @@ def test_a_configuration_that_is_no_file_is_refused_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelError, match="no ordinary file"):
         Identity.of(tmp_path)
+
+
+# ── modelling code ────────────────────────────────────────────────────────────────────
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_own.OwnConfig",
+    "AutoModelForCausalLM": "modeling_own.OwnModel",
+    "AutoTokenizer": ["tokenization_own.OwnTokenizer", None],
+}
+OWN_CODE = {
+    "configuration_own.py": "class OwnConfig: ...",
+    "modeling_own.py": "from .rope import turned\nfrom . import parts\nfrom .sub.norm import Norm",
+    "rope.py": "from .sub import scale\n",
+    "parts.py": "import torch\n",
+    "sub/__init__.py": "scale = 1\n",
+    "sub/norm.py": "from ..deep import depth\n",
+    "deep.py": "depth = 1\n",
+    "tokenization_own.py": "class OwnTokenizer: ...",
+    "unused.py": "",
+}
+COUNTED = set(OWN_CODE) - {"tokenization_own.py", "unused.py"}
+
+
+def with_code(folder: Path, **changed: str) -> Path:
+    checkpoint(folder, config={"auto_map": AUTO_MAP})
+    for name, source in (OWN_CODE | {k.replace("__", "."): v for k, v in changed.items()}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source)
+    return folder
+
+
+def test_equal_weights_with_other_modelling_code_are_another_identity_that_names_the_file(tmp_path):
+    one = Identity.of(with_code(tmp_path / "a" / "own"))
+    other = Identity.of(with_code(tmp_path / "b" / "own", rope__py="turned = 2"))
+    assert any("modelling_code.rope.py" in each for each in one.differences(other))
+    assert one == Identity.of(with_code(tmp_path / "c" / "own"))
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_code_counts_where_the_model_imports_it_and_nowhere_else(tmp_path: Path, name: str):
+    one = Identity.of(with_code(tmp_path / "a" / "own"))
+    folder = with_code(tmp_path / "b" / "own")
+    (folder / name).write_text(OWN_CODE[name] + "\n# another line\n")
+    found = one.differences(Identity.of(folder))
+    assert bool(found) == (name in COUNTED)
+    assert all(f"modelling_code.{name} " in each for each in found)
+
+
+def test_code_that_the_engine_does_not_run_does_not_count(tmp_path: Path):
+    plain = Identity.of(checkpoint(tmp_path / "a" / "own"))
+    own = with_code(tmp_path / "b" / "own")
+    assert Identity.of(own, trust_remote_code=False) == plain
+    assert Identity.of(own) != plain
+
+
+def test_code_in_another_repository_counts_by_its_name(tmp_path: Path):
+    maps = [{"AutoModelForCausalLM": f"{who}/model--modeling.Model"} for who in ("one", "other")]
+    folders = [tmp_path / name / "own" for name in "ab"]
+    one, other = (
+        Identity.of(checkpoint(folder, config={"auto_map": each}))
+        for folder, each in zip(folders, maps, strict=True)
+    )
+    (found,) = one.differences(other)
+    assert "one/model--modeling.Model" in found
+    assert "other/model--modeling.Model" in found
+
+
+@pytest.mark.parametrize("auto_map", [None, [], "x", {"AutoModel": None}, {"AutoModel": [3, {}]}])
+def test_an_auto_map_that_names_no_file_is_no_code(tmp_path: Path, auto_map: object):
+    plain = Identity.of(checkpoint(tmp_path / "a" / "own"))
+    assert plain == Identity.of(checkpoint(tmp_path / "b" / "own", config={"auto_map": auto_map}))
+
+
+# ── where weights are looked at ───────────────────────────────────────────────────────
+
+
+def with_tensors(folder: Path, **tensors: np.ndarray) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(
+        {name.replace("__", "."): each for name, each in tensors.items()}, folder / "m.safetensors"
+    )
+    return folder
+
+
+def test_one_token_of_an_embedding_that_was_changed_is_seen(tmp_path: Path):
+    """As after training added tokens only, or repairing untrained ones."""
+    weights = np.random.default_rng(1).random((4096, 64), np.float32)
+    tuned = weights.copy()
+    tuned[7] = 0.25
+    for name in ("model__embed_tokens__weight", "transformer__wte__weight"):
+        folders = tmp_path / name / "a" / "m", tmp_path / name / "b" / "m"
+        ids = [
+            Identity.of(with_tensors(folder, **{name: each, "model__q__weight": weights}))
+            for folder, each in zip(folders, (weights, tuned), strict=True)
+        ]
+        assert ids[0].weights != ids[1].weights
+
+
+def test_one_expert_of_a_fused_tensor_that_was_changed_is_seen(tmp_path: Path):
+    experts = np.random.default_rng(1).random((32, 64, 64), np.float32)
+    whole = Identity.of(with_tensors(tmp_path / "whole" / "m", experts=experts))
+    for expert in range(32):
+        tuned = experts.copy()
+        tuned[expert] += 1
+        folder = with_tensors(tmp_path / str(expert) / "m", experts=tuned)
+        assert Identity.of(folder).weights != whole.weights
+
+
+def test_embeddings_that_overlap_are_not_read_again_and_again(tmp_path: Path):
+    header = {
+        f"embed{i}.weight": {"dtype": "U8", "shape": [1 << 20], "data_offsets": [0, 1 << 20]}
+        for i in range(20_000)  # 20 GB, if each were read
+    }
+    text = json.dumps(header).encode()
+    checkpoint(tmp_path, shards=0)
+    data = len(text).to_bytes(8, "little") + text + bytes(1 << 20)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert Identity.of(tmp_path).is_verified

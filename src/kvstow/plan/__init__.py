@@ -16,6 +16,7 @@ In the order in which they are read:
     deployment  plan_model: model × tp × pp × dtype × packing → layouts of all ranks
     identity    which computation made the bytes
     checkpoint  digests of the files that a model is made of
+    code        modelling code, as digests of its files
     manifest    a layout as a document, and its fingerprint
     sizing      what requests cost, how many fit on GPUs, the figures that are shown
 

@@ -1,8 +1,9 @@
-"""A checkpoint on disk: its configuration, and cheap digests of its weights and tokenizer.
+"""A checkpoint on disk: its configuration, and cheap digests of its weights, tokenizer and code.
 
-Weights are not read whole: a digest covers every file's size, every safetensors header and
-a sample of every tensor, so that 100 GB take less than a second. It is kept beside the
-weights (`.kvstow-weights.json`) under their sizes and times, where that can be written.
+Weights are not read whole: a digest covers every file's size, every safetensors header, samples
+of every tensor, and embeddings whole, of which a tuned model may change just a few tokens. So
+100 GB take about a second. It is kept beside the weights (`.kvstow-weights.json`) under their
+sizes and times, where that can be written.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Annotated, Any, BinaryIO, cast
 import msgspec
 
 from kvstow.errors import ModelError
+from kvstow.plan.code import checkpoint_code
 
 CACHE_NAME = ".kvstow-weights.json"
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
@@ -33,10 +35,13 @@ TOKENIZERS = (
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
-MAX_SAMPLED_TENSORS = 8192
+MAX_SAMPLES = 8192
 SAMPLE_BYTES = 256
 SAMPLES_PER_FILE = 256
-_DIGEST_VERSION = 1
+EMBEDDINGS = re.compile(r"(^|[._])(wte|tok_embeddings|embed\w*)\.")
+"""Tensors with a row per token. Whoever adds or repairs tokens changes these rows only."""
+CHUNK_BYTES = 8 << 20
+_DIGEST_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Checkpoint:
     config: Mapping[str, Any]
     weights: str
     tokenizer: str
+    code: Mapping[str, str]
+    """Digests of the checkpoint's own modelling code by file."""
 
 
 class _Cached(msgspec.Struct, frozen=True):
@@ -58,11 +65,13 @@ class _Cached(msgspec.Struct, frozen=True):
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read what identifies the checkpoint in a folder. Raises ModelError where it is not one."""
+    config = _config(folder)
     return Checkpoint(
         name=checkpoint_name(folder),
-        config=_config(folder),
+        config=config,
         weights=_weights(folder),
         tokenizer=_tokenizer(folder),
+        code=checkpoint_code(folder, config),
     )
 
 
@@ -146,7 +155,7 @@ def _weights(folder: Path) -> str:
 
 def _digest(files: list[Path]) -> str:
     state = blake2b(digest_size=16)
-    per_file = MAX_SAMPLED_TENSORS // len(files) + 1
+    per_file = MAX_SAMPLES // len(files) + 1
     for path in files:
         size = path.stat().st_size
         state.update(f"{path.name}:{size}:".encode())
@@ -156,7 +165,8 @@ def _digest(files: list[Path]) -> str:
                 places = _tensor_places(file, size, per_file) if tensors else _even_places(size)
                 for offset, nbytes in places:
                     file.seek(offset)
-                    state.update(file.read(nbytes))
+                    for taken in range(0, nbytes, CHUNK_BYTES):
+                        state.update(file.read(min(CHUNK_BYTES, nbytes - taken)))
         except OSError as error:
             raise ModelError(f"{path}: weights cannot be read: {error}") from None
     return state.hexdigest()
@@ -168,7 +178,7 @@ def _even_places(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_places(file: BinaryIO, size: int, most: int) -> Iterator[tuple[int, int]]:
-    """The header, and the middle of every tensor, or of so many, evenly chosen."""
+    """The header, embeddings, and so many samples of all other tensors, evenly chosen."""
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise ModelError(f"{file.name}: a header of {header_bytes} bytes in a file of {size}")
@@ -179,15 +189,31 @@ def _tensor_places(file: BinaryIO, size: int, most: int) -> Iterator[tuple[int, 
             raise ValueError("a list or a value, not tensors by name")
         tensors = cast("dict[str, Any]", header)
         spans = sorted(
-            _span(entry["data_offsets"], size - start)
+            (*_span(entry["data_offsets"], size - start), bool(EMBEDDINGS.search(name)))
             for name, entry in tensors.items()
             if name != "__metadata__"
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ModelError(f"{file.name}: its header cannot be read: {error!r}") from None
     yield 0, start
-    for lo, hi in spans[:: max(1, -(-len(spans) // most))]:
-        yield start + max(lo, (lo + hi - SAMPLE_BYTES) // 2), min(SAMPLE_BYTES, hi - lo)
+    embeddings = [(lo, hi) for lo, hi, whole in spans if whole]
+    sampled = [(lo, hi) for lo, hi, whole in spans if not whole]
+    if sum(hi - lo for lo, hi in embeddings) > size:  # only where tensors overlap
+        embeddings, sampled = [], embeddings + sampled
+    yield from ((start + lo, hi - lo) for lo, hi in embeddings)
+    each = max(1, most // max(1, len(sampled)))
+    for lo, hi in sampled[:: max(1, -(-len(sampled) // most))]:
+        yield from _samples(start + lo, hi - lo, each)
+
+
+def _samples(start: int, nbytes: int, count: int) -> Iterator[tuple[int, int]]:
+    """The middles of `count` equal parts of a tensor, or all of it."""
+    if nbytes <= count * SAMPLE_BYTES:
+        yield start, nbytes
+        return
+    for i in range(count):
+        middle = (2 * i + 1) * nbytes // (2 * count)
+        yield start + middle - SAMPLE_BYTES // 2, SAMPLE_BYTES
 
 
 def _span(offsets: list[Any], most: int) -> tuple[int, int]:

@@ -6,7 +6,8 @@ with other numbers. An identity holds everything that decides those numbers:
 
     model       the model's name, as people say it
     weights     a digest of the weights: headers, and a sample of every tensor
-    config      every field of the model's configuration that can change what is cached
+    config      every field of the model's configuration that can change what is cached, and
+                digests of modelling code: the checkpoint's own, or what a model in memory runs
     kv_dtype    the cache's element type as the engine names it (`fp8_e4m3`, not `uint8`)
     interior    how the attention backend arranges a page inside
     tokenizer   a digest of the tokenizer's files, because prefixes are found by token ids
@@ -65,6 +66,9 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields of a `config.json` that never change what is cached. All others count."""
 
+CODE = "modelling_code"
+"""The field of an identity's configuration under which files of modelling code stand."""
+
 MAX_FIELDS = 1024
 MAX_TEXT = 200
 
@@ -95,20 +99,24 @@ class Identity:
         interior: str = TOKEN_ORDERED,
         adapter: str | Path = "",
         salt: str = "",
+        trust_remote_code: bool = True,
     ) -> "Identity":
         """The identity of a checkpoint on disk: reads headers and samples, not the weights.
 
-        `adapter` is a LoRA's directory, or a name for one that lies elsewhere.
+        `adapter` is a LoRA's directory, or a name for one that lies elsewhere. Modelling code
+        that the checkpoint brings counts, unless `trust_remote_code` says that the engine runs
+        code of its own.
         Raises ModelError where there is no configuration or there are no weights.
         """
         # Here, because layouts have identities and must not need msgspec to be imported.
         from kvstow.plan.checkpoint import adapter_digest, read_checkpoint
 
         checkpoint = read_checkpoint(Path(model_dir))
+        code = {CODE: checkpoint.code} if trust_remote_code and checkpoint.code else {}
         return Identity(
             model=model or checkpoint.name,
             weights=checkpoint.weights,
-            config=config_fields(checkpoint.config),
+            config=config_fields({**checkpoint.config, **code}),
             kv_dtype=kv_dtype,
             interior=interior,
             tokenizer=checkpoint.tokenizer,

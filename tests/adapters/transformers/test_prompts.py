@@ -114,8 +114,9 @@ def test_padding_without_a_mask_is_refused_since_generate_hides_it_and_a_pass_do
         for mask in (seen, (ids != pad).long()):
             with Cache(memory, tokens=ids, attention_mask=mask) as cache:
                 assert cache.found_tokens == 0
+                positions = (mask.cumsum(1) - 1).clamp(0)
                 with torch.no_grad():
-                    model(ids, attention_mask=mask, past_key_values=cache)
+                    model(ids, mask, positions, past_key_values=cache)
 
 
 def test_a_padding_token_that_ends_sequences_is_a_token_like_others():

@@ -5,10 +5,13 @@
 
 cache       `Cache`, what `generate` is given
 layers      its layers, one class per kind of layer: what transformers asks of each
-inspect     what a model keeps, found by letting it keep a few tokens; which computation it is
+inspect     what a model keeps, found by letting it keep a few tokens
+identity    which computation fills its cache: weights, configuration, code, adapters
 memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or many
 sequences   the sequences behind one cache: requests of the ledger, their tables
 prompts     tokens, padding and other content of sequences, as prompts
+watch       a model that is given other tokens than its cache, or has changed, is refused
+ropes       ropes that follow the length: which rows serve which prompts
 prefixes    beginnings of prompts, loaded from a store and saved to it
 states      recurrent states of the sequences, and passes that only they see
 rows        rows of a batch's tokens: tokens written to them and gathered
@@ -17,12 +20,8 @@ lightning   MiniMax, which insists on a cache class of its own
 """
 
 from kvstow.adapters.transformers.cache import Cache
-from kvstow.adapters.transformers.inspect import (
-    HeadShard,
-    cache_layers,
-    cache_name,
-    model_identity,
-)
+from kvstow.adapters.transformers.identity import model_identity
+from kvstow.adapters.transformers.inspect import HeadShard, cache_layers, cache_name
 from kvstow.adapters.transformers.memory import ModelMemory
 
 __all__ = ["Cache", "HeadShard", "ModelMemory", "cache_layers", "cache_name", "model_identity"]

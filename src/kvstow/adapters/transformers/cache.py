@@ -172,7 +172,12 @@ class Cache(TransformersCache):
         return self.num_tokens
 
     def blocks(self, sequence: int) -> dict[int, Blocks]:
-        """The blocks of one sequence by group, with everything written into them."""
+        """The blocks of one sequence by group, with everything written into them.
+
+        Refused where the model is not what it was when the memory was made.
+        """
+        if self.memory.watch is not None:
+            self.memory.watch.check()
         self.batch.settle()
         return self.memory.ledger.blocks(self.batch.requests[sequence])
 

@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from math import lcm
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutput
 
+from kvstow.adapters.transformers.ropes import length_ropes
 from kvstow.errors import ModelError
-from kvstow.plan.identity import Identity
 from kvstow.plan.retention import Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
@@ -338,72 +337,23 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 _PLACEHOLDER = re.compile(r"(image|video|vision|audio|speech)\w*_token_(id|index)$")
 
 
-ROPES_BY_LENGTH = frozenset({"dynamic", "longrope"})
+ROPES_BY_LENGTH = re.compile("dynamic|longrope|^su$")
 """Ropes that turn all keys by another angle in long sequences than in short ones."""
 
 
 def follows_tokens(model: PreTrainedModel) -> bool:
     """Whether what is kept of a token depends on it and on those before it, and nothing else.
 
-    Not where the rope follows the sequence's length, where tokens see later ones, and in
-    training, where weights change and dropout is random.
+    Not where the rope follows the sequence's length in a way that is not known (see `ropes`),
+    where tokens see later ones, and in training, where weights change and dropout is random.
     """
     if model.training:
         return False
+    ropes = length_ropes(model)
     for name, value in _settings(model.config.to_dict()):
-        if name in ("rope_type", "type") and str(value) in ROPES_BY_LENGTH:
+        by_length = name in ("rope_type", "type") and ROPES_BY_LENGTH.search(str(value))
+        if (by_length or (name == "use_dynamic_ntk" and value)) and not ropes:
             return False
         if name in ("use_bidirectional_attention", "prefix_lm") and value in (True, "all"):
             return False
-    return True
-
-
-# ── which computation ─────────────────────────────────────────────────────────────────
-
-SAMPLED_ELEMENTS = 64
-
-
-def model_identity(model: PreTrainedModel, *, name: str = "") -> Identity:
-    """Which computation fills the model's cache: its configuration and a sample of every tensor.
-
-    The tensors are looked at as they are now, and so are PEFT's adapters: which of them are
-    active, and how strongly. A model whose weights change afterwards, or whose adapters are
-    switched, needs another memory. Raises ModelError for weights that are not in this process.
-    """
-    return Identity.of_tensors(
-        name or str(model.config.model_type),
-        model.config.to_dict(),
-        [_sample(*each) for each in model.state_dict().items()],
-        kv_dtype=str(model.dtype).removeprefix("torch."),
-        adapter=_active_adapters(model),
-    )
-
-
-def _active_adapters(model: PreTrainedModel) -> str:
-    """The adapters that the model computes with; the tensors of all are there at any time."""
-    used: set[str] = set()
-    how: list[tuple[str, dict[str, Any]]] = []
-    for name, module in model.named_modules():
-        active: Any = getattr(module, "active_adapters", None)
-        if not isinstance(active, list) or getattr(module, "disable_adapters", False):
-            continue
-        scaling: dict[str, Any] = getattr(module, "scaling", {})
-        used.update(active)
-        how.append((name, {each: scaling.get(each) for each in sorted(active)}))
-    if not used:
-        return ""
-    return f"{'+'.join(sorted(used))}:{blake2b(repr(how).encode(), digest_size=16).hexdigest()}"
-
-
-def _sample(name: str, tensor: torch.Tensor) -> tuple[str, str, bytes]:
-    """A tensor's name, its type and shape, and elements at even distances."""
-    if tensor.is_meta or hasattr(tensor, "full_tensor"):
-        raise ModelError(
-            f"tensor {name!r} is {'not loaded' if tensor.is_meta else 'split over ranks'}\n\n"
-            "hint: ModelMemory.of(model, identity=...) with the identity of the whole model"
-        )
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLED_ELEMENTS)
-    taken = flat[::step][: SAMPLED_ELEMENTS + 1].contiguous().cpu()
-    data = bytes(taken.view(torch.uint8).numpy()) if taken.numel() else b""
-    return name, f"{tensor.dtype} {tuple(tensor.shape)}", data
+    return len(ropes) <= 1 and None not in ropes

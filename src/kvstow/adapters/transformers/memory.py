@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The memory of one model in one process: a layout, its arena, its ledger."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
@@ -11,6 +12,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvstow.adapters.transformers.attention import attend_in_place
+from kvstow.adapters.transformers.identity import model_identity, user_hooks
 from kvstow.adapters.transformers.inspect import (
     ALL_HEADS,
     HeadShard,
@@ -18,12 +20,13 @@ from kvstow.adapters.transformers.inspect import (
     encoder_positions,
     follows_tokens,
     kept_layers,
-    model_identity,
     padding_token,
     placeholder_tokens,
     resumes,
     trial,
 )
+from kvstow.adapters.transformers.ropes import LengthRope, length_ropes
+from kvstow.adapters.transformers.watch import ModelWatch
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.table import RowCopy
@@ -35,6 +38,8 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Encoder, State, Window
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.words import parse_size
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -55,6 +60,11 @@ class ModelMemory:
     """Tokens that stand for an image, a clip or a sound: their ids do not tell which."""
     padding_token: int | None = None
     """The token that `generate` takes for padding, where nobody gives it a mask."""
+    rope: LengthRope | None = None
+    """A rope that follows the sequence's length: see `ropes`."""
+    watch: ModelWatch | None = None
+    """Looks at what the model is given for tokens that are known; None where no model is known
+    or no prefix is found."""
     on_close: Callable[[], None] | None = None
     """Gives the model its own attention back."""
 
@@ -102,9 +112,10 @@ class ModelMemory:
         site = Site(model=known.model, order=order, tp=(shard.rank, shard.size))
         layout = packed(groups, budget=parse_size(budget), site=site).identified(known)
         arena = Arena(layout, device=model.device)
+        caching = _finds_prefixes(groups, model, vouched=identity is not None)
         return cls(
             arena=arena,
-            ledger=Ledger(Pool(layout), caching=_finds_prefixes(groups, model)),
+            ledger=Ledger(Pool(layout), caching=caching),
             num_layers=len(cache),
             own_cache=type(cache).__name__,
             rollback_tokens=rollback_tokens,
@@ -112,6 +123,8 @@ class ModelMemory:
             placeholder_tokens=placeholder_tokens(model),
             padding_token=padding_token(model),
             on_close=attend_in_place(model) if in_place else None,
+            rope=next(iter(length_ropes(model)), None),
+            watch=ModelWatch(model, vouched=identity is not None) if caching else None,
         )
 
     @property
@@ -148,6 +161,8 @@ class ModelMemory:
     def close(self) -> None:
         """Let go of the arena; a model that has read it in place has its own attention again."""
         self.arena.close()
+        if self.watch is not None:
+            self.watch.close()
         if self.on_close is not None:
             self.on_close()
 
@@ -158,8 +173,12 @@ class ModelMemory:
         self.close()
 
 
-def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel) -> bool:
+def _finds_prefixes(groups: Sequence[Group], model: PreTrainedModel, *, vouched: bool) -> bool:
     """Whether what the model keeps of a prompt serves another prompt that begins alike."""
+    hooks = [] if vouched else list(user_hooks(model))
+    if hooks:
+        log.warning("no prefixes are found: nobody knows what hooks do to rows (%s)", hooks[0])
+        return False
     kinds = {type(group.retention) for group in groups}
     if Encoder in kinds or not follows_tokens(model):
         return False

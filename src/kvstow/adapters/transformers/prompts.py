@@ -26,8 +26,8 @@ def prompts_of(
     Refuses tokens that stand for something else, where `extra` does not say for what, and
     padding, where no mask says whether it is seen: `generate` hides it, a forward pass does not.
     """
-    given: Any = tokens.cpu().numpy()
-    if given.ndim != 2 or not len(given) or len(extra) not in (0, len(given)):
+    given: Any = torch.as_tensor(tokens).cpu().numpy()
+    if given.ndim != 2 or not given.size or len(extra) not in (0, len(given)):
         raise BlockError(
             f"no sequences: tokens are {given.shape}, with extra content of {len(extra)}\n\n"
             "hint: tokens are [sequence, token], and extra has an entry for each sequence"
@@ -46,9 +46,23 @@ def prompts_of(
         )
     found = extra or [()] * len(given)
     return [
-        Prompt.of(row, salt=b"" if pad == 0 else f"padded by {pad}".encode(), extra=more)
+        Prompt.of(row, salt=b"" if pad == 0 else f"{_PADDED}{pad}".encode(), extra=more)
         for row, pad, more in zip(given, _padding(given, mask), found, strict=True)
     ]
+
+
+_PADDED = "padded by "
+
+
+def known_ids(prompts: Sequence[Prompt], start: int) -> Tensor:
+    """The tokens of prompts from `start` on: `[sequence, token]`."""
+    return torch.from_numpy(np.stack([each.tokens[start:] for each in prompts]).astype(np.int64))
+
+
+def padding_of(prompt: Prompt) -> int:
+    """How many tokens on the left of a prompt are none."""
+    said = prompt.salt.decode()
+    return int(said.removeprefix(_PADDED)) if said.startswith(_PADDED) else 0
 
 
 def _is_unnamed(stands_for: Any, extra: Iterable[tuple[int, bytes]]) -> bool:
@@ -61,7 +75,7 @@ def _padding(given: Any, mask: Tensor | None) -> list[int]:
     """How many tokens on the left of each sequence are padding."""
     if mask is None:
         return [0] * len(given)
-    seen: Any = mask.cpu().numpy()
+    seen: Any = torch.as_tensor(mask).cpu().numpy()
     if seen.shape != given.shape:
         raise BlockError(f"the attention mask is {seen.shape}, tokens are {given.shape}")
     padding = (seen == 0).sum(axis=1)
@@ -88,3 +102,38 @@ def check_continues(
             "the tokens do not begin like those that the cache was made for\n\n"
             "hint: give the prompt and the answer, as generate returns them"
         )
+
+
+class HeardTokens:
+    """The tokens that a model was given, pass by pass; None where it was given embeddings."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[int, Tensor | None]] = []
+
+    def hear(self, start: int, ids: Tensor | None) -> None:
+        """A pass computes these tokens from `start` on."""
+        self._passes.append((start, ids))
+
+    def rearrange(self, origins: Sequence[int]) -> None:
+        """Sequence `i` becomes what sequence `origins[i]` was."""
+        rows = list(origins)
+        self._passes = [(at, None if ids is None else ids[rows]) for at, ids in self._passes]
+
+    def check(self, tokens: Tensor, known: int, num_tokens: int) -> None:
+        """Refuses tokens that are not those that the model was given behind the known ones.
+
+        Of what was given for one place several times, as after `crop`, the last counts.
+        """
+        if not self._passes:
+            return
+        given = torch.full((len(tokens), max(0, num_tokens - known)), -1)
+        for start, ids in self._passes:
+            first, skipped = max(0, start - known), max(0, known - start)
+            part = given[:, first:] * 0 - 1 if ids is None else ids[:, skipped:].cpu()
+            room = given[:, first:][:, : part.shape[1]]
+            room.copy_(part[:, : room.shape[1]])
+        if not torch.equal(given, tokens[:, known:num_tokens].cpu().to(given.dtype)):
+            raise BlockError(
+                f"tokens from {known} on are not those that the model was given\n\n"
+                "hint: give the prompt and the answer, as generate returns them"
+            )

@@ -19,7 +19,8 @@ import torch
 from kvstow.adapters.transformers.attention import LayerPages
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.prompts import check_continues
+from kvstow.adapters.transformers.prompts import HeardTokens, check_continues, padding_of
+from kvstow.adapters.transformers.ropes import RopeKind
 from kvstow.adapters.transformers.rows import BatchTable, TokenRows, gathered
 from kvstow.adapters.transformers.states import PassClock, RecurrentStates, StatePass, torn
 from kvstow.blocks.ledger import Admission
@@ -56,6 +57,7 @@ class Sequences:
         self._rows = TokenRows(memory.arena)
         self.running = RecurrentStates(memory)
         self._pass = StatePass(memory)
+        self._rope = RopeKind(memory.rope)
         self._first_touched = ""
         self._growing = [
             g
@@ -66,7 +68,10 @@ class Sequences:
             spec.name for g in self._growing for spec in memory.ledger.groups[g].layers
         ]
         self._clock = PassClock(memory)
-        self._has_beams = False
+        self._has_beams = self._forgets = False
+        self.announced_by: object | None = None
+        """The model whose pass is under way, once it was seen to be given the known tokens."""
+        self.heard = HeardTokens()
         for request in self.requests:
             if memory.ledger.num_tokens(request) != num_tokens:
                 raise BlockError(
@@ -80,6 +85,13 @@ class Sequences:
 
     def admit(self, prompts: list[Prompt]) -> None:
         """Admit sequences whose tokens are known; equally long hits are not computed again."""
+        self._forgets = True
+        named = self._named(prompts)
+        if named is None:
+            self.begin(len(prompts))
+            return
+        prompts = named
+        self._rope.begin(len(prompts[0]))
         hits = {self.memory.ledger.hit_tokens(prompt) for prompt in prompts}
         if not self._load(prompts, max(hits)):
             if len(hits) > 1:
@@ -89,7 +101,16 @@ class Sequences:
             self.num_tokens = hits.pop()
         self.hit_tokens = self._grown_tokens = self.num_tokens
         self._known = self._fixed_tokens = len(prompts[0])
-        self._prompts = prompts
+        self._prompts, self._forgets = prompts, False
+
+    def _named(self, prompts: list[Prompt]) -> list[Prompt] | None:
+        """Prompts in the names of the rows that serve them: None where the rope is that of the
+        longest sequence of the batch."""
+        if self.memory.rope is None:
+            return prompts
+        named = [self.memory.rope.named(prompt) for prompt in prompts if not padding_of(prompt)]
+        whole = [prompt for prompt in named if prompt is not None]
+        return whole if len(whole) == len(prompts) else None
 
     def _load(self, prompts: Sequence[Prompt], hit_tokens: int) -> bool:
         """Admit sequences with what the store has of them, if that is more; whether it was."""
@@ -144,18 +165,22 @@ class Sequences:
             try:
                 self._save()
             finally:
-                self.memory.ledger.release(self.requests, computed_tokens=self.computed_tokens)
+                computed = self._rope.of(self.computed_tokens)
+                self.memory.ledger.release(self.requests, computed_tokens=computed)
         self.requests, self._prompts = [], []
         self.num_tokens = self.hit_tokens = self._known = self._saved_tokens = 0
         self._grown_tokens = self._fixed_tokens = self.encoder_tokens = 0
         self._seen.clear()
-        self._clock.is_uncounted = self._has_beams = False
+        self.heard = HeardTokens()
+        self._rope.begin(0)
+        self._clock.is_uncounted = self._has_beams = self._forgets = False
         self.running.forget()
         self._pass.forget()
 
     def _save_in_time(self, layer: str) -> None:
         """Where a pass begins with this layer, store what the sequences hold before windows and
         states move on: at the end of what is known, and states wherever a whole block ends."""
+        self._check_announced(layer)
         computed, known = self.computed_tokens, self._known
         if self._store is None or layer != self._first_touched or computed <= self._saved_tokens:
             return
@@ -175,7 +200,8 @@ class Sequences:
             return
         self.settle()
         computed = self.computed_tokens
-        length = self._saved_tokens = min(self._known, computed)
+        self._saved_tokens = min(self._known, computed)
+        length = self._rope.of(self._saved_tokens)
         for prompt, request in zip(self._prompts, self.requests, strict=True):
             is_running = length == computed and not self.is_torn
             self._store.save(prompt, request, length, is_running=is_running)
@@ -207,6 +233,7 @@ class Sequences:
         self.requests = forked
         self._prompts = [self._prompts[origin] for origin in origins] if self._prompts else []
         self._fixed_tokens = self._grown_tokens
+        self.heard.rearrange(origins)
         self.running.forget_before()
         self._refresh()
 
@@ -218,8 +245,11 @@ class Sequences:
     def remember(self, tokens: Tensor) -> None:
         """Say which tokens the sequences are, so that later ones may begin like them.
 
-        Whole blocks of them stay cached when the sequences are released.
+        Whole blocks of them stay cached when the sequences are released; nothing of sequences
+        that could not be named when they began.
         """
+        if self._forgets:
+            return
         if not self._known:
             raise BlockError(
                 "sequences that began without their tokens cannot be remembered\n\n"
@@ -233,6 +263,7 @@ class Sequences:
                 "hint: the prompt is kept without it"
             )
         check_continues(tokens, self._prompts, self._known, self.num_tokens)
+        self.heard.check(tokens, self._known, self.num_tokens)
         given = tokens[:, self._known : self.num_tokens].cpu().numpy()
         for request, row in zip(self.requests, given, strict=True):
             self.memory.ledger.append(request, row)
@@ -265,7 +296,59 @@ class Sequences:
         if lost and num_tokens < self.num_tokens:
             raise BlockError(f"{self.num_tokens} tokens cannot become {num_tokens}: {lost}")
         self.num_tokens = num_tokens
+        self._rope.crop(num_tokens)
         self._seen = dict.fromkeys(self._seen, num_tokens)
+
+    # ── tokens that are known ─────────────────────────────────────────────────────
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of each sequence that somebody has told."""
+        return self._known
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What is known of each sequence."""
+        return self._prompts
+
+    @property
+    def next_token(self) -> int:
+        """The first token of the next pass."""
+        self.count()
+        return self.num_tokens
+
+    def _check_announced(self, layer: str) -> None:
+        """Refuses known tokens' rows of a pass that the memory's model did not make."""
+        unseen = self.memory.watch is not None and self.announced_by is None
+        if unseen and layer == self._first_touched and self.num_tokens < self._known:
+            raise BlockError(
+                f"tokens from {self.num_tokens} on are known, and are computed by another model "
+                "than the one that the cache's memory was made for, or past that model's hooks\n\n"
+                "hint: call the model itself, model(...), or leave tokens out of Cache(...)"
+            )
+
+    def _check_rope(self, start: int, end: int) -> None:
+        """Nothing is kept of a pass whose rope is not the one that the prompts are named by."""
+        if self._rope.has(end):
+            return
+        if start >= self._known:
+            self._rope.leave(start)
+        elif start == 0:
+            self._forget_prompts()
+        else:
+            raise BlockError(
+                f"{start} of {self._known} tokens are here as they are in a prompt of that length, "
+                f"and a pass ends at {end}, where the model's rope is another one\n\n"
+                "hint: compute the rest of the prompt in one pass, or leave tokens out of the cache"
+            )
+
+    def _forget_prompts(self) -> None:
+        """Begin again without names, where nothing has been computed."""
+        batch_size = len(self.requests)
+        self.memory.ledger.release(self.requests, computed_tokens=0)
+        self._prompts, self._forgets = [], True
+        self._known = self._fixed_tokens = 0
+        self._admit([1] * batch_size)
 
     # ── tokens ────────────────────────────────────────────────────────────────────
 
@@ -298,6 +381,7 @@ class Sequences:
         self._first_touched = self._first_touched or layer
         if layer == self._first_touched:
             self._check_whole(is_torn=self.is_torn)
+            self._check_rope(self.seen(layer), self.seen(layer) + tokens)
         self._save_in_time(layer)
         self._measure(layer, tokens)
         wanted = self.seen(layer) + tokens
