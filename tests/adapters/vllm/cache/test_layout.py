@@ -341,6 +341,21 @@ def test_engines_with_other_draft_weights_differ(tmp_path: Path):
     assert [each.split()[1] for each in found[0].differences(found[1])] == ["run.draft"]
 
 
+def test_code_of_a_checkpoint_counts_where_vllm_may_run_it(tmp_path: Path):
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    folders = [checkpoint(tmp_path / name / "m", **code) for name in "ab"]
+    for number, folder in enumerate(folders):
+        (folder / "modeling.py").write_text(f"turned = {number}")
+    for trusts in (False, True):
+        configs = [engine(folder) for folder in folders]
+        for config in configs:
+            config.model_config.trust_remote_code = trusts
+        one, other = (identity_of(config, NO_OPTIONS) for config in configs)
+        assert (one == other) is not trusts
+
+
 def test_a_model_that_is_nowhere_on_disk_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match="neither a folder nor in the hub's cache"):
         identity_of(engine(Path("nobody/nothing-of-this-name")), NO_OPTIONS)

@@ -68,6 +68,7 @@ def identity_of(vllm_config: Any, options: ConnectorOptions) -> Identity:
         model=name,
         kv_dtype=kv_dtype,
         interior=CPU_INTERIOR if cpu else TOKEN_ORDERED,
+        trust_remote_code=bool(getattr(model, "trust_remote_code", False)),
     )
     running = config_fields({"run": _settings(vllm_config, seen=True)})
     return replace(found, config=tuple(sorted((*found.config, *running))))
