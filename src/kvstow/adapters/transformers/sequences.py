@@ -209,6 +209,7 @@ class Sequences:
     def reorder_beams(self, origins: Sequence[int]) -> None:
         """Rearrange, and note that nobody will say which tokens a sequence has had."""
         self._has_beams = True
+        self.heard = HeardTokens()  # not rearranged again and again: beams are never remembered
         self.rearrange(origins)
 
     def rearrange(self, origins: Sequence[int]) -> None:
