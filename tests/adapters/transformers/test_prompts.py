@@ -10,7 +10,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 import kvstow
 from kvstow.adapters.transformers import ModelMemory
 from kvstow.adapters.transformers.inspect import padding_token, placeholder_tokens
-from kvstow.adapters.transformers.prompts import prompts_of
+from kvstow.adapters.transformers.prompts import padding_of, prompts_of
 from kvstow.errors import BlockError
 from kvstow.testing.tiny_models import tiny_model
 from kvstow.transformers import Cache
@@ -69,7 +69,7 @@ def test_tokens_that_stand_for_an_image_nobody_names_are_refused():
         assert cache.found_tokens == 0
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8,), (1, 2, 3)])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 0), (8,), (1, 2, 3)])
 def test_tokens_that_are_no_sequences_are_refused(shape):
     with pytest.raises(BlockError, match="no sequences"):
         prompts_of(torch.zeros(shape, dtype=torch.long))
@@ -79,6 +79,17 @@ def test_tokens_that_are_no_sequences_are_refused(shape):
 def test_a_mask_of_another_shape_is_refused_with_both(shape):
     with pytest.raises(BlockError, match=r"mask is \(.*tokens are \(1, 8\)"):
         prompts_of(torch.zeros((1, 8), dtype=torch.long), torch.ones(shape))
+
+
+def test_prompts_of_arrays_are_those_of_tensors():
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    tokens = torch.tensor([[0, 5, 6], [5, 6, 7]])
+    given = prompts_of(tokens.numpy(), mask.numpy())
+    wanted = prompts_of(tokens, mask)
+    assert [(each.tokens.tolist(), each.salt) for each in given] == [
+        (each.tokens.tolist(), each.salt) for each in wanted
+    ]
+    assert [padding_of(each) for each in given] == [1, 0]
 
 
 def test_a_cache_is_not_copied_and_says_what_to_do_instead():

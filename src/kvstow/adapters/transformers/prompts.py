@@ -46,12 +46,12 @@ def prompts_of(
         )
     found = extra or [()] * len(given)
     return [
-        Prompt.of(row, salt=b"" if pad == 0 else f"{_PADDED}{pad}".encode(), extra=more)
+        Prompt.of(row, salt=b"" if pad == 0 else _PADDED + str(pad).encode(), extra=more)
         for row, pad, more in zip(given, _padding(given, mask), found, strict=True)
     ]
 
 
-_PADDED = "padded by "
+_PADDED = b"padded by "
 
 
 def known_ids(prompts: Sequence[Prompt], start: int) -> Tensor:
@@ -61,8 +61,8 @@ def known_ids(prompts: Sequence[Prompt], start: int) -> Tensor:
 
 def padding_of(prompt: Prompt) -> int:
     """How many tokens on the left of a prompt are none."""
-    said = prompt.salt.decode()
-    return int(said.removeprefix(_PADDED)) if said.startswith(_PADDED) else 0
+    before, told, count = prompt.salt.partition(_PADDED)
+    return int(count) if told and not before else 0
 
 
 def _is_unnamed(stands_for: Any, extra: Iterable[tuple[int, bytes]]) -> bool:
