@@ -14,19 +14,9 @@ from kvstow.observe import Telemetry, TierMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.tier import facts
 from kvstow.plan.manifest import decode, encode
-from offloading import hybrid, key, random_rows
+from offloading import hybrid, key
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def directory(tmp_path):
-    tier = DiskTier(tmp_path / "store", hybrid(), capacity=MIB)
-    for group in range(2):
-        rows = random_rows(tier.layout.row_bytes(group), 20, group)
-        tier.store(group, [key(group, i) for i in range(20)], rows)
-    tier.close()
-    return tmp_path / "store"
 
 
 def run(*arguments):

@@ -22,16 +22,6 @@ from transfer_node import Node
 MIB = 1 << 20
 
 
-@pytest.fixture
-def directory(tmp_path):
-    tier = DiskTier(tmp_path / "store", hybrid(), capacity=MIB)
-    for group in range(2):
-        rows = random_rows(tier.layout.row_bytes(group), 20, group)
-        tier.store(group, [key(group, i) for i in range(20)], rows)
-    tier.close()
-    return tmp_path / "store"
-
-
 def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 

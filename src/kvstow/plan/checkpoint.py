@@ -1,9 +1,9 @@
 """A checkpoint on disk: its configuration, and cheap digests of its weights, tokenizer and code.
 
 Weights are not read whole: a digest covers every file's size, every safetensors header, samples
-of every tensor, and embeddings whole, of which a tuned model may change just a few tokens. So
-100 GB take about a second. It is kept beside the weights (`.kvstow-weights.json`) under their
-sizes and times, where that can be written.
+of every tensor, and embeddings whole, of which a tuned model may change just a few tokens: a few
+GB of 100. It is kept beside the weights (`.kvstow-weights.json`) under their sizes and times,
+where that can be written.
 """
 
 import json

@@ -699,7 +699,7 @@ def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: Modul
     )
     (order,) = scheduler.build_connector_meta(output).step.stores
     for rank, held in ((0, [7, 8, 9, 10]), (1, [])):
-        report = connector.OffloadReport(stored={order.job: 1})
+        report = connector.RanksReport(stored={order.job: 1})
         told = SimpleNamespace(
             kv_connector_worker_meta=connector.KvstowReport(report),
             finished_sending=None,
@@ -726,7 +726,7 @@ def test_blocks_that_a_rank_may_still_be_written_to_have_a_reference_in_vllms_po
             )
         )
 
-    report = connector.OffloadReport
+    report = connector.RanksReport
     tell(report(held={("r0", 1): (7, 8)}), report(held={("r1", 1): (7, 8)}))
     assert (pool.held, scheduler.has_pending_push_work()) == ([7, 8], True)
     assert not scheduler.has_pending_block_frees(), "vLLM would wait for them, and not preempt"

@@ -35,7 +35,7 @@ from kvstow.adapters.vllm.plugin import hear_weight_versions
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
     KeyLevels,
-    OffloadReport,
+    RanksReport,
     StepOrders,
     StepResults,
     WorkerEndpoint,
@@ -79,7 +79,7 @@ class KvstowStep(KVConnectorMetadata):
 class KvstowReport(KVConnectorWorkerMetadata):
     """What the workers tell the scheduler, besides requests that are over."""
 
-    report: OffloadReport
+    report: RanksReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KvstowReport":
         assert isinstance(other, KvstowReport)
@@ -147,7 +147,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._forgets = any(not isinstance(page.retention, Full) for page in pages)
         self._engine = vllm_config.kv_transfer_config.engine_id
         self._stats: defaultdict[str, float] = defaultdict(float)
-        self._report = OffloadReport()
+        self._report = RanksReport()
         self._requests: dict[str, Any] = {}
         """Requests of the engine that may be stored while they run."""
         self._adapters = KnownAdapters(vouched=bool(self._options.unverified))
@@ -256,7 +256,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         results: StepResults = self._worker_side.results(idle=self._step.idle)
         for what, count in results.counts.items():
             self._stats[what] += count
-        self._report = OffloadReport.of(self._worker_side.endpoint.agent, results)
+        self._report = RanksReport.of(self._worker_side.endpoint.agent, results)
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -296,7 +296,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         tell = local.adopt if local else OfferSender(endpoints).tell
         self._scheduler_side.meet(endpoints, adopt=tell)
         kept = {each.endpoint.agent: each.kept for each in workers}
-        self._scheduler_side.told(OffloadReport(kept=kept))
+        self._scheduler_side.told(RanksReport(kept=kept))
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups_taken

@@ -224,8 +224,8 @@ class StepResults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadReport:
-    """What the tiers of some ranks have done and found in a step: `StepResults` of all of them.
+class RanksReport:
+    """What some ranks tell besides requests that are over: tiers, peers, blocks that are held.
 
     By request `present`, by rank `kept` and `held`; `stored` counts ranks by job.
     """
@@ -239,9 +239,9 @@ class OffloadReport:
     released: tuple[Hold, ...] = ()
 
     @staticmethod
-    def of(rank: str, results: StepResults) -> "OffloadReport":
+    def of(rank: str, results: StepResults) -> "RanksReport":
         """The report of one rank."""
-        return OffloadReport(
+        return RanksReport(
             present={answer.request: answer for answer in results.present},
             kept={rank: results.kept} if results.kept else {},
             stored=dict.fromkeys(results.stored, 1),
@@ -254,13 +254,13 @@ class OffloadReport:
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
 
-    def joined(self, other: "OffloadReport") -> "OffloadReport":
+    def joined(self, other: "RanksReport") -> "RanksReport":
         """The report of both: what all ranks have."""
         alike = {
             name: here.both(other.present[name]) if name in other.present else here
             for name, here in self.present.items()
         }
-        return OffloadReport(
+        return RanksReport(
             present={**other.present, **alike},
             kept={**self.kept, **other.kept},
             stored=Counter(self.stored) + Counter(other.stored),

@@ -23,9 +23,9 @@ from kvstow.adapters.vllm.protocol import (
     LoadBlocks,
     LookUpKeys,
     OfferBlocks,
-    OffloadReport,
     PeersAnswer,
     PullBlocks,
+    RanksReport,
     StepOrders,
     WorkerEndpoint,
     handover_in,
@@ -219,7 +219,7 @@ class SchedulerSide:
             )
         return replace(handover, num_tokens=most)
 
-    def told(self, report: OffloadReport) -> None:
+    def told(self, report: RanksReport) -> None:
         """What the workers' tiers have done and found in a step, what peers have said, and which
         blocks are still written to."""
         if report.held:
