@@ -11,7 +11,7 @@ from kvstow.memory import cuda
 from kvstow.memory.adopt import adopted_layout
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import block_copies, choose_method, copy
-from kvstow.memory.digest import DigestOf, digest, prepared
+from kvstow.memory.digest import DigestOf, copied, digest, prepared
 from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
@@ -393,6 +393,36 @@ def test_the_device_finds_the_hosts_digest_for_every_order_kind_length_and_head(
             assert digest(host, blocks, 1) != digest(there, blocks, 1)
             assert take() == (digest(there, blocks, 3 * tokens),)
             assert take() != (digest(host, blocks, 3 * tokens),)
+
+
+def test_cells_of_samples_come_by_copies_and_give_the_hosts_digest():
+    rng = np.random.default_rng(3)
+    for order in ORDERS:
+        for sizes in (
+            {"heads": 1, "dim": 5, "tokens": 1},
+            {"heads": 8, "dim": 128, "tokens": 16},
+            {"heads": 2, "dim": 7, "tokens": 2, "dtype": DType.FLOAT8_E4M3},
+        ):
+            layout = hybrid(order, num_slabs=400, **sizes)
+            host, there = filled(layout, "cpu", 5), filled(layout, DEVICE, 5)
+            tokens = layout.groups[0].group.block_tokens
+            ids = {0: Blocks.first(rng.permutation(layout.num_blocks(0) - 1)[:300] + 1)}
+            wanted = [
+                DigestOf(ids, n, layers=[name], heads=(0, 1), every=tokens, phase=n % tokens)
+                for n, name in ((1, "l.0"), (7 * tokens, "l.1"), (300 * tokens, "l.2"))
+            ]
+            for _ in range(2):
+                cells = copied(there, wanted)
+                assert cells is not None
+                cells.close()
+                assert cells.are_there()
+                assert cells.counted() == prepared(host, wanted)() == prepared(there, wanted)()
+                for arena in (host, there):
+                    arena.bytes.add_(1)
+            everything = [DigestOf(ids, 300 * tokens)]
+            if tokens > 1:
+                assert copied(there, everything) is None
+            assert copied(host, wanted) is None
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────

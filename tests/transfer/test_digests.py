@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, DigestOf, _parts, counted_states, digest, prepared
-from kvstow.memory.digest_device import are_few, few_on_device
+from kvstow.memory.digest_cells import are_few, cell_copies, cell_sums, few_on_device
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
@@ -215,7 +215,8 @@ def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_device_lists_the_cells_of_samples_and_finds_the_hosts_numbers(data):
-    # the kernel runs in Triton's interpreter here, on an arena in host memory
+    # the kernel runs in Triton's interpreter here, and copies are made one by one, both of an
+    # arena in host memory
     num_tokens = data.draw(st.integers(1, 40))
     layout = two_layouts(data, data.draw(models()), num_tokens)[0]
     blocks = data.draw(listed(layout, num_tokens))
@@ -233,6 +234,15 @@ def test_a_device_lists_the_cells_of_samples_and_finds_the_hosts_numbers(data):
         assert take() == prepared(arena, wanted)()
         arena.bytes.random_(0, 256)
         assert take() == prepared(arena, wanted)()
+        copies, memory = cell_copies(parts), arena.bytes.numpy()
+        there = np.full(copies.total + 8, 0xA5, np.uint8)
+        for source, place, nbytes in zip(
+            copies.source, copies.destination, copies.nbytes, strict=True
+        ):
+            there[place : place + nbytes] = memory[source : source + nbytes]
+        assert (there[copies.total :] == 0xA5).all()
+        assert cell_sums(there, parts) == prepared(arena, wanted)()
+        assert copies.total == sum(part.nbytes for each in parts for part in each)
 
 
 @settings(max_examples=30)

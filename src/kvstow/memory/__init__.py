@@ -10,6 +10,7 @@ digest         one number for what blocks hold, whatever the layout
 digest_keys    the factors that it multiplies bytes by
 digest_pages   which pages, heads and states count
 digest_device  the sum on a device
+digest_cells   the sum of a few cells of a device, by a kernel or by copies to the host
 numa           host memory near a device
 kernels        Triton kernels: copies, digests, attention
 """

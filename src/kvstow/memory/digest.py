@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from kvstow.errors import BlockError, SpecError
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest_device import are_few, few_on_device, on_device
+from kvstow.memory.digest_cells import CopiedCells, are_few, few_on_device
+from kvstow.memory.digest_device import on_device
 from kvstow.memory.digest_keys import Words, shares, state_keys
 from kvstow.memory.digest_pages import (
     CountedBlocks,
@@ -37,7 +38,16 @@ from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
 
-__all__ = ["MODULUS", "DigestOf", "Listed", "counted_states", "digest", "prepared", "shares"]
+__all__ = [
+    "MODULUS",
+    "DigestOf",
+    "Listed",
+    "copied",
+    "counted_states",
+    "digest",
+    "prepared",
+    "shares",
+]
 
 MODULUS = 1 << 64
 
@@ -125,6 +135,13 @@ def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[in
         return tuple(sum(map(int, each)) % MODULUS for each in running)
 
     return taken
+
+
+def copied(arena: Arena, digests: Sequence[DigestOf]) -> CopiedCells | None:
+    """What digests count, on its way to the host, if it is a few cells of a device: no kernel
+    runs for it. It starts after what the current stream was given before."""
+    parts = [_parts(arena, asked) for asked in digests]
+    return CopiedCells(arena, parts) if CopiedCells.can_be(arena, parts) else None
 
 
 def _parts(arena: Arena, asked: DigestOf) -> list[CountedBlocks]:

@@ -13,7 +13,8 @@ from typing import get_args
 import numpy as np
 
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest import MODULUS, DigestOf, counted_states, prepared
+from kvstow.memory.digest import MODULUS, DigestOf, copied, counted_states, prepared
+from kvstow.memory.digest_cells import CopiedCells
 from kvstow.memory.digest_pages import Intervals
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks, Tokens
@@ -100,6 +101,26 @@ def prepared_digests(
 
     Layers that this arena does not hold count nothing.
     """
+    return prepared(arena, _asked(arena, blocks, wanted, claims))
+
+
+def copied_cells(
+    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+) -> CopiedCells | None:
+    """What the samples count, on its way to the host, if it is a few cells of a device."""
+    return copied(arena, _asked(arena, blocks, wanted, claims))
+
+
+def digests(
+    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+) -> tuple[int, ...]:
+    """The digest of each sample, taken now."""
+    return prepared_digests(arena, blocks, wanted, claims)()
+
+
+def _asked(
+    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+) -> list[DigestOf]:
     asked: list[DigestOf] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
@@ -116,18 +137,12 @@ def prepared_digests(
                 phase=sample.phase,
             )
         )
-    return prepared(arena, asked)
-
-
-def digests(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> tuple[int, ...]:
-    """The digest of each sample, taken now."""
-    return prepared_digests(arena, blocks, wanted, claims)()
+    return asked
 
 
 def warm_up(arena: Arena) -> None:
-    """Compile what digests run on a device, by counting one row of every group."""
+    """Compile what digests run on a device, and have the host memory that they need, by counting
+    one row of every group."""
     blocks: dict[int, Blocks] = {}
     for g, rows in enumerate(arena.layout.groups):
         size = rows.group.block_tokens
@@ -139,6 +154,9 @@ def warm_up(arena: Arena) -> None:
     for policy in get_args(DigestPolicy):
         wanted = samples([arena.layout], 0, 1, policy, random=Random(0))
         digests(arena, blocks, wanted, None)
+        cells = copied_cells(arena, blocks, wanted, None)
+        if cells is not None:
+            cells.close()
 
 
 def mismatches(

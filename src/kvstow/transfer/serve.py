@@ -6,10 +6,13 @@ ours can reach its rows any more.
 """
 
 import logging
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from kvstow.errors import FaultKind, KvstowError, TransferError
 from kvstow.route.blocks import Blocks
+from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import (
     NOT_YET,
     AnyMessage,
@@ -19,6 +22,7 @@ from kvstow.transfer.channel.messages import (
     Failed,
     Moved,
     Refused,
+    Sample,
     Stop,
     Stopped,
     TellDigest,
@@ -26,8 +30,8 @@ from kvstow.transfer.channel.messages import (
     Write,
     Written,
 )
-from kvstow.transfer.digests import digests
-from kvstow.transfer.loop import NOW_AND_THEN, Mailbox, Story, Task, result_of, together
+from kvstow.transfer.digests import copied_cells, digests
+from kvstow.transfer.loop import NOW_AND_THEN, SOON, Mailbox, Story, Task, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes
 from kvstow.transfer.move.gather import Writes
 from kvstow.transfer.move.staged import gathered, pieces
@@ -182,15 +186,31 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
     claims = serving.peer.share(serving.begin.claims).claims
 
     def tell() -> Story[None]:
-        counting = endpoint.worker.submit(digests, endpoint.arena, ticket.blocks, wanted, claims)
-        counting.add_done_callback(lambda _: endpoint.wake())
         try:
-            values = yield from result_of(counting)
+            values = yield from counted(endpoint, ticket.blocks, wanted, claims)
         except KvstowError as error:
             raise TransferError(f"no digest: {error}", kind="digest") from error
         serving.send(TellDigest(serving.transfer, values))
 
     return tell()
+
+
+def counted(
+    endpoint: Endpoint,
+    blocks: Mapping[int, Blocks],
+    wanted: Sequence[Sample],
+    claims: Claims | None,
+) -> Story[tuple[int, ...]]:
+    """Digests of our rows: of a few cells of a device here, of anything else in another thread."""
+    cells = copied_cells(endpoint.arena, blocks, wanted, claims)
+    if cells is not None:
+        with closing(cells):
+            while not cells.are_there():
+                yield SOON
+            return cells.counted()
+    counting = endpoint.worker.submit(digests, endpoint.arena, blocks, wanted, claims)
+    counting.add_done_callback(lambda _: endpoint.wake())
+    return (yield from result_of(counting))
 
 
 def stopped(server: "Server", serving: Serving, error: Exception) -> Story[None]:
