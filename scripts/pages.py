@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 PACKAGES = {
     "plan": "Planning",
     "route": "Routes",
@@ -63,7 +64,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fences without the options that only the tests read, such as `needs=torch`."""
+    """Fences without the options that only the tests read, such as `needs=torch`; and links to the
+    results that lead to their page."""
+    markdown = markdown.replace("](../../bench/results/README.md", "](../results.md")
     if page.file.src_uri == "reference/metrics.md":
         markdown += metrics_part()
     return re.sub(r"^( *```\w+)(?: \w+=\S+)+$", r"\1", markdown, flags=re.MULTILINE)
@@ -199,19 +202,16 @@ def metrics_part() -> str:
 
 
 def results_page() -> str:
-    """Everything that is committed under bench/results."""
-    import json
-
+    """Everything that is committed under bench/results: its page, then every figure."""
     made = run_path(str(ROOT / "scripts" / "results.py"))
-    leaves, machine_words, table = made["leaves"], made["machine_words"], made["table"]
-    results = made["read_results"](ROOT / "bench" / "results")
-    headlines = json.loads((ROOT / "bench" / "headlines.json").read_text("utf-8"))
-    text = ["# Results", "", "Ratios are within one run on one machine.", ""]
-    text += [table(headlines, results), ""]
-    for name, document in results.items():
+    leaves, machine_words = made["leaves"], made["machine_words"]
+    page = (RESULTS / "README.md").read_text("utf-8")
+    text = [page.replace("](../../docs/", "](").replace("[bench](..)", "`bench`"), ""]
+    for name, document in made["read_results"](RESULTS).items():
         text += [f"## {name}", "", machine_words(document), "", "| figure | value |", "|---|---:|"]
-        text += [f"| {_cell(' / '.join(path))} | {_value(value)} |" for path, value in
-                 leaves(document)]  # fmt: skip
+        text += [
+            f"| {_cell(' / '.join(path))} | {_value(value)} |" for path, value in leaves(document)
+        ]
         text.append("")
     return "\n".join(text)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -89,6 +90,15 @@ def test_pages_of_the_site_fetch_nothing_from_elsewhere(site):
         text = page.read_text("utf-8")
         for attribute in ('src="http', 'rel="stylesheet" href="http', "fonts.googleapis"):
             assert attribute not in text, page
+
+
+def test_links_to_the_results_lead_to_their_page(site):
+    page = (site / "results/index.html").read_text("utf-8")
+    for name in ("concepts/transfer", "guides/cluster"):
+        text = (site / name / "index.html").read_text("utf-8")
+        assert "bench/results/README.md" not in text
+        [anchor] = set(re.findall(r'href="../../results/#([^"]+)"', text))
+        assert f'id="{anchor}"' in page
 
 
 @pytest.mark.parametrize("words", ["list of models", "restart", "S3"])
