@@ -147,16 +147,22 @@ WAYS = pytest.mark.parametrize("way", [1, -1], ids=["to longer blocks", "to shor
 
 
 @pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """DeepSeek-V3 (`plugins/mla_blocks.py`)."""
-    home = tmp_path_factory.mktemp("latents")
-    with serving(home, "dsv3", (16, 32), lambda n: {"KVSTOW_MLA_BLOCK": str(n)}) as servers:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Server]]:
+    """Servers of one model, ended before those of the next are started."""
+    with serving(tmp_path_factory.mktemp("model"), *request.param) as servers:
         yield servers
 
 
+LATENTS = "dsv3", (16, 32), lambda size: {"KVSTOW_MLA_BLOCK": f"{size}"}
+"""DeepSeek-V3 (`plugins/mla_blocks.py`)."""
+
+
 @WAYS
-def test_latents_are_handed_over_into_blocks_of_another_size(latents: list[Server], way: int):
-    prefill, decode = latents[::way]
+@pytest.mark.parametrize("pair", [LATENTS], indirect=True, ids=["dsv3"])
+def test_latents_are_handed_over_into_blocks_of_another_size(pair: list[Server], way: int):
+    prefill, decode = pair[::way]
     before = decode.counts().get("pull accepted", 0)
     for length in LENGTHS:
         handed_over(prefill, decode, length, way * length)
@@ -165,19 +171,16 @@ def test_latents_are_handed_over_into_blocks_of_another_size(latents: list[Serve
     assert decode.counts().get("pull refused", 0) == 0
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """gpt-oss, with a window of 128 in every other layer (`plugins/ordered_attention.py`)."""
-    home = tmp_path_factory.mktemp("windows")
-    with serving(home, "gptoss", (32, 64), lambda _: {"KVSTOW_ORDERED_ATTENTION": "1"}) as servers:
-        yield servers
+WINDOWS = "gptoss", (32, 64), lambda _: {"KVSTOW_ORDERED_ATTENTION": "1"}
+"""gpt-oss, with a window of 128 in every other layer (`plugins/ordered_attention.py`)."""
 
 
 @WAYS
-def test_windows_are_handed_over_into_blocks_of_another_size(windows: list[Server], way: int):
+@pytest.mark.parametrize("pair", [WINDOWS], indirect=True, ids=["gptoss"])
+def test_windows_are_handed_over_into_blocks_of_another_size(pair: list[Server], way: int):
     """Longer blocks that begin before what prefill keeps of a window are refused, and the prompt
     is computed."""
-    prefill, decode = windows[::way]
+    prefill, decode = pair[::way]
     size, whole = (32, 64)[::way]
     kept = [max(0, length - WINDOW + 1) // size * size for length in WINDOW_LENGTHS]
     lacking = [start % whole > 0 for start in kept]

@@ -160,12 +160,15 @@ def test_a_name_that_comes_again_brings_nothing_back(found: dict[str, Any]):
 
 # ── two servers ───────────────────────────────────────────────────────────────────────────
 
+RANKS = (1, 2)
+"""Texts of both servers agree only if both ranks of the second one have changed their weights."""
+
 
 class Trained:
     """Two servers that are given other weights as a trainer does it, one by one or both."""
 
     def __init__(self, servers: list[Server], folders: list[str]) -> None:
-        self.prefill, self.decode = servers
+        self.one, self.two = self.both = servers
         self.folders = folders
 
     def train(self, server: Server, weights: int, *, name: str = "") -> None:
@@ -177,19 +180,48 @@ class Trained:
             server.post("/update_weight_version", {"new_version": name})
         server.post("/resume", {})
 
-    def takes_over(self) -> tuple[bool, list[int]]:
-        """Whether decode takes a prompt over, and the text. It is that of decode alone."""
-        prompt = DRAW(300)
-        before = self.decode.counts()
-        tickets = self.prefill.tickets(prompt)
-        text = tokens(self.decode, prompt, kv_transfer_params=tickets)
-        assert text == tokens(self.decode, prompt, cache_salt="computed here")
+    def call(self, name: str) -> None:
+        """Name the weights of both."""
+        for server in self.both:
+            server.post("/update_weight_version", {"new_version": name})
 
-        def grown(what: str) -> bool:
-            return self.decode.counts().get(what, 0) > before.get(what, 0)
+    def takes_over(self) -> bool:
+        """Whether either server takes a prompt over from the other. Its text is its own."""
+        first, second = (
+            takes_over(self.one, self.two, num_ranks=RANKS[1]),
+            takes_over(self.two, self.one, num_ranks=RANKS[0]),
+        )
+        assert first == second
+        return first
 
-        wait_for(lambda: grown("pull accepted") or grown("refused"))
-        return grown("pull accepted"), text
+    def texts(self) -> list[list[int]]:
+        """What they say to the same prompt."""
+        return [tokens(server, PROMPT, cache_salt="computed here") for server in self.both]
+
+
+def takes_over(prefill: Server, decode: Server, *, num_ranks: int) -> bool:
+    """Whether all ranks of decode take a prompt over, or none."""
+    prompt = DRAW(300)
+    before = decode.counts()
+    tickets = prefill.tickets(prompt)
+    text = tokens(decode, prompt, kv_transfer_params=tickets)
+    assert text == tokens(decode, prompt, cache_salt="computed here")
+
+    def grown(what: str) -> float:
+        return decode.counts().get(what, 0) - before.get(what, 0)
+
+    wait_for(lambda: grown("pull accepted") == num_ranks or grown("refused") == 1)
+    assert 0 in (grown("pull accepted"), grown("refused"))
+    return grown("refused") == 0
+
+
+def comes_back(server: Server) -> bool:
+    """Whether rows of a prompt are found in its host memory, when vLLM has forgotten its own."""
+    server.post("/reset_prefix_cache", {})
+    before = server.counts().get("restored tokens", 0)
+    text = tokens(server, PROMPT)
+    assert text == tokens(server, PROMPT, cache_salt="computed here")
+    return server.counts().get("restored tokens", 0) > before
 
 
 def paused(server: Server) -> bool:
@@ -210,56 +242,73 @@ def tokens(server: Server, prompt: list[int], **more: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Iterator[Trained]:
     folders = [checkpoint(tmp_path_factory.mktemp("model"), LLAMA, seed) for seed in (1, 2, 3)]
-    launch = Launch(
-        model=folders[0],
-        name="trained",
-        settings={"digest": "always", "contact_seconds": 60, "lease_seconds": 30},
-        options=("--skip-tokenizer-init",),
-    )
-    with running(launch, launch, logs=logs) as servers:
+    launches = [
+        Launch(
+            model=folders[0],
+            name="trained",
+            settings={
+                "digest": "always",
+                "contact_seconds": 60,
+                "lease_seconds": 30,
+                "host_bytes": 1 << 26,
+            },
+            options=("--skip-tokenizer-init", "-tp", str(size)),
+        )
+        for size in RANKS
+    ]
+    with running(*launches, logs=logs) as servers:
         yield Trained(servers, [str(folder) for folder in folders])
 
 
 def test_weights_that_are_changed_in_one_server_only_are_not_taken_over(trained: Trained):
-    assert trained.takes_over()[0]
-    trained.train(trained.prefill, 1, name="step 1")
-    assert not trained.takes_over()[0]
+    assert trained.takes_over()
+    trained.train(trained.two, 1, name="step 1")
+    assert not trained.takes_over()
 
 
 def test_weights_of_one_name_in_both_servers_are_taken_over(trained: Trained):
-    before = tokens(trained.decode, PROMPT)
-    trained.train(trained.decode, 1, name="step 1")
-    assert trained.takes_over()[0]
-    assert tokens(trained.decode, PROMPT) == tokens(trained.prefill, PROMPT) != before
+    before, changed = trained.texts()
+    trained.train(trained.one, 1, name="step 1")
+    assert trained.takes_over()
+    assert trained.texts() == [changed, changed]
+    assert changed != before
+
+
+def test_rows_of_two_ranks_come_back_until_the_weights_have_changed(trained: Trained):
+    server = trained.two
+    tokens(server, PROMPT)
+    wait_for(lambda: comes_back(server))
+    trained.train(server, 2, name="step 2")
+    assert not comes_back(server)
+    wait_for(lambda: comes_back(server))
+    trained.train(trained.one, 2, name="step 2")
+    assert trained.takes_over()
 
 
 def test_weights_that_nobody_has_named_are_not_taken_over(trained: Trained):
-    for server in (trained.prefill, trained.decode):
-        trained.train(server, 2)
-    assert not trained.takes_over()[0]
+    for server in trained.both:
+        trained.train(server, 1)
+    assert not trained.takes_over()
 
 
 def test_a_name_that_has_been_used_is_not_taken_over(trained: Trained):
-    """Somebody has forgotten to count: prefill's rows could be those of the first "step 1"."""
-    for server in (trained.prefill, trained.decode):
-        server.post("/update_weight_version", {"new_version": "step 1"})
-    assert not trained.takes_over()[0]
+    """Somebody has forgotten to count: rows could be those of the first "step 1"."""
+    trained.call("step 1")
+    assert not trained.takes_over()
 
 
 def test_a_new_name_joins_them_again(trained: Trained):
-    for server in (trained.prefill, trained.decode):
-        server.post("/update_weight_version", {"new_version": "step 2"})
-    assert trained.takes_over()[0]
+    trained.call("step 3")
+    assert trained.takes_over()
 
 
 def test_weights_are_not_named_while_blocks_of_before_are_kept(trained: Trained):
     """A ticket that nobody has used yet keeps its blocks, and stays what it was."""
     prompt = DRAW(300)
-    tickets = trained.prefill.tickets(prompt)
-    for server in (trained.prefill, trained.decode):
-        server.post("/update_weight_version", {"new_version": "step 3"})
-    alone = tokens(trained.decode, prompt, cache_salt="computed here")
-    refused = trained.decode.counts().get("refused", 0)
-    assert tokens(trained.decode, prompt, kv_transfer_params=tickets) == alone
-    assert trained.decode.await_count("refused", refused + 1) == refused + 1
-    assert not trained.takes_over()[0]
+    tickets = trained.two.tickets(prompt)
+    trained.call("step 4")
+    alone = tokens(trained.one, prompt, cache_salt="computed here")
+    refused = trained.one.counts().get("refused", 0)
+    assert tokens(trained.one, prompt, kv_transfer_params=tickets) == alone
+    assert trained.one.await_count("refused", refused + 1) == refused + 1
+    assert not trained.takes_over()
