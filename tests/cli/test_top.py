@@ -2,11 +2,11 @@
 
 import json
 import os
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
-from prometheus_client import start_http_server
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 from typer.testing import CliRunner
 
 from kvstow.cli import app
@@ -17,7 +17,8 @@ from kvstow.offload.store import Store
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.local import Fabric
 from offloading import hybrid, key, random_rows
-from transfer_node import Node
+from transfer_node import Node, rows_for
+from waiting import wait_for
 
 MIB = 1 << 20
 
@@ -97,7 +98,7 @@ def test_top_takes_the_directory_above_several_ranks_and_says_what_it_shows(dire
     done = run("top", directory.parent, "--once", "--every", "0.1")
     tier.close()
     assert "tp0of2" in done.stdout
-    assert "transfers: kvstow peers" in done.stdout
+    assert "peers of an agent: kvstow peers" in done.stdout
     assert run("top", directory.parent / "none", "--once").exit_code == 2
 
 
@@ -122,12 +123,13 @@ def test_top_shows_the_tiers_of_a_living_process(directory):
 
 def test_top_shows_a_process_without_a_disk_that_is_named_by_its_agent(host_only):
     with closing(Node(encode(hybrid()), Fabric())) as node:
-        nothing = look(node.address, "--once")
+        without = look(node.address, "--once")
         host_only.watch(node.agent.telemetry)
         (tier,) = json.loads(look(node.address, "--json").stdout)["tiers"]
         text = look(node.address, "--once")
-    assert f"{node.address}: tells of no tiers" in nothing.stdout
-    assert nothing.exit_code == 0
+    assert "transfers of" in without.stdout
+    assert "tier " not in without.stdout
+    assert without.exit_code == 0
     assert (tier["store"], tier["pid"], tier["tier"]) == (node.address, None, "host")
     assert (tier["rows"], tier["hits"], tier["misses"], tier["hit_rate"]) == (1, 1, 1, 0.5)
     assert tier["capacity"] == host_only.host.usage.capacity
@@ -137,19 +139,71 @@ def test_top_shows_a_process_without_a_disk_that_is_named_by_its_agent(host_only
     assert "50%" in text.stdout
 
 
-def test_top_shows_a_process_that_is_named_by_its_prometheus_endpoint(host_only):
-    telemetry = Telemetry()
-    host_only.watch(telemetry)
-    server, thread = start_http_server(0, "127.0.0.1", telemetry.registry)
+def test_top_shows_what_agents_without_tiers_pull_and_serve():
+    layout, fabric = encode(hybrid()), Fabric()
+    with closing(Node(layout, fabric, "far")) as far, closing(Node(layout, fabric, "near")) as near:
+        blocks = rows_for(far.layout, 20, 1)
+        ticket = far.offer(blocks, 20, readers=2)
+        moved = near.pull([ticket], blocks)["bytes"]
+        near.pull([ticket], blocks)
+        assert near.pull([ticket], blocks)["kind"] == "used"
+        served = far.agent.endpoint.metrics.served_bytes.labels("read")
+        wait_for(lambda: served._value.get() == 2 * moved)
+        found = json.loads(look(near.address, far.address, "--json").stdout)
+        text = look(near.address, far.address, "--once").stdout
+    lines = {line["agent"]: line for line in found["transfers"]}
+    assert found["tiers"] == []
+    assert lines["near"]["address"] == near.address
+    assert (lines["near"]["pulls"], lines["near"]["failures"]) == (3, 1)
+    assert lines["near"]["pulled_bytes"] in (2 * moved, 3 * moved)  # one may be refused too late
+    assert (lines["far"]["served_bytes"], lines["far"]["leases"]) == (2 * moved, 0)
+    assert near.address.removeprefix("tcp://") in text
+
+
+@contextmanager
+def endpoint(registry):
+    """A Prometheus endpoint of these metrics."""
+    server, thread = start_http_server(0, "127.0.0.1", registry)
     try:
-        address = f"http://127.0.0.1:{server.server_port}/metrics"
-        found = json.loads(look(address, "--json").stdout)
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_top_shows_a_process_that_is_named_by_its_prometheus_endpoint(host_only):
+    telemetry = Telemetry()
+    host_only.watch(telemetry)
+    with endpoint(telemetry.registry) as address:
+        found = json.loads(look(address, "--json").stdout)
     assert [(tier["store"], tier["tier"]) for tier in found["tiers"]] == [(address, "host")]
     assert found["errors"] == {}
+
+
+def test_top_shows_what_an_engine_pulls_by_the_metrics_of_vllm_itself():
+    """vLLM's endpoint has the sums of all ranks, each under the label of its engine."""
+    registry = CollectorRegistry()
+    pulls = Counter("kvstow_vllm_pulls", "", ["engine", "outcome"], registry=registry)
+    moved = Counter("kvstow_vllm_pulled_bytes", "", ["engine"], registry=registry)
+    for engine in ("0", "1"):
+        pulls.labels(engine, "accepted").inc(2)
+        pulls.labels(engine, "timeout").inc()
+        moved.labels(engine).inc(100)
+    with endpoint(registry) as address:
+        (line,) = json.loads(look(address, "--json").stdout)["transfers"]
+        text = look(address, "--once").stdout
+    assert (line["address"], line["agent"]) == (address, None)
+    assert (line["pulls"], line["failures"], line["pulled_bytes"]) == (6, 2, 200)
+    assert (line["served_bytes"], line["served_bytes_per_s"], line["leases"]) == (None, None, None)
+    assert "200 B" in text
+
+
+def test_top_says_of_an_endpoint_that_it_tells_nothing():
+    with endpoint(CollectorRegistry()) as address:
+        done = look(address, "--once")
+    assert f"{address}: tells of no tiers and no transfers" in done.stdout
+    assert done.exit_code == 0
 
 
 def test_top_shows_processes_with_and_without_a_disk_side_by_side(directory, host_only):

@@ -3,6 +3,7 @@
 One pair of servers serves the whole file; the last tests leave the prefill server dead.
 """
 
+import json
 import os
 import re
 import signal
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 from serving import Launch, Server, free_port, running
+from typer.testing import CliRunner
 
 import recorded_vllm
 from kvstow.adapters.vllm.cache.layout import declared_layout
+from kvstow.cli import app
 from kvstow.plan import manifest
 from kvstow.transfer.ticket import Ticket
 from waiting import stop
@@ -108,6 +111,21 @@ def test_decode_continues_as_one_server_would(pair: list[Server], count: int):
 
 def test_words_come_out(pair: list[Server]):
     assert handed_over(pair, SHORT).startswith(" Paris")
+
+
+def test_top_shows_workers_by_their_agents_and_servers_by_their_metrics(pair: list[Server]):
+    before = pair[1].counts().get("pulled tokens", 0)
+    handed_over(pair, tokens(2 * BLOCK, seed=2))
+    pair[1].await_count("pulled tokens", before + 2 * BLOCK - 1)
+    counted = pair[1].counts()["pulled bytes"]
+    agents = [re.findall(r"kvstow: .* agent (\S+) at (\S+)", each.tail(10_000))[0] for each in pair]
+    sources = [*(address for _, address in agents), f"{pair[1].url}/metrics"]
+    done = CliRunner().invoke(app, ["top", *sources, "--every", "0.5", "--json"])
+    found = {line["address"]: line for line in json.loads(done.stdout)["transfers"]}
+    prefill, decode, server = (found[source] for source in sources)
+    assert [prefill["agent"], decode["agent"]] == [name for name, _ in agents]
+    assert prefill["served_bytes"] == decode["pulled_bytes"] == server["pulled_bytes"] == counted
+    assert decode["pulls"] == server["pulls"] > 0
 
 
 def test_a_long_prompt_of_words_continues(pair: list[Server]):

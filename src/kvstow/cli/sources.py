@@ -111,6 +111,42 @@ def tiers_in(metrics: list[Reading]) -> dict[str, dict[str, int]]:
     return tiers
 
 
+TRANSFER_METRICS = (
+    {
+        "pulls": "kvstow_transfers_total",
+        "pulled_bytes": "kvstow_transfer_bytes_total",
+        "served_bytes": "kvstow_transfer_served_bytes_total",
+        "leases": "kvstow_transfer_leases",
+        "quarantined_rows": "kvstow_transfer_quarantined_rows",
+    },
+    {"pulls": "kvstow_vllm_pulls_total", "pulled_bytes": "kvstow_vllm_pulled_bytes_total"},
+)
+"""Where an agent, and vLLM's own endpoint, which knows less, tell of transfers."""
+
+
+def transfers_in(metrics: list[Reading]) -> dict[str, int | None] | None:
+    """What a process has moved, `failures` being pulls that were not accepted; None where its
+    metrics tell nothing of transfers, and for a fact that they do not tell."""
+    names = {sample["name"] for sample in metrics}
+    for told in TRANSFER_METRICS:
+        if names.isdisjoint(told.values()):
+            continue
+        pulls = [sample for sample in metrics if sample["name"] == told["pulls"]]
+        facts: dict[str, int | None] = {
+            fact: _sum_of(metrics, told[fact]) if fact in told else None
+            for fact in TRANSFER_METRICS[0]
+        }
+        facts["failures"] = sum(
+            int(sample["value"]) for sample in pulls if sample["labels"]["outcome"] != "accepted"
+        )
+        return facts
+    return None
+
+
+def _sum_of(metrics: list[Reading], name: str) -> int:
+    return sum(int(sample["value"]) for sample in metrics if sample["name"] == name)
+
+
 def read_endpoint(address: str) -> Reading:
     """What a Prometheus endpoint says now."""
     from urllib.request import urlopen

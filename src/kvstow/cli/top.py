@@ -1,4 +1,4 @@
-"""`kvstow top`: tiers of running processes, live."""
+"""`kvstow top`: tiers and transfers of running processes, live."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -10,21 +10,28 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, WIDTH, emit_json, human, table
 from kvstow.cli.peers import KeysFile, read_keys
-from kvstow.cli.sources import Ask, Sources, check_source, reading, tiers_in
+from kvstow.cli.sources import Ask, Sources, check_source, reading, tiers_in, transfers_in
 
-SHOWS = "host, disk and remote tiers; transfers: kvstow peers, kvstow dash"
+SHOWS = "peers of an agent: kvstow peers; all of it as a page: kvstow dash"
 
 RATES = ("hits", "misses", "stored_bytes", "loaded_bytes", "evicted_rows", "failures")
+
+TRANSFER_RATES = ("pulls", "pulled_bytes", "served_bytes")
 
 LESS_WANTED = ("gone/s", "of", "pid", "rows", "failed", "idle")
 """Columns that are left out of a narrow terminal, one after the other."""
 
+LESS_WANTED_OF_TRANSFERS = ("agent", "leases", "quarantined", "served", "pulled", "pulls")
+
 GAP = 3
+
+_Column = Callable[[dict[str, Any]], str]
+"""What a line shows in a column."""
 
 NOBODY = """no running process has told of its tiers here yet
 
 hint: processes without a store on disk are found by the address of their agent
-  (tcp://HOST:PORT, after store.watch(agent.telemetry)) or of their metrics (http://HOST:PORT)"""
+  (tcp://HOST:PORT, which vLLM logs at its start) or of their metrics (http://HOST:PORT/metrics)"""
 
 Every = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look again.")]
 Once = Annotated[bool, typer.Option("--once", help="One look, after one interval, and end.")]
@@ -37,12 +44,13 @@ def top(
     keys_file: KeysFile = None,
     json: options.Json = False,
 ) -> None:
-    """Show the tiers of running processes, live.
+    """Show the tiers and transfers of running processes, live.
 
     Rows, bytes, hits, rates, evictions, failures, and for how long a process has done nothing.
     A store on disk knows the processes that have it open, and all their tiers. A process without
-    one is asked itself: name its agent, or its Prometheus endpoint. Of a remote store, rows and
-    bytes are those that the process has written. Exit code 1 if a source does not answer.
+    one is asked itself: name its agent, or its Prometheus endpoint; it tells of its transfers, too.
+    Of a remote store, rows and bytes are those that the process has written. Exit code 1 if a
+    source does not answer.
     """
     from kvstow.transfer.channel.status import Asker
 
@@ -68,11 +76,12 @@ def _places(source: str) -> list[str]:
 
 
 def _show_once(before: "_Sample", now: "_Sample", *, json: bool) -> None:
-    lines = _lines(before, now)
     if json:
-        emit_json({"tiers": lines, "errors": now.errors})
+        lines = _lines(before, now)
+        moves = _transfers(before, now)
+        emit_json({"tiers": lines, "transfers": moves, "errors": now.errors})
     else:
-        typer.echo(_screen(lines, now.silent, _width()))
+        typer.echo(_screen(before, now, _width()))
     if now.errors:
         raise typer.Exit(FAILED)
 
@@ -87,7 +96,7 @@ def _watch(places: list[str], ask: Ask, before: "_Sample", every: float) -> None
         try:
             while True:
                 now = _sample(places, ask)
-                shown = _screen(_lines(before, now), now.silent, console.width)
+                shown = _screen(before, now, console.width)
                 live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
                 time.sleep(every)
@@ -106,15 +115,18 @@ class _Sample:
         self.at = time.time()
         self.tiers: dict[tuple[str, int, str], tuple[float, dict[str, Any]]] = {}
         """By store or address, process (0 where it is not known) and tier."""
+        self.transfers: dict[str, tuple[float, dict[str, Any]]] = {}
+        """By address."""
         self.errors: dict[str, str] = {}
         """Addresses that did not answer, and why."""
-        self.without_tiers: list[str] = []
+        self.without_any: list[str] = []
 
     @property
     def silent(self) -> list[str]:
         """Addresses of which nothing can be shown, each with the reason."""
         unanswered = [f"{address}: {why}" for address, why in self.errors.items()]
-        return unanswered + [f"{address}: tells of no tiers" for address in self.without_tiers]
+        nothing = "tells of no tiers and no transfers"
+        return unanswered + [f"{address}: {nothing}" for address in self.without_any]
 
 
 def _sample(places: Iterable[str], ask: Ask) -> _Sample:
@@ -142,15 +154,19 @@ def _add_store(sample: _Sample, directory: Path) -> None:
 
 
 def _add_process(sample: _Sample, address: str, said: dict[str, Any]) -> None:
-    """The tiers of one process, which has answered itself, or not."""
+    """Tiers and transfers of one process, which has answered itself, or not."""
     if "error" in said:
         sample.errors[address] = said["error"]
         return
     tiers = tiers_in(said["metrics"])
     for name, facts in tiers.items():
         sample.tiers[address, 0, name] = said["at"], {"tier": name, **facts}
-    if not tiers:
-        sample.without_tiers.append(address)
+    moved = transfers_in(said["metrics"])
+    if moved is not None:
+        agent = None if said["agent"] == address else said["agent"]
+        sample.transfers[address] = said["at"], {"agent": agent, **moved}
+    elif not tiers:
+        sample.without_any.append(address)
 
 
 def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
@@ -173,6 +189,25 @@ def _lines(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
     return lines
 
 
+def _transfers(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
+    """What each process moves; null for what its endpoint does not tell."""
+    lines: list[dict[str, Any]] = []
+    for address, (at, moved) in sorted(now.transfers.items()):
+        then, old = before.transfers.get(address, (at, moved))
+        rates = {
+            f"{fact}_per_s": None
+            if moved[fact] is None
+            else _rate(moved[fact], old[fact], at - then)
+            for fact in TRANSFER_RATES
+        }
+        lines.append({"address": address, **moved, **rates})
+    return lines
+
+
+def _rate(now: float, before: float, seconds: float) -> float:
+    return (now - before) / seconds if seconds > 0 else 0.0
+
+
 def _width() -> int:
     """Columns of the terminal; 80 where there is none and COLUMNS says nothing."""
     from shutil import get_terminal_size
@@ -180,15 +215,17 @@ def _width() -> int:
     return get_terminal_size((WIDTH, 24)).columns
 
 
-def _screen(lines: list[dict[str, Any]], silent: list[str], width: int) -> str:
-    """The table, below it what could not be shown, and what it is a table of where that fits."""
-    parts = [_shown(lines, width)] if lines else [NOBODY] if not silent else []
-    parts += silent
-    return "\n\n".join(parts + [SHOWS] * (len(SHOWS) <= width))
+def _screen(before: _Sample, now: _Sample, width: int) -> str:
+    """The tables, below them what could not be shown, and where there is more if that fits."""
+    tiers, transfers = _lines(before, now), _transfers(before, now)
+    parts = [_shown(tiers, width)] if tiers else []
+    parts += [_shown_transfers(transfers, width)] if transfers else []
+    parts += now.silent
+    return "\n\n".join((parts or [NOBODY]) + [SHOWS] * (len(SHOWS) <= width))
 
 
 def _shown(lines: list[dict[str, Any]], width: int) -> str:
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+    columns: dict[str, _Column] = {
         "store": lambda line: _short(line["store"]),
         "pid": lambda line: str(line["pid"] or "–"),
         "tier": lambda line: line["tier"],
@@ -202,12 +239,46 @@ def _shown(lines: list[dict[str, Any]], width: int) -> str:
         "failed": lambda line: f"{line['failures']:,}",
         "idle": lambda line: _duration(line["idle_seconds"]),
     }
+    return _fitting(columns, lines, LESS_WANTED, width)
+
+
+def _shown_transfers(lines: list[dict[str, Any]], width: int) -> str:
+    columns: dict[str, _Column] = {
+        "transfers of": lambda line: _short(line["address"]),
+        "agent": lambda line: line["agent"] or "–",
+        "pulls": lambda line: _count(line["pulls"]),
+        "pulled": lambda line: _size(line["pulled_bytes"]),
+        "in/s": lambda line: _size(line["pulled_bytes_per_s"]),
+        "served": lambda line: _size(line["served_bytes"]),
+        "out/s": lambda line: _size(line["served_bytes_per_s"]),
+        "leases": lambda line: _count(line["leases"]),
+        "quarantined": lambda line: _count(line["quarantined_rows"]),
+        "failed": lambda line: _count(line["failures"]),
+    }
+    return _fitting(columns, lines, LESS_WANTED_OF_TRANSFERS, width)
+
+
+def _fitting(
+    columns: dict[str, _Column],
+    lines: list[dict[str, Any]],
+    less_wanted: Iterable[str],
+    width: int,
+) -> str:
+    """The table, without as many of the less wanted columns as do not fit."""
     cells = {name: [of(line) for line in lines] for name, of in columns.items()}
-    for name in LESS_WANTED:
+    for name in less_wanted:
         widths = [max(map(len, (name, *column))) for name, column in cells.items()]
         if sum(widths) + GAP * (len(widths) - 1) > width:
             del cells[name]
     return table(list(cells), zip(*cells.values(), strict=True), width=width)
+
+
+def _count(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
+
+
+def _size(nbytes: float | None) -> str:
+    return "–" if nbytes is None else human(round(nbytes))
 
 
 def _short(store: str) -> str:

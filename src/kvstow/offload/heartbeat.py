@@ -1,18 +1,36 @@
-"""What the tiers of a process have done, told to `kvstow top` through the store on disk.
+"""What the tiers of a process have done, told to `kvstow top`: in a telemetry, or through a disk.
 
-A disk tier writes it down while it is used. Rows that are found in host memory, or come from a
-remote store, do not touch the disk, so a thread looks once a second whether counts have changed.
+Whoever has the address of an agent, or of a Prometheus endpoint, reads the telemetry. Whoever has
+the directory of a store reads what its disk tier writes down while it is used. Rows that are found
+in host memory, or come from a remote store, do not touch the disk, so a thread looks once a second
+whether counts have changed.
 """
 
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from kvstow.errors import StoreError
+from kvstow.observe import Reasons, Telemetry, TierMetrics
 from kvstow.offload.disk.tier import BEAT_SECONDS, DiskTier
-from kvstow.offload.tier import Tier
+from kvstow.offload.remote.tier import RemoteTier
+from kvstow.offload.tier import Tier, facts
 
 log = logging.getLogger("kvstow.offload")
+
+
+def watch_tiers(telemetry: Telemetry, tiers: Sequence[Tier | None]) -> None:
+    """Show the numbers of a process's tiers in a telemetry."""
+    metrics = TierMetrics(telemetry.registry)
+    for tier in tiers:
+        if tier is not None:
+            metrics.watch(tier.name, partial(facts, tier), partial(_reasons, tier))
+
+
+def _reasons(tier: Tier) -> Reasons:
+    """Why rows were missed or dropped; only remote stores tell."""
+    return tier.reasons if isinstance(tier, RemoteTier) else {}
 
 
 class Heartbeat:

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
-from kvstow.observe import Telemetry, TierMetrics
+from kvstow.observe import Telemetry
 from kvstow.offload.arenas import ArenaRows
 from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.policies import PolicyName
-from kvstow.offload.heartbeat import Heartbeat
+from kvstow.offload.heartbeat import Heartbeat, watch_tiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
@@ -39,7 +39,6 @@ from kvstow.offload.rows import check_joinable, matching_group
 from kvstow.offload.tier import (
     Bools,
     Tier,
-    facts,
     held_by_any,
     known_identity,
 )
@@ -213,11 +212,7 @@ class Store:
 
     def watch(self, telemetry: Telemetry) -> None:
         """Show the numbers of all tiers in a telemetry; StoreError before the store is bound."""
-        metrics = TierMetrics(telemetry.registry)
-        for tier in self.tiers:
-            metrics.watch(tier.name, partial(facts, tier))
-        if (remote := self.remote) is not None:
-            metrics.watch(remote.name, partial(facts, remote), lambda: remote.reasons)
+        watch_tiers(telemetry, self.tiers)
 
     @property
     def dropped(self) -> tuple[str, ...]:

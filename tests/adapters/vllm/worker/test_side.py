@@ -4,6 +4,7 @@ The engine is pretended (it only fills memory and keeps ids), everything of ours
 itself is in tests/vllm.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kvstow.adapters.vllm.cache.layout import (
     declared_groups,
@@ -24,6 +26,7 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
+from kvstow.cli import app
 from kvstow.errors import StoreError
 from kvstow.testing.servers import Valkey
 from kvstow.transfer.ticket import Ticket
@@ -37,6 +40,7 @@ from pretended_engine import (
     declaration,
 )
 from recorded_vllm import IDENTITY
+from waiting import wait_for
 
 SETTINGS = ConnectorOptions(digest="always", lease_seconds=60, transfer_seconds=20)
 BRIEF = replace(SETTINGS, lease_seconds=0.3)
@@ -411,6 +415,40 @@ def test_a_stale_ticket_of_such_an_engine_fails_after_its_blocks_were_offered_ag
         prefill.prefill(THERE)
         decode.decode(stale, HERE)
         assert decode.until(lambda found: bool(found.received)).failed == {"d"}
+
+
+def seen_by_top(*engines: Engine) -> dict[str, Any]:
+    """What `kvstow top` finds at the addresses of these engines' agents."""
+    addresses = [engine.hands.endpoint.address for engine in engines]
+    done = CliRunner().invoke(app, ["top", *addresses, "--every", "0.1", "--json"])
+    assert done.exit_code == 0, done.stdout
+    return json.loads(done.stdout)
+
+
+def test_top_shows_engines_without_tiers_by_their_transfers(engines: tuple[Engine, Engine]):
+    prefill, decode = engines
+    params = prefill.prefill(THERE)
+    prefill.step()
+    decode.decode(params, HERE)
+    pulled(prefill, decode)
+    wait_for(lambda: not len(prefill.hands.agent.server.leases))
+    found = seen_by_top(prefill, decode)
+    lines = {line["agent"]: line for line in found["transfers"]}
+    assert found["tiers"] == []
+    assert (lines["engine-1"]["pulls"], lines["engine-1"]["failures"]) == (1, 0)
+    assert lines["engine-1"]["pulled_bytes"] == lines["engine-0"]["served_bytes"] > 0
+
+
+def test_top_shows_the_tiers_of_an_engine_that_has_no_disk(tmp_path: Path):
+    with Valkey(tmp_path) as server:
+        settings = ConnectorOptions(host_bytes=1 << 20, remote=server.url)
+        engine = Engine.start(Fabric(), "engine", settings, "BLHNC")
+        found = seen_by_top(engine)
+        engine.hands.close()
+    tiers = {line["tier"]: line for line in found["tiers"]}
+    assert set(tiers) == {"host", "remote"}
+    assert 0 < tiers["host"]["capacity"] <= 1 << 20
+    assert tiers["host"]["store"] == engine.hands.endpoint.address
 
 
 def test_a_remote_store_is_told_how_fast_prompts_are_computed(tmp_path: Path):

@@ -83,6 +83,8 @@ class WorkerSide:
         self._offload = (
             WorkerTiers(arena, options, after_steps=after_steps) if options.offloads else None
         )
+        if self._offload is not None:
+            self._offload.watch(self.agent.telemetry)
         self._unsaved: tuple[StoreBlocks, ...] = ()
         """Stores of the last step, until it has computed."""
         self._restored: set[str] = set()

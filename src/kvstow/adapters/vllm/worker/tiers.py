@@ -30,8 +30,9 @@ from kvstow.adapters.vllm.scheduler.stored import Level
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import node_of
+from kvstow.observe import Telemetry
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.offload.heartbeat import Heartbeat
+from kvstow.offload.heartbeat import Heartbeat, watch_tiers
 from kvstow.offload.host.processes import SharedTiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import MoverJob
@@ -260,6 +261,10 @@ class WorkerTiers:
     def host(self) -> HostTier:
         """The rows in host memory."""
         return self._host
+
+    def watch(self, telemetry: Telemetry) -> None:
+        """Show the numbers of all tiers in a telemetry."""
+        watch_tiers(telemetry, (self._host, self._disk, self._remote))
 
     @property
     def has_answers(self) -> bool:
