@@ -86,8 +86,9 @@ def _cells(part: CountedBlocks, table_shape: tuple[int, ...], unit: int, first_k
 
 # ── by copies ─────────────────────────────────────────────────────────────────────────────
 
-MOST_COPIES = 4096
-"""More cells take longer to copy, one by one, than a kernel to start."""
+MOST_COPIES = 256
+"""Every copy waits for its turn among those of the rows that move meanwhile: many would come later
+than the rows."""
 
 ROOM_BYTES = 1 << 20
 """Host memory is taken in multiples of so much: what was used before is there at once."""
