@@ -14,9 +14,8 @@ from kvstow.adapters.transformers import (
     cache_name,
 )
 from kvstow.adapters.transformers.inspect import trial
-from kvstow.adapters.transformers.prompts import prompts_of
 from kvstow.adapters.transformers.rows import one_stride
-from kvstow.errors import BlockError, ModelError, OutOfBlocks
+from kvstow.errors import BlockError, ModelError
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType
 from kvstow.testing.tiny_models import tiny_model
@@ -155,17 +154,6 @@ def test_a_window_holds_a_bounded_number_of_rows_for_any_length():
             assert cache.get_seq_length() == 80
 
 
-def test_sequences_that_do_not_all_fit_are_not_admitted_at_all():
-    model = tiny_model("llama")
-    with ModelMemory.of(model, budget=80 << 10, block_tokens=16) as memory:
-        free = memory.pool.num_free(0)
-        cache = Cache(memory)
-        with pytest.raises(OutOfBlocks):
-            forward(model, torch.zeros((free + 1, 3), dtype=torch.long), cache)
-        assert len(memory.ledger) == 0
-        assert memory.pool.num_free(0) == free
-
-
 def test_a_cache_refuses_another_number_of_sequences():
     model = tiny_model("llama")
     with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as cache:
@@ -251,23 +239,6 @@ def test_a_recurrent_model_counts_its_tokens_and_resumes_from_any_block():
                 found = passes(cache, hit, [hit + 1, 23])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         memory.ledger.check()
-
-
-def test_kept_sequences_go_on_as_if_the_others_had_never_been():
-    model = tiny_model("falcon_h1")
-    ids = torch.arange(33).view(3, 11)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with Cache(memory) as cache:
-            forward(model, ids[:, :10], cache)
-            cache.batch_select_indices(torch.tensor([2, 0]))
-            cache.batch_repeat_interleave(2)
-            found = forward(model, ids[[2, 2, 0, 0], 10:], cache)
-        assert len(memory.ledger) == 0
-        for row, origin in enumerate([2, 2, 0, 0]):
-            with Cache(memory) as alone:
-                forward(model, ids[origin : origin + 1, :10], alone)
-                expected = forward(model, ids[origin : origin + 1, 10:], alone)
-            torch.testing.assert_close(found[row], expected[0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1", "deepseek_v4"])
@@ -369,121 +340,3 @@ def test_known_tokens_and_those_of_beams_that_have_split_are_not_taken_back():
             cache.batch_repeat_interleave(2)
             with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
                 cache.crop(-1)
-
-
-# ── known tokens ──────────────────────────────────────────────────────────────────────
-
-
-def test_equal_tokens_behind_different_padding_are_different_prompts():
-    ids = torch.tensor([[7, 1, 2, 3], [7, 1, 2, 3]])
-    plain, padded = prompts_of(ids, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))
-    assert plain.hashes(2).tolist() != padded.hashes(2).tolist()
-
-
-def test_a_mask_with_a_hole_is_refused():
-    with pytest.raises(BlockError, match="not padding on the left"):
-        prompts_of(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]]))
-
-
-def test_sequences_without_tokens_cannot_be_remembered():
-    model = tiny_model("llama")
-    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory) as cache:
-        forward(model, torch.zeros((1, 3), dtype=torch.long), cache)
-        with pytest.raises(BlockError, match="tokens=input_ids"):
-            cache.remember(torch.zeros((1, 3), dtype=torch.long))
-
-
-def test_a_remembered_answer_is_a_prefix_of_the_next_prompt():
-    model = tiny_model("llama")
-    ids = torch.arange(20).unsqueeze(0)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with Cache(memory, tokens=ids) as cache:
-            answer = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
-            cache.remember(answer)
-        with Cache(memory, tokens=torch.cat([answer, ids], 1)) as cache:
-            assert cache.get_seq_length() == 28  # 29 tokens, the last of which was never computed
-
-
-def test_prompts_with_different_hits_share_none():
-    model = tiny_model("llama")
-    one, other = torch.arange(16), torch.arange(100, 116)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with Cache(memory, tokens=one.unsqueeze(0)) as cache:
-            forward(model, one.unsqueeze(0), cache)
-        with Cache(memory, tokens=torch.stack([one, one])) as cache:
-            assert cache.get_seq_length() == 12
-        with Cache(memory, tokens=torch.stack([one, other])) as cache:
-            assert cache.get_seq_length() == 0
-
-
-# ── tokens that are not those of the rows ─────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        (lambda answer: answer[:, 8:], "tokens do not begin like|tokens are told of"),
-        (lambda answer: answer.flip(1), "do not begin like"),
-        (lambda answer: answer[:, :12], "12 tokens are told of sequences that hold 31"),
-        (lambda answer: answer[0], r"1 sequences, tokens are \(32,\)"),
-        (lambda answer: answer.repeat(2, 1), r"1 sequences, tokens are \(2, 32\)"),
-    ],
-    ids=["answer alone", "other prompt", "too few", "no batch", "another batch"],
-)
-def test_tokens_that_cannot_be_those_of_the_rows_are_not_remembered(told, reason):
-    model = tiny_model("llama")
-    ids = torch.arange(20, 28).unsqueeze(0)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with Cache(memory, tokens=ids) as cache:
-            answer = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)
-            with pytest.raises(BlockError, match=reason):
-                cache.remember(told(answer))
-        with Cache(memory, tokens=answer) as cache:
-            assert cache.found_tokens == 8  # the prompt, and nothing of what was told
-
-
-def test_the_answers_of_a_beam_search_are_not_taken_for_the_rows_of_its_beams():
-    model = tiny_model("llama")
-    ids = torch.arange(20, 40).unsqueeze(0)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        with Cache(memory, tokens=ids.repeat(3, 1)) as cache:
-            answers = model.generate(
-                ids,
-                past_key_values=cache,
-                num_beams=3,
-                num_return_sequences=3,
-                max_new_tokens=12,
-                do_sample=False,
-            )
-            with pytest.raises(BlockError, match=r"(?s)beams cannot be remembered.*hint"):
-                cache.remember(answers)
-        for answer in answers.unsqueeze(1):
-            with Cache(memory, tokens=answer) as cache:
-                assert cache.found_tokens == 20
-
-
-def test_a_prompt_that_comes_again_behind_a_found_prefix_is_refused():
-    """As in assisted generation, which computes whole prompts whatever the cache holds."""
-    model = tiny_model("llama")
-    ids = torch.arange(10).repeat(1, 3)
-    with ModelMemory.of(model, budget=1 << 20, block_tokens=4) as memory:
-        for found in (0, 28):
-            with Cache(memory, tokens=ids) as cache:
-                assert cache.found_tokens == found
-                given = {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 5}
-                if not found:
-                    model.generate(ids, past_key_values=cache, **given)
-                    continue
-                with pytest.raises(BlockError, match=r"(?s)28 of 30 tokens were found.*hint"):
-                    model.generate(ids, past_key_values=cache, **given)
-        with Cache(memory, tokens=ids) as cache:  # what was refused has left nothing behind
-            rest = forward(model, ids[:, cache.found_tokens :], cache)
-        assert torch.allclose(rest[:, -1], model(ids).logits[:, -1], atol=1e-4)
-
-
-@pytest.mark.parametrize("num_tokens", [-3, 0, 19, 21, 31])
-def test_a_request_is_continued_from_the_tokens_that_it_holds(num_tokens):
-    memory = ModelMemory.of(tiny_model("gemma3_text"), budget=1 << 20, block_tokens=16)
-    request = memory.ledger.admit(20).request
-    with pytest.raises(BlockError, match=f"request {request} holds 20 tokens, not {num_tokens}\n"):
-        Cache(memory, requests=[request], num_tokens=num_tokens)

@@ -81,6 +81,17 @@ def test_a_mask_of_another_shape_is_refused_with_both(shape):
         prompts_of(torch.zeros((1, 8), dtype=torch.long), torch.ones(shape))
 
 
+def test_equal_tokens_behind_different_padding_are_different_prompts():
+    ids = torch.tensor([[7, 1, 2, 3], [7, 1, 2, 3]])
+    plain, padded = prompts_of(ids, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))
+    assert plain.hashes(2).tolist() != padded.hashes(2).tolist()
+
+
+def test_a_mask_with_a_hole_is_refused():
+    with pytest.raises(BlockError, match="not padding on the left"):
+        prompts_of(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]]))
+
+
 def test_prompts_of_arrays_are_those_of_tensors():
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     tokens = torch.tensor([[0, 5, 6], [5, 6, 7]])

@@ -91,28 +91,6 @@ def test_what_comes_behind_the_known_tokens_is_free(model, memory):
             cache.remember(IDS)
 
 
-def test_an_answer_that_the_model_did_not_compute_is_not_remembered(model, memory):
-    with Cache(memory, tokens=IDS) as cache:
-        answer = model.generate(IDS, past_key_values=cache, max_new_tokens=9, do_sample=False)
-        other = answer.clone()
-        other[0, 24] += 1
-        with pytest.raises(BlockError, match="tokens from 20 on are not those that the model"):
-            cache.remember(other)
-        cache.remember(answer)
-    with Cache(memory, tokens=answer) as cache:
-        assert cache.found_tokens == 28
-
-
-def test_tokens_that_were_taken_back_are_not_those_that_count(model, memory):
-    with Cache(memory, tokens=IDS[:, :8]) as cache, torch.no_grad():
-        model(IDS[:, :8], past_key_values=cache)
-        model(IDS[:, :4], past_key_values=cache)
-        cache.crop(-4)
-        model(IDS[:, 8:16], past_key_values=cache)
-        cache.remember(IDS[:, :16])
-    assert computed(model, memory)[0] == 16
-
-
 def test_another_model_does_not_fill_the_cache_of_this_one(model, memory):
     other = tiny_model("llama")
     for each in (other, copy.deepcopy(model)):

@@ -8,8 +8,10 @@ layers      its layers, one class per kind of layer: what transformers asks of e
 inspect     what a model keeps, found by letting it keep a few tokens
 identity    which computation fills its cache: weights, configuration, code, adapters
 memory      `ModelMemory`: a layout, its arena and its ledger, for one cache or many
-sequences   the sequences behind one cache: requests of the ledger, their tables
+sequences   the sequences behind one cache: what its layers store, pass by pass
+requests    their requests of the ledger: admitted, forked, grown, released
 prompts     tokens, padding and other content of sequences, as prompts
+known       which tokens are known, and what may be kept under their names
 watch       a model that is given other tokens than its cache, or has changed, is refused
 ropes       ropes that follow the length: which rows serve which prompts
 prefixes    beginnings of prompts, loaded from a store and saved to it

@@ -129,7 +129,7 @@ class Cache(TransformersCache):
         """
         end = self.batch.memory.whole_tokens(tokens.shape[1] - 1)
         if (
-            not (self.batch.has_store and self.batch.memory.has_states)
+            not (self.batch.known.has_store and self.batch.memory.has_states)
             or end <= self.batch.num_tokens
         ):
             return

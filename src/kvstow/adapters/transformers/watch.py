@@ -86,9 +86,10 @@ class ModelWatch:
         @torch.compiler.disable
         def before(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             batch = _batch(args, given)
-            if batch is None or batch.memory.watch is not self or batch.announced_by is not None:
+            if batch is None or batch.memory.watch is not self:
                 return
-            if module in self._watched:  # and not a copy of the model, with all its hooks
+            outermost = batch.known.announced_by is None
+            if outermost and module in self._watched:  # not a copy of the model, with its hooks
                 self._announce(batch, module, args, given)
 
         @torch.compiler.disable
@@ -96,8 +97,8 @@ class ModelWatch:
             module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], _: object
         ) -> None:
             batch = _batch(args, given)
-            if batch is not None and batch.announced_by is module:
-                batch.announced_by = None
+            if batch is not None and batch.known.announced_by is module:
+                batch.known.announced_by = None
 
         hooks: tuple[Any, Any] = before, after
         yield module.register_forward_pre_hook(hooks[0], with_kwargs=True)
@@ -113,14 +114,14 @@ class ModelWatch:
         start = batch.next_token
         named = inspect.signature(module.forward).bind_partial(*args, **given).arguments
         named = {**named, **given}
-        if start < batch.known_tokens:
+        if start < batch.known.num_tokens:
             self.check()
-            known = known_ids(batch.prompts, start)
-            paddings = torch.tensor([padding_of(each) for each in batch.prompts])
+            known = known_ids(batch.known.prompts, start)
+            paddings = torch.tensor([padding_of(each) for each in batch.known.prompts])
             check_pass(named, known, paddings, start, found=batch.hit_tokens > 0)
-        if batch.prompts:
-            batch.heard.hear(start, named.get("input_ids"))
-        batch.announced_by = module
+        if batch.known.prompts:
+            batch.known.heard.hear(start, named.get("input_ids"))
+        batch.known.announced_by = module
 
 
 def _batch(args: tuple[Any, ...], given: Mapping[str, Any]) -> "Sequences | None":
