@@ -74,6 +74,14 @@ def test_every_metric_is_in_the_reference(site):
             assert line.split()[2] in text
 
 
+def test_every_event_of_an_agent_is_in_the_reference():
+    text = (ROOT / "docs/reference/metrics.md").read_text("utf-8")
+    sources = [file.read_text("utf-8") for file in (ROOT / "src/kvstow/transfer").rglob("*.py")]
+    found = {name for each in sources for name in re.findall(r'\.note\(\s*"([a-z-]+)"', each)}
+    assert len(found) > 8
+    assert [name for name in sorted(found) if f"`{name}`" not in text] == []
+
+
 def test_the_python_api_is_in_the_reference(site):
     text = Text(site / "reference/python/plan/index.html").text
     assert "Where each field starts inside a cell" in text
