@@ -358,3 +358,21 @@ def test_a_directory_removed_and_made_again_underneath_gives_misses(tmp_path):
     other.close()
     with contextlib.suppress(StoreError):
         one.close()
+
+
+@pytest.mark.parametrize("look", ["a second tier", "survey"])
+def test_another_look_at_a_store_in_one_process_leaves_its_index_shared_with_others(tmp_path, look):
+    """Closing a file drops the process's locks on it: another process, whose SQLite then found
+    nobody, removed the log of an index in use, and no row entered after that was seen again."""
+    path = made(tmp_path / "s")
+    with contextlib.ExitStack() as stack:
+        tier = stack.enter_context(contextlib.closing(DiskTier(path)))
+        tier.evict(0, KEYS[:1])
+        if look == "survey":
+            survey(path)
+        else:
+            stack.enter_context(contextlib.closing(DiskTier(path)))
+        assert kvstow("store", "verify", path).returncode == 0
+        assert tier.store(0, KEYS[:1], [numbered_row(tier, 0, 0)]).all()
+        seen = kvstow("store", "verify", path, "--json")
+        assert json.loads(seen.stdout)["rows"] == len(KEYS)

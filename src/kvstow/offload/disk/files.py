@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +115,21 @@ def open_own(path: Path, flags: int, *, create: bool = False) -> int:
     return fd
 
 
+def check_own(path: Path, *, create: bool = False) -> None:
+    """PermissionError, as `open_own` raises it, unless a file is ours alone.
+
+    It is not opened, not even to make it: whoever closes a file gives up all locks that the process
+    has on it, those of SQLite included, and others then take the index for abandoned.
+    """
+    if create:
+        with suppress(FileExistsError):
+            os.mknod(path, stat.S_IFREG | 0o600)
+    _check_file(os.lstat(path), path)
+
+
 def _check_file(facts: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        raise PermissionError(errno.EPERM, "it is a link", str(path))
     if not stat.S_ISREG(facts.st_mode):
         raise PermissionError(errno.EPERM, "it is no ordinary file", str(path))
     _check_owner(facts, path)

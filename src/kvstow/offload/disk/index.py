@@ -11,7 +11,6 @@ A *place* is `segment << 24 | slot`. A row is entered only after its bytes are o
 a process may die anywhere: what it had not finished is a slot with a dead owner.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk.files import open_own, store_errors
+from kvstow.offload.disk.files import check_own, store_errors
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
 
@@ -129,7 +128,7 @@ class StoreIndex:
         self.now = clock
         self._lock = RLock()
         with store_errors(path):
-            os.close(open_own(path, os.O_RDWR, create=True))  # or SQLite would make it 0644
+            check_own(path, create=True)  # SQLite would make it 0644
         with _translated(path):
             self._sql = sqlite3.connect(
                 path,

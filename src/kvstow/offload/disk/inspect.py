@@ -14,7 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.disk.files import Files, aligned, open_own, store_errors
+from kvstow.offload.disk.files import Files, aligned, check_own, store_errors
 from kvstow.offload.disk.format import segment_file, segment_numbers, slot_bytes
 from kvstow.offload.disk.index import SLOT_BITS
 from kvstow.offload.disk.opening import layout_in
@@ -110,7 +110,7 @@ def _opened(file: Path) -> Generator[Ask]:
     """Questions to an index, which stays as it is. StoreError where it cannot be read."""
     with store_errors(file.parent):
         try:
-            os.close(open_own(file, os.O_RDONLY))
+            check_own(file)
         except FileNotFoundError:
             raise StoreError(f"{file}: missing\n\nhint: opening the store makes it again") from None
     try:
