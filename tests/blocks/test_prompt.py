@@ -58,7 +58,7 @@ def test_hashes_of_similar_prompts_do_not_meet() -> None:
     assert len(seen) == 63 * 64 + 1
 
 
-@pytest.mark.parametrize("wrong", [[1.5], [-1], [1 << 31], [[1]]])
+@pytest.mark.parametrize("wrong", [[1.5], [-1], [1 << 31], [[1]], [1, [2]], "12", None])
 def test_what_is_not_a_token_is_refused(wrong: object) -> None:
     with pytest.raises(SpecError):
         Prompt.of(wrong)
@@ -82,6 +82,13 @@ def test_extra_content_is_the_same_in_whichever_order_it_is_given() -> None:
     assert np.array_equal(one.hashes(4), two.hashes(4))
 
 
+def test_positions_of_extra_content_may_be_numbers_of_numpy() -> None:
+    ids, at = tokens(16), np.array([5])
+    one, two = (Prompt.of(ids, extra=[(place, b"a")]) for place in (5, at[0]))
+    assert one.extra == two.extra
+    assert np.array_equal(one.hashes(4), two.hashes(4))
+
+
 def test_extra_content_that_changes_places_changes_the_hash() -> None:
     ids = tokens(16)
     one = Prompt.of(ids, extra=[(2, b"a"), (9, b"b")])
@@ -89,7 +96,10 @@ def test_extra_content_that_changes_places_changes_the_hash() -> None:
     assert not (one.hashes(4) == two.hashes(4)).any()
 
 
-@pytest.mark.parametrize("wrong", [[(0, b"")], [(0, "cat")], [(-1, b"cat")], [(4, b"cat")]])
+@pytest.mark.parametrize(
+    "wrong",
+    [[(0, b"")], [(0, "cat")], [(-1, b"cat")], [(4, b"cat")], [("0", b"a")], [(0.0, b"a")], [b"a"]],
+)
 def test_extra_content_without_a_digest_or_outside_the_prompt_is_refused(wrong: object) -> None:
     with pytest.raises(SpecError, match="extra content"):
         Prompt.of([1, 2, 3, 4], extra=wrong)

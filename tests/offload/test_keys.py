@@ -97,6 +97,13 @@ def test_a_length_that_the_prompt_does_not_have_is_refused():
         keys_at(IDENTITY, PROMPT, [8, 4])
 
 
+def test_tokens_that_are_no_prompt_and_blocks_of_no_tokens_are_refused():
+    with pytest.raises(StoreError, match=r"a prompt is list\n\nhint: kvstow.Prompt.of"):
+        block_keys(IDENTITY, [1, 2, 3], 1)
+    with pytest.raises(StoreError, match="no block has 0 tokens"):
+        block_keys(IDENTITY, PROMPT, 0)
+
+
 def test_an_identity_is_asked_for_and_must_be_the_only_one():
     nameless = replace(hybrid(), identity=None)
     with pytest.raises(StoreError, match=r"hint: pass identity=Identity\.of"):

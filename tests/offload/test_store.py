@@ -14,8 +14,9 @@ import pytest
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
-from kvstow.errors import StoreError
+from kvstow.errors import BlockError, StoreError
 from kvstow.memory.arena import Arena
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.inspect import survey
 from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
@@ -210,6 +211,44 @@ def test_a_store_needs_a_place_a_layout_and_sizes_that_can_be(make, tmp_path):
         Store(host="lots")
     with pytest.raises(StoreError, match="capacity"):
         Store(disk=tmp_path / "new").bind(layout_of())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ids", "what"), [([5, 5], "blocks 5 are named twice"), ([0, 5], "blocks 0 are not among")]
+)
+def test_a_block_named_twice_or_a_null_row_is_neither_saved_nor_loaded(make, kind, ids, what):
+    """Two keys of one block would both count as loaded; null rows pad tables."""
+    arena, _ = computed(layout_of(), 4)
+    keys = [b"first key", b"second key"]
+    with make(kind).bind(arena.layout) as store:
+        with pytest.raises(BlockError, match=what):
+            store.save_rows(arena, 0, ids, keys)
+        assert not store.contains(0, keys).any()
+        assert store.save_rows(arena, 0, [5, 6], keys).all()
+        before = arena.bytes.clone()
+        with pytest.raises(BlockError, match=what):
+            store.load_rows(arena, 0, keys, ids)
+        assert (arena.bytes == before).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_are_no_bytes_and_too_few_links_are_refused(make, kind):
+    """Text as a key was kept in host memory, and lost on its way to the disk."""
+    arena, _ = computed(layout_of(), 4)
+    with make(kind).bind(arena.layout) as store:
+        with pytest.raises(StoreError, match="keys are str, not bytes"):
+            store.save_rows(arena, 0, [5], ["key"])
+        with pytest.raises(StoreError, match="1 links for 2 keys"):
+            store.save_rows(arena, 0, [5, 6], [b"a", b"b"], [ChainLink()])
+
+
+def test_a_policy_or_journal_that_there_is_not_is_refused_at_once(make, tmp_path):
+    """It was found out when the store was full, as an AttributeError."""
+    with pytest.raises(StoreError, match=r"no eviction policy 'LRU'\n\nhint: one of lru, arc"):
+        make("disk", policy="LRU").bind(layout_of())
+    with pytest.raises(StoreError, match="journal='all' is none of digests, tokens, off"):
+        make("disk", journal="all")
 
 
 def test_ranks_have_folders_of_their_own(make, tmp_path):

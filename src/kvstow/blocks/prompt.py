@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,10 @@ class Prompt:
 
 
 def _own(tokens: npt.ArrayLike) -> Tokens:
-    given = np.asarray(tokens)
+    try:
+        given = np.asarray(tokens)
+    except ValueError as error:
+        raise SpecError(f"token ids are not a list of whole numbers: {error}") from None
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise SpecError(f"token ids are {given.dtype} {given.shape}, not a list of whole numbers")
     if given.size and (given.min() < 0 or given.max() >= 1 << 31):
@@ -103,7 +107,10 @@ def _own(tokens: npt.ArrayLike) -> Tokens:
 
 def _checked(extra: Iterable[tuple[int, bytes]], num_tokens: int) -> Extra:
     """Extra content, by position."""
-    given = tuple(extra)
+    try:
+        given = tuple((int(index(position)), digest) for position, digest in extra)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"extra content is not pairs of a position and a digest: {error}") from None
     for position, digest in given:
         if not 0 <= position < num_tokens:
             raise SpecError(

@@ -22,6 +22,7 @@ from kvstow.offload.staging import RowStage
 from kvstow.offload.tier import Bools, Tier, TierChain, check_process, checked_keys
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
+from kvstow.route.blocks import Blocks, check_ids
 
 
 class ArenaRows:
@@ -54,10 +55,13 @@ class ArenaRows:
         """Keep blocks; which of them are there now. StoreError, with the blocks, where the medium
         fails."""
         check_process(self._opener, "the store")
+        blocks = self._checked(arena, group, ids, keys)
+        if links and len(links) != len(keys):
+            raise StoreError(f"{len(links)} links for {len(keys)} keys")
         if self._host is not None:
-            return self._mover(arena, self._host).store(group, ids, keys).result()
+            return self._mover(arena, self._host).store(group, blocks, keys).result()
         with self._lock:
-            blocks, stage = self._staged(arena, group, ids, keys)
+            stage = self._staged(arena, group)
             kept = np.zeros(len(blocks), bool)
             for part in _parts(len(blocks), stage.num_rows):
                 try:
@@ -81,11 +85,12 @@ class ArenaRows:
     def load(self, arena: Arena, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> Bools:
         """Bring rows into blocks; which of them were there."""
         check_process(self._opener, "the store")
+        blocks = self._checked(arena, group, ids, keys)
         if self._host is not None:
-            return self._mover(arena, self._host).load(group, keys, ids).result()
+            return self._mover(arena, self._host).load(group, keys, blocks).result()
         assert self._below is not None
         with self._lock:
-            blocks, stage = self._staged(arena, group, ids, keys)
+            stage = self._staged(arena, group)
             found = np.zeros(len(blocks), bool)
             for part in _parts(len(blocks), stage.num_rows):
                 rows = stage.room(blocks[part])
@@ -124,20 +129,23 @@ class ArenaRows:
                 mover.close()
                 del self._movers[known]
 
-    def _staged(
-        self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
-    ) -> tuple[Ints, RowStage]:
+    def _checked(self, arena: Arena, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> Ints:
+        """The blocks, once it is certain that each is one, is named once, and has a key: a block
+        under two keys, or a null row under one, would be taken for what it is not."""
         blocks = arena.checked(group, ids)
         if len(blocks) != len(keys):
             raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
+        check_ids(arena.layout, group, Blocks.first(blocks), "arena")
+        checked_keys(arena.layout, group, keys)
+        return blocks
+
+    def _staged(self, arena: Arena, group: int) -> RowStage:
         for known, (other, _) in tuple(self._stages.items()):
             if other.is_closed:
                 del self._stages[known]
         if (id(arena), group) not in self._stages:
             self._stages[id(arena), group] = arena, RowStage(arena, group, self._layout)
-        stage = self._stages[id(arena), group][1]
-        checked_keys(self._layout, stage.tier_group, keys)
-        return blocks, stage
+        return self._stages[id(arena), group][1]
 
     @property
     def _layout(self) -> Layout:

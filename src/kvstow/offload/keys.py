@@ -43,6 +43,8 @@ def block_keys(identity: Identity, prompt: Prompt, block_tokens: int) -> list[by
     own takes `identity.for_request(adapter=…, salt=…)`. Images, embeddings and other content
     that the token ids do not tell come in `Prompt.of(tokens, extra=…)`.
     """
+    if block_tokens < 1:
+        raise StoreError(f"no block has {block_tokens} tokens")
     return keys_at(identity, prompt, range(block_tokens, len(prompt) + 1, block_tokens))
 
 
@@ -51,6 +53,8 @@ def keys_at(identity: Identity, prompt: Prompt, ends: Iterable[int]) -> list[byt
 
     For recurrent states, which may be kept at any length. `block_keys` for blocks.
     """
+    if not isinstance(prompt, Prompt):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StoreError(f"a prompt is {type(prompt).__name__}\n\nhint: kvstow.Prompt.of(tokens)")
     chain = KeyChain(identity, salt=prompt.salt, extra=prompt.extra)
     tokens = memoryview(prompt.tokens.astype("<i4").tobytes())
     keys = list[bytes]()

@@ -96,6 +96,18 @@ def same_rows(a: Layout, a_group: int, b: Layout, b_group: int) -> bool:
     )
 
 
+def check_same_rows(ours: Layout, tier: str, theirs: Layout) -> None:
+    """Refuses a tier whose rows are not, group by group, the same bytes as ours: equal lengths do
+    not say that, since another order of the same layers has them too."""
+    for g, rows in enumerate(ours.groups):
+        if g >= len(theirs.groups) or not same_rows(ours, g, theirs, g):
+            raise StoreError(
+                f"tier {tier!r} keeps other rows in group {rows.group.name!r} than the tier above "
+                f"it: order {theirs.order}, above {ours.order}\n\n"
+                "hint: make the tier above for the layout of this one: HostTier(tier.layout, …)"
+            )
+
+
 def _relative(rows: PlacedGroup) -> tuple[Placement, ...]:
     """Where the pages are from the start of the row, whatever the distance between rows."""
     start = min(place.offset for place in rows.placements)

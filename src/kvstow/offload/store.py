@@ -14,7 +14,7 @@ from functools import partial
 from math import lcm
 from pathlib import Path
 from threading import RLock
-from typing import Self
+from typing import Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,9 @@ class Store:
                 'hint: Store(host="8GiB"), Store(disk="/var/cache/kvstow", disk_bytes="100GiB"), '
                 'Store(remote="s3://bucket/prefix")'
             )
+        if journal not in get_args(JournalKind):
+            known = ", ".join(get_args(JournalKind))
+            raise StoreError(f"journal={journal!r} is none of {known}")
         self._host_bytes = None if host is None else parse_size(host)
         self._disk_bytes = None if disk_bytes is None else parse_size(disk_bytes)
         self._path = None if disk is None else _directory(disk)

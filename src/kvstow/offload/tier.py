@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import StoreError
+from kvstow.offload.rows import check_same_rows
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
 
@@ -122,6 +123,8 @@ class TierChain:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
+        for tier in self.tiers[1:]:
+            check_same_rows(self.layout, tier.name, tier.layout)
 
     @property
     def layout(self) -> Layout:
@@ -203,6 +206,9 @@ def checked_keys(layout: Layout, group: int, keys: Sequence[bytes]) -> Sequence[
     """The keys, once it is certain that they are keys, and the group is a group."""
     if not 0 <= group < len(layout.groups):
         raise StoreError(f"no group {group}: the layout has {len(layout.groups)}")
+    if not set(map(type, keys)) <= {bytes}:
+        kinds = sorted({type(key).__name__ for key in keys})
+        raise StoreError(f"keys are {', '.join(kinds)}, not bytes\n\nhint: kvstow.block_keys(…)")
     if not all(1 <= length <= MAX_KEY_BYTES for length in set(map(len, keys))):
         key = next(key for key in keys if not 1 <= len(key) <= MAX_KEY_BYTES)
         raise StoreError(f"key {key.hex()!r} has {len(key)} bytes, not 1 to {MAX_KEY_BYTES}")

@@ -174,9 +174,9 @@ class Identity:
         texts += (self.adapter, self.salt, self.unverified_because, *chain(*self.config))
         try:
             "\n".join(texts).encode()
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise SpecError(
-                f"identity of {self.model!r}: text that is no Unicode: {error}"
+                f"identity of {self.model!r}: something that is no Unicode text: {error}"
             ) from None
         names = [name for name, _ in self.config]
         if len(names) > MAX_FIELDS or names != sorted(set(names)):

@@ -1,5 +1,6 @@
 import threading
 import time
+import uuid
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,12 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.eviction.admission import SecondTouch
+from kvstow.offload.host.processes import SharedTiers
+from kvstow.offload.host.shared import remove
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.jobs import JobKind, JobQueue, JobState, MoverJob
 from kvstow.offload.mover.mover import Limits, Mover
-from kvstow.offload.tier import Counts, Usage
+from kvstow.offload.tier import Counts, TierChain, Usage
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import IDENTITY, hybrid, key, row_bytes
 
@@ -569,6 +572,31 @@ def test_a_tier_of_other_rows_is_refused(setting):
     _, arena, host, _, _ = setting
     with pytest.raises(StoreError, match="other rows"):
         Mover(arena, host, Slow(hybrid(content=16)))
+
+
+@pytest.mark.parametrize("between", ["nothing", "a chain", "shared tiers"])
+def test_a_tier_below_of_another_order_is_refused_though_its_rows_are_as_long(tmp_path, between):
+    """A directory keeps the order that it was made with. A host tier made for the arena's order
+    took its rows for its own: every byte of them arrived in the wrong place."""
+    DiskTier(tmp_path / "s", hybrid(order="BLHNC"), capacity=MIB).close()
+    layout = hybrid(order="BHLNC")
+    below = DiskTier(tmp_path / "s", layout)
+    name = f"kvstow-test-{uuid.uuid4().hex}" if between == "shared tiers" else None
+    host = HostTier(layout, capacity=MIB, shared=name)
+    try:
+        assert host.layout.row_bytes(0) == below.layout.row_bytes(0)
+        joined = {
+            "nothing": lambda: below,
+            "a chain": lambda: TierChain([Slow(host.layout), below]),
+            "shared tiers": lambda: SharedTiers(host, below),
+        }[between]
+        with pytest.raises(StoreError, match=r"other rows .* order BLHNC, above BHLNC"):
+            Mover(Arena(layout), host, joined())
+    finally:
+        below.close()
+        host.close()
+        if name is not None:
+            remove(name)
 
 
 def test_an_empty_job_is_over_at_once(setting):

@@ -31,6 +31,8 @@ def test_a_url_carries_the_options_of_its_store_and_of_every_store():
         ("ftp://host/x", "names no store"),
         ("s3://", "names no store"),
         ("nothing", "names no store"),
+        ("redis://h:99999/0", "Port out of range"),
+        ("redis://[::1/0", "Invalid IPv6 URL"),
         ("redis://h:1/0?endpoint=x", "no option 'endpoint'"),
         ("s3://b/p?budget=soon", "option budget='soon'"),
         ("s3://b/p?budget=0", "budget=0.0 is not in"),

@@ -7,10 +7,11 @@ All operations take arrays; each row costs O(1), amortised.
 """
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from kvstow.errors import StoreError
 from kvstow.offload.eviction.queue import EvictionQueue
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
@@ -62,6 +63,9 @@ def policy(name: PolicyName, num_slots: int) -> Policy:
             return Arc(num_slots)
         case "s3fifo":
             return S3Fifo(num_slots)
+        case _:
+            known = ", ".join(get_args(PolicyName))
+            raise StoreError(f"no eviction policy {name!r}\n\nhint: one of {known}")
 
 
 class Lru:

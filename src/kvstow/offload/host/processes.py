@@ -18,7 +18,7 @@ from kvstow.errors import KvstowError, StoreError
 from kvstow.memory.allocate import open_shared
 from kvstow.offload.host.shared import SharedIndex, key_table, parts
 from kvstow.offload.host.tier import HostTier
-from kvstow.offload.rows import same_rows
+from kvstow.offload.rows import check_same_rows, same_rows
 from kvstow.offload.tier import (
     Bools,
     Bytes,
@@ -177,6 +177,8 @@ class SharedTiers:
                 "a host tier that is not shared cannot read other processes' tiers\n\n"
                 "hint: HostTier(..., shared=NAME)"
             )
+        if below is not None:
+            check_same_rows(host.layout, below.name, below.layout)
         self.layout = host.layout
         self._mine, self._below = host.part, below
         self._lock = Lock()

@@ -37,7 +37,7 @@ from kvstow.offload.mover.direct import DirectCopies
 from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
 from kvstow.offload.mover.streams import StreamOrder, fences
-from kvstow.offload.rows import RowMapping, matching_group
+from kvstow.offload.rows import RowMapping, check_same_rows, matching_group
 from kvstow.offload.tier import Bools, Tier, check_process, chosen
 from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies
@@ -101,8 +101,7 @@ class Mover:
         ]
         if below is not None:
             _check_identity(host, below)
-            for g in range(len(host.layout.groups)):
-                _check_same(host, below, g)
+            check_same_rows(host.layout, below.name, below.layout)
         self._fences: StreamOrder = fences(arena)
         self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
         self._checks = RowChecks(arena, host) if checked else None
@@ -400,15 +399,4 @@ def _check_identity(host: HostTier, below: Tier) -> None:
         raise StoreError(
             f"tier {below.name!r} keeps rows of another computation than the host tier:\n"
             + "\n".join(unlike)
-        )
-
-
-def _check_same(host: HostTier, below: Tier, group: int) -> None:
-    mine, theirs = host.layout.groups[group].group, below.layout.groups[group].group
-    if mine.layers != theirs.layers or host.layout.row_bytes(group) != below.layout.row_bytes(
-        group
-    ):
-        raise StoreError(
-            f"tier {below.name!r} keeps other rows than the host tier in group {mine.name!r}\n\n"
-            "hint: make the host tier for the store's layout: HostTier(tier.layout, …)"
         )

@@ -80,7 +80,11 @@ def is_remote(place: object) -> bool:
 
 def parse(url: str) -> tuple[SplitResult, dict[str, str], RemoteOptions]:
     """The parts of a URL: its address, the options of its store, the options of every store."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise StoreError(f"a URL that names no store: {error}\n\nhint: {FORMS}") from None
     if parts.scheme not in _OWN or not parts.netloc:
         raise StoreError(f"{_shown(parts)} names no store\n\nhint: {FORMS}")
     own: dict[str, str] = {}
