@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from kvstow.blocks.pool import Pool
-from kvstow.errors import BlockError, TransferError
+from kvstow.errors import BlockError, SpecError, TransferError
 from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
@@ -117,6 +117,56 @@ def test_an_offer_of_a_closed_agent_keeps_nothing(agent, pool):
         agent.offer_blocks({0: Blocks.first(ids)}, TOKENS)
     pool.release(0, ids)
     assert pool.num_held(0) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"readers": 0},
+        {"readers": 1.5},
+        {"lease_seconds": 0},
+        {"lease_seconds": float("nan")},
+        {"lease_seconds": 1e9},
+        {"num_tokens": -1},
+        {"num_tokens": 1.5},
+    ],
+)
+def test_an_offer_that_no_ticket_can_say_is_refused_and_keeps_nothing(agent, pool, wrong):
+    """Blocks that had been shared for it were never given back."""
+    ids = pool.hold(0, 2)
+    with pytest.raises(TransferError):
+        agent.offer_blocks({0: Blocks.first(ids)}, **{"num_tokens": TOKENS, **wrong})
+    pool.release(0, ids)
+    assert pool.num_held(0) == 0
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "\ud800", 5])
+def test_an_agent_name_that_peers_cannot_be_told_is_refused(fabric, name):
+    with pytest.raises(SpecError, match="agent name"):
+        Agent(
+            Arena(LAYOUT),
+            Pool(LAYOUT),
+            transport=LocalTransport(fabric),
+            identity=IDENTITY,
+            name=name,
+        )
+
+
+@pytest.mark.parametrize("options", [{"direction": "push"}, {"digest": "none"}])
+def test_a_pull_by_a_way_that_there_is_not_is_refused(agent, pool, fabric, options):
+    """It moved nothing, and was accepted where nobody compared digests."""
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    ticket = agent.offer_blocks(offered, TOKENS)
+    rows = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as reader:
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+        with pytest.raises(SpecError, match="hint: one of"):
+            reader.pull(ticket, into=into, **{"digest": "off", **options})
+        with pytest.raises(TransferError, match=r"hint: kvstow.Ticket.parse\(text\)"):
+            reader.pull(str(ticket), into=into)
+        for g, listed in into.items():
+            rows.release(g, listed.ids)
+            assert rows.num_held(g) == 0
 
 
 def test_all_blocks_are_shared_or_none():

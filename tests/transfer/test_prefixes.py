@@ -238,11 +238,19 @@ def test_keys_that_end_inside_of_blocks_are_a_miss(pair: tuple[Engine, Engine]):
     assert producer.agent.prefixes.answers == misses(consumer) == {"step": 1}
 
 
-@pytest.mark.parametrize("keys", [[], [b"short"], [bytes(32), bytes(31)]])
+@pytest.mark.parametrize("keys", [[], [b"short"], [bytes(32), bytes(31)], ["k" * 32]])
 def test_what_cannot_be_asked_is_refused_here(pair: tuple[Engine, Engine], keys: list[bytes]):
     producer, consumer = pair
     with pytest.raises(TransferError, match="keys"):
         consumer.agent.ask(producer.agent.address, keys, step=4)
+
+
+@pytest.mark.parametrize("step", [0, -4, 1.5])
+def test_a_step_that_there_is_not_is_refused_at_once(pair: tuple[Engine, Engine], step: int):
+    """The peer dropped the question, and whoever asked waited for nothing."""
+    producer, consumer = pair
+    with pytest.raises(TransferError, match="a step of"):
+        consumer.agent.ask(producer.agent.address, [bytes(32)], step=step)
 
 
 def test_an_agent_that_does_not_know_the_question_gives_no_answer_and_still_serves(

@@ -14,7 +14,7 @@ from random import Random, SystemRandom
 from typing import Self
 
 from kvstow.blocks.ledger import Ledger
-from kvstow.errors import TransferError
+from kvstow.errors import SpecError, TransferError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
@@ -25,7 +25,7 @@ from kvstow.route.ways import Way
 from kvstow.transfer.channel.base import Channel, Line
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.framing import DropReason
-from kvstow.transfer.channel.messages import AnyMessage, End
+from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
@@ -33,7 +33,7 @@ from kvstow.transfer.generations import Owner, OwnerQueue
 from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Story
 from kvstow.transfer.offers import Offers
-from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options
+from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, check_words
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.outgoing import Outgoing, Peers
@@ -86,7 +86,7 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
-        self.name = name or f"agent-{secrets.token_hex(4)}"
+        self.name = _checked_name(name) or f"agent-{secrets.token_hex(4)}"
         self.options = options
         self.telemetry = telemetry or Telemetry()
         self.endpoint = Endpoint(
@@ -301,6 +301,7 @@ class Agent:
         seconds = self.options.transfer_seconds if deadline is None else deadline
         if not seconds > 0:
             raise TransferError(f"deadline is {seconds} s, not above 0", kind="refused")
+        check_words(direction, digest)
         check_blocks(self.endpoint.layout, into, whose=self.name)
         self._owner.share(into)
         order = Order(
@@ -427,3 +428,14 @@ class Agent:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _checked_name(name: str) -> str:
+    """The name, if peers can be told it: SpecError for one that no message holds."""
+    try:
+        name.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise SpecError(f"agent name {name!r:.80} is no Unicode text: {error}") from None
+    if len(name) > MAX_NAME:
+        raise SpecError(f"agent name {name[:40]!r}… has {len(name)} characters, not {MAX_NAME}")
+    return name

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
+
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.generations import OwnerQueue
@@ -12,7 +14,7 @@ from kvstow.transfer.loop import Loop
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.server import Server
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class Offers:
     ) -> Ticket:
         """A ticket for blocks, which are kept from being reused until its lease ends."""
         endpoint = self._endpoint
+        seconds = endpoint.options.lease_seconds if lease_seconds is None else lease_seconds
+        _check(num_tokens, readers, seconds)
         check_blocks(endpoint.layout, blocks, whose=endpoint.name)
         self._owner.share(blocks)  # from here on their generations stay
         ticket = Ticket(
@@ -58,9 +62,9 @@ class Offers:
             address=self._address,
             key=self._key,
             lease=endpoint.random.getrandbits(63),
-            lease_seconds=lease_seconds or endpoint.options.lease_seconds,
+            lease_seconds=seconds,
             fingerprint=endpoint.fingerprint,
-            num_tokens=num_tokens,
+            num_tokens=int(num_tokens),
             blocks=dict(blocks),
             generations=endpoint.generations(blocks),
             identity=endpoint.identity.digest,
@@ -78,6 +82,7 @@ class Offers:
                 f"{ticket.fingerprint[:16]}, not of {mine[0]!r}, {mine[1]!r}, {mine[2][:16]}",
                 kind="ticket",
             )
+        _check(ticket.num_tokens, readers, ticket.lease_seconds)
         check_blocks(endpoint.layout, ticket.blocks, whose=endpoint.name)
         self._owner.share(ticket.blocks)
         self._grant(ticket, readers, on_end)
@@ -115,3 +120,18 @@ class Offers:
             on_end(reason)
         except Exception:
             log.exception("agent %s: on_end of a lease", self._endpoint.name)
+
+
+def _check(num_tokens: int, readers: int | None, seconds: float) -> None:
+    """TransferError for what no consumer could read in a ticket, or what nobody could end."""
+    for what, value, least, most in (
+        ("tokens", num_tokens, 0, MAX_TOKENS),
+        ("readers", 1 if readers is None else readers, 1, MAX_TOKENS),
+    ):
+        if not isinstance(value, int | np.integer) or not least <= value <= most:
+            raise TransferError(f"{value} {what} cannot be offered", kind="refused")
+    if not 0 < seconds <= MAX_LEASE_SECONDS:
+        raise TransferError(
+            f"a lease of {seconds} s, not above 0 and at most {MAX_LEASE_SECONDS:.0f}",
+            kind="refused",
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from kvstow.errors import SpecError
 from kvstow.route.ways import Way
@@ -55,6 +55,7 @@ class Options:
             seconds = getattr(self, name)
             if not 0 < seconds < inf:
                 raise SpecError(f"{name} is {seconds}, not a time above 0")
+        check_words(self.direction, self.digest)
         if self.engines is not None and not 1 <= self.engines <= ENGINES:
             raise SpecError(f"engines is {self.engines}, not from 1 to {ENGINES}")
         if self.slot_bytes is not None and self.slot_bytes < LEAST_SLOT_BYTES:
@@ -62,6 +63,16 @@ class Options:
                 f"slot_bytes is {self.slot_bytes}, not at least {LEAST_SLOT_BYTES}\n\n"
                 "hint: leave it out for 32 MiB on a device and none on the host"
             )
+
+
+def check_words(direction: Way | None, digest: DigestPolicy | None) -> None:
+    """SpecError for a way or a policy that there is not; None leaves it to others."""
+    for what, word, known in (
+        ("direction", direction, get_args(Way)),
+        ("digest", digest, get_args(DigestPolicy)),
+    ):
+        if word is not None and word not in known:
+            raise SpecError(f"{what} is {word!r}\n\nhint: one of {', '.join(known)}")
 
 
 DEFAULTS = Options()

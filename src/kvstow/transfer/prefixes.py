@@ -282,6 +282,12 @@ class PrefixQuestion:
                 f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS} of {KEY_BYTES} bytes",
                 kind="refused",
             )
+        if not isinstance(step, int) or step < 1 or not isinstance(keys[0], bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TransferError(
+                f"a step of {step!r} tokens, keys of {type(keys[0]).__name__}: one asks with "
+                "bytes, and steps of 1 or more",
+                kind="refused",
+            )
         number = endpoint.random.getrandbits(62)
         message = AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
         return PrefixQuestion(message, len(keys) * step)

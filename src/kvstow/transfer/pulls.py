@@ -257,6 +257,11 @@ def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:
 
 def checked_tokens(tickets: Sequence[Ticket], start_token: int, num_tokens: int | None) -> int:
     """How many tokens a pull wants; TransferError where the tickets do not have them."""
+    if not all(isinstance(ticket, Ticket) for ticket in tickets):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kinds = sorted({type(ticket).__name__ for ticket in tickets})
+        raise TransferError(
+            f"tickets are {', '.join(kinds)}\n\nhint: kvstow.Ticket.parse(text)", kind="ticket"
+        )
     lengths = {ticket.num_tokens for ticket in tickets}
     if not tickets:
         raise TransferError("there is no ticket to pull with", kind="ticket")

@@ -16,7 +16,8 @@ Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 Device = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_NAME = 256
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 MAX_GROUPS = 1 << 12
 MAX_ASKED_KEYS = 1 << 16
 
