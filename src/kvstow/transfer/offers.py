@@ -128,7 +128,8 @@ def _check(num_tokens: int, readers: int | None, seconds: float) -> None:
         ("tokens", num_tokens, 0, MAX_TOKENS),
         ("readers", 1 if readers is None else readers, 1, MAX_TOKENS),
     ):
-        if not isinstance(value, int | np.integer) or not least <= value <= most:
+        whole = isinstance(value, int | np.integer)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not whole or not least <= value <= most:
             raise TransferError(f"{value} {what} cannot be offered", kind="refused")
     if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise TransferError(
