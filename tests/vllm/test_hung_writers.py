@@ -40,7 +40,7 @@ class Case:
 
     config: dict[str, Any] | None = None
     ranks: int = 1
-    num_blocks: int = 60
+    num_blocks: int = 100
     held: int = 20
 
 
@@ -48,7 +48,7 @@ WINDOW_BLOCKS = 3  # 64 tokens, of which some are in the block before and some i
 CASES = {
     "dense": Case(),
     "dense, 2 ranks": Case(config=LLAMA, ranks=2),
-    "hybrid": Case(config=GEMMA, num_blocks=210, held=20 + 5 * WINDOW_BLOCKS),
+    "hybrid": Case(config=GEMMA, num_blocks=240, held=20 + 5 * WINDOW_BLOCKS),
 }
 
 
@@ -185,10 +185,11 @@ def test_decode_computes_the_prompt_in_other_blocks(pair: Pair):
 
 
 def test_late_bytes_change_no_text(pair: Pair):
-    """The client has left, so the blocks that prefill writes to would be the next to be given."""
+    """The client has left, so the blocks that prefill writes to would be the next to be given:
+    short prompts would have all of them, and each sees all of its own."""
     decode, case = pair.decode, pair.case
-    prompts = [DRAW(250 + 60 * k) for k in range(3)]
-    expected = texts(pair.prefill, prompts, 100)
+    prompts = [DRAW(70 + k) for k in range(8)]
+    expected = texts(pair.prefill, prompts, 200)
     before = decode.counts()
     with ThreadPoolExecutor(1) as pool:
         with pair.hung(DRAW(LENGTH), patience=3) as answer:
@@ -198,9 +199,9 @@ def test_late_bytes_change_no_text(pair: Pair):
             assert decode.await_count("held blocks", held) == held
             used = gauge(decode, "vllm:kv_cache_usage_perc")
             assert used == pytest.approx(case.held / (case.num_blocks - 1))
-            running = pool.submit(texts, decode, prompts, 100)
-            wait_for(lambda: gauge(decode, "vllm:num_requests_running") == len(prompts))
             assert decode.counts().get("released blocks", 0) == before.get("released blocks", 0)
+            running = pool.submit(texts, decode, prompts, 200)
+            wait_for(lambda: gauge(decode, "vllm:num_requests_running") == len(prompts))
         assert running.result() == expected
     assert decode.await_count("released blocks", held) == held
     wait_for(pair.is_empty)

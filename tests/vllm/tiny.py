@@ -45,12 +45,22 @@ def checkpoint(folder: Path, config: dict[str, Any], seed: int = 1) -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    scale = 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5
-                    parameter.normal_(0.0, scale)
+                draw(name, parameter, tied=config["tie_word_embeddings"])
         model.save_pretrained(folder)
         folder.joinpath("config.json").write_text(shape)
     return folder
+
+
+def draw(name: str, parameter: Any, *, tied: bool) -> None:
+    """Random weights of a layer. Attention is made sharp where queries and keys are normed, and
+    embeddings small where they are the output, too: large ones repeat the last token for ever."""
+    if parameter.dim() > 1:
+        scale = 2.0 / parameter.shape[-1] ** 0.5
+        if "embed" in name:
+            scale = scale / 40 if tied else 1.0
+        parameter.normal_(0.0, scale)
+    elif "q_norm" in name or "k_norm" in name:
+        parameter.fill_(1.0)
 
 
 def started(
