@@ -340,3 +340,21 @@ def test_known_tokens_and_those_of_beams_that_have_split_are_not_taken_back():
             cache.batch_repeat_interleave(2)
             with pytest.raises(BlockError, match="9 tokens cannot become 8: the first 9 are"):
                 cache.crop(-1)
+
+
+# ── generate's own caches ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "offloaded", "static", "quantized"])
+def test_generate_refuses_to_make_a_cache_beside_this_one(kind):
+    """By its argument, and where the model's own settings ask for one."""
+    model = tiny_model("llama")
+    ids = torch.arange(9).unsqueeze(0)
+    with ModelMemory.of(model, budget=1 << 20) as memory, Cache(memory, tokens=ids) as cache:
+        given = {"past_key_values": cache, "max_new_tokens": 2}
+        with pytest.raises(ValueError, match="both `cache_implementation`"):
+            model.generate(ids, cache_implementation=kind, **given)
+        model.generation_config.cache_implementation = kind
+        with pytest.raises(ValueError, match="both `cache_implementation`"):
+            model.generate(ids, **given)
+        assert cache.num_tokens == 0

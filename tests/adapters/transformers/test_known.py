@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvstow.adapters.transformers import Cache, ModelMemory
-from kvstow.errors import BlockError
+from kvstow.errors import BlockError, ModelError
 from kvstow.testing.tiny_models import tiny_model
 
 IDS = torch.arange(20, 40).unsqueeze(0)
@@ -131,3 +131,33 @@ def test_tokens_that_were_taken_back_are_not_those_that_count(model, memory):
         cache.remember(IDS[:, :16])
     with Cache(memory, tokens=IDS) as cache:
         assert cache.found_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"position_ids": torch.arange(4).unsqueeze(0)}, "not at their own positions"),
+        ({"attention_mask": (torch.arange(24) > 2).long().unsqueeze(0)}, "hides other ones"),
+    ],
+    ids=["positions", "mask"],
+)
+def test_an_answer_that_was_not_given_as_in_a_prompt_is_not_remembered(
+    model, memory, given, reason
+):
+    more = torch.arange(50, 54).unsqueeze(0)
+    with Cache(memory, tokens=IDS) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        model(more, past_key_values=cache, **given)
+        with pytest.raises(BlockError, match=rf"(?s)tokens from 20 on are not .*{reason}.*hint: "):
+            cache.remember(torch.cat([IDS, more], 1))
+    with Cache(memory, tokens=torch.cat([IDS, more, IDS], 1)) as cache:
+        assert cache.found_tokens == 20
+
+
+def test_an_answer_of_a_model_that_has_changed_is_not_remembered(model, memory):
+    with Cache(memory, tokens=IDS) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        model.model.layers[2].self_attn.v_proj.weight.data += 0.1
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ModelError, match=r"(?s)other weights than.*hint: make another"):
+            cache.remember(IDS.repeat(1, 2))

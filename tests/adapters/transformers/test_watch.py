@@ -87,8 +87,25 @@ def test_what_comes_behind_the_known_tokens_is_free(model, memory):
     with Cache(memory, tokens=IDS[:, :8]) as cache:
         model(IDS[:, :12], past_key_values=cache)
         model(inputs_embeds=torch.ones(1, 2, 32), past_key_values=cache)
-        with pytest.raises(BlockError, match=r"(?s)tokens from 8 on are not those.*hint"):
+        with pytest.raises(
+            BlockError,
+            match=r"(?s)tokens from 8 on are not those.*: the model is given embeddings.*hint",
+        ):
             cache.remember(IDS)
+
+
+def test_generate_without_a_cache_does_not_append_its_tokens_again_and_again(model, memory):
+    """As it does to transformers' own caches, and chooses other tokens then."""
+    for tokens in (None, IDS):
+        with (
+            Cache(memory, tokens=tokens) as cache,
+            pytest.raises(BlockError, match=r"(?s)holds 20 .*given 21 from position 0.*hint: "),
+        ):
+            model.generate(IDS, past_key_values=cache, use_cache=False, max_new_tokens=3)
+    with Cache(memory) as cache:  # a pass that goes on may be told so
+        model(IDS, past_key_values=cache, use_cache=False)
+        model(IDS, past_key_values=cache, use_cache=False)
+        assert cache.num_tokens == 40
 
 
 def test_another_model_does_not_fill_the_cache_of_this_one(model, memory):

@@ -25,6 +25,7 @@ from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
 from kvstow.adapters.transformers.prompts import prompts_of
 from kvstow.adapters.transformers.sequences import Sequences
+from kvstow.adapters.transformers.watch import eager
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window
@@ -165,6 +166,7 @@ class Cache(TransformersCache):
         self.batch.count()
         return self.batch.num_tokens
 
+    @eager
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen; all layers where none of them counts tokens."""
         if any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
@@ -176,17 +178,22 @@ class Cache(TransformersCache):
 
         Refused where the model is not what it was when the memory was made.
         """
-        if self.memory.watch is not None:
-            self.memory.watch.check()
+        self._check_model()
         self.batch.settle()
         return self.memory.ledger.blocks(self.batch.requests[sequence])
 
     def remember(self, tokens: torch.Tensor) -> None:
         """Let later requests reuse these sequences' whole blocks: `generate`'s output.
 
-        Refuses tokens that do not begin with the known ones, fewer than the rows hold, and beams.
+        Refuses tokens that do not begin with the known ones, fewer than the rows hold, and beams;
+        and where the model is not what it was, or was not while it computed them.
         """
+        self._check_model()
         self.batch.remember(tokens)
+
+    def _check_model(self) -> None:
+        if self.memory.watch is not None:
+            self.memory.watch.check()
 
     # ── beams ─────────────────────────────────────────────────────────────────────
 

@@ -249,13 +249,24 @@ def active_adapters(model: PreTrainedModel) -> str:
     """The adapters that the model computes with; the tensors of all are there at any time."""
     used: set[str] = set()
     how: list[tuple[str, dict[str, Any]]] = []
-    for name, module in model.named_modules():
-        active: Any = getattr(module, "active_adapters", None)
-        if not isinstance(active, list) or getattr(module, "disable_adapters", False):
-            continue
-        scaling: dict[str, Any] = getattr(module, "scaling", {})
-        used.update(active)
-        how.append((name, {each: scaling.get(each) for each in sorted(active)}))
+    for name, layer in tuned_layers(model):
+        if not getattr(layer, "disable_adapters", False):
+            strength = adapter_strengths(layer)
+            used.update(strength)
+            how.append((name, strength))
     if not used:
         return ""
     return f"{'+'.join(sorted(used))}:{blake2b(repr(how).encode(), digest_size=16).hexdigest()}"
+
+
+def tuned_layers(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Layers that PEFT has put adapters into, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "active_adapters", None), list):
+            yield name, module
+
+
+def adapter_strengths(layer: Any) -> dict[str, Any]:
+    """The active adapters of a layer, and how strongly each counts."""
+    scaling: dict[str, Any] = getattr(layer, "scaling", {})
+    return {each: scaling.get(each) for each in sorted(layer.active_adapters)}

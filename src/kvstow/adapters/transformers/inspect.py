@@ -240,7 +240,23 @@ def trial(model: PreTrainedModel) -> Cache:
             f"{type(model).__name__} keeps its tokens in {kept}\n\n"
             f"hint: models that make a {' or a '.join(OWN_CACHES)} can be served"
         )
+    _check_takes_cache(model, cache, tokens)
     return cache
+
+
+def _check_takes_cache(model: PreTrainedModel, kept: Cache, tokens: torch.Tensor) -> None:
+    """Refuses a model that, given a cache, uses one of its own: with tokens in front of all others,
+    as PEFT's prefix tuning does."""
+    keys = [getattr(layer, "keys", None) for layer in getattr(kept, "layers", ())]
+    if all(each is None or each.shape[-2] <= tokens.shape[1] for each in keys):
+        return
+    given = DynamicCache(config=model.config)
+    model(input_ids=tokens, use_cache=True, past_key_values=given)
+    if given.get_seq_length() == 0:
+        raise ModelError(
+            f"{type(model).__name__} puts keys and values of its own in the place of its cache"
+            "\n\nhint: disable such an adapter (PEFT's prefix tuning) before"
+        )
 
 
 @torch.no_grad()

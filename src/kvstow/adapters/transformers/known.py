@@ -208,14 +208,17 @@ def check_continues(
 
 
 class HeardTokens:
-    """The tokens that a model was given, pass by pass; None where it was given embeddings."""
+    """The tokens that a model was given, pass by pass; None where not as in a prompt."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[int, Tensor | None]] = []
+        self._fault = ""
 
-    def hear(self, start: int, ids: Tensor | None) -> None:
-        """A pass computes these tokens from `start` on."""
-        self._passes.append((start, ids))
+    def hear(self, start: int, ids: Tensor | None, fault: str = "") -> None:
+        """A pass computes these tokens from `start` on; `fault` says why a prompt's rows would be
+        others."""
+        self._passes.append((start, None if fault else ids))
+        self._fault = fault or self._fault
 
     def rearrange(self, origins: Sequence[int]) -> None:
         """Sequence `i` becomes what sequence `origins[i]` was."""
@@ -236,7 +239,8 @@ class HeardTokens:
             room = given[:, first:][:, : part.shape[1]]
             room.copy_(part[:, : room.shape[1]])
         if not torch.equal(given, tokens[:, known:num_tokens].cpu().to(given.dtype)):
+            fault = f": {self._fault}" if self._fault else ""
             raise BlockError(
-                f"tokens from {known} on are not those that the model was given\n\n"
+                f"tokens from {known} on are not those that the model was given{fault}\n\n"
                 "hint: give the prompt and the answer, as generate returns them"
             )

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from kvstow.adapters.transformers.attention import noted
 from kvstow.adapters.transformers.sequences import Sequences
 from kvstow.adapters.transformers.states import put
+from kvstow.adapters.transformers.watch import eager
 from kvstow.errors import ModelError
 
 Tensor = torch.Tensor
@@ -54,6 +55,7 @@ class RowsLayer(CacheLayerMixin):
         self.batch.begin(key_states.shape[0])
         self.is_initialized = True
 
+    @eager
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -75,11 +77,13 @@ class RowsLayer(CacheLayerMixin):
         seen = self.get_seq_length()
         return 0 if self.window is None else max(seen - self.window + 1, 0)
 
+    @eager
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` will return, and the position of the first."""
         first = self.first_seen()
         return self.get_seq_length() - first + query_length, first
 
+    @eager
     def get_seq_length(self) -> int:
         """Tokens that this layer has seen."""
         return self.batch.seen(self.name)
@@ -101,6 +105,7 @@ class RowsLayer(CacheLayerMixin):
 class IndexedRowsLayer(RowsLayer):
     """Keys and values, and the keys of a sparse attention's indexer."""
 
+    @eager
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new indexer keys; returns all of them: `[batch, token, content]`."""
         name = f"{self.name}.indexer"
@@ -118,11 +123,13 @@ class LayerStates(MutableMapping[int, Any]):
     def __init__(self, layer: "StateLayer", kind: str, count: int) -> None:
         self.layer, self.kind, self.count = layer, kind, count
 
+    @eager
     def __getitem__(self, index: int) -> Tensor | None:
         if (self.kind, index) == ("conv", 0):
             self.layer.begin_pass()
         return self.layer.lent(f"{self.kind}{index}")
 
+    @eager
     def __setitem__(self, index: int, value: Tensor) -> None:
         self.layer.put(f"{self.kind}{index}", value)
 
@@ -181,6 +188,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Overwrite the state of all sequences."""
         put(self.lent(field), value, f"{self.state_name!r}: {field!r}")
 
+    @eager
     def update_conv_state(
         self,
         conv_states: Tensor,
@@ -203,6 +211,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.conv_states[state_idx] = seen[..., -width:]
         return seen
 
+    @eager
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
@@ -291,6 +300,7 @@ class CompressedLayer(RowsLayer):
         """The keys."""
         return self.keys
 
+    @eager
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -302,6 +312,7 @@ class CompressedLayer(RowsLayer):
         self.batch.done(self.name, tokens)
         return keys, keys
 
+    @eager
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
@@ -317,6 +328,7 @@ class CompressedLayer(RowsLayer):
         usable = kv.shape[1] - kv.shape[1] % self.compress_rate
         return kv[:, :usable], gate[:, :usable], seen - waiting
 
+    @eager
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -329,6 +341,7 @@ class CompressedLayer(RowsLayer):
             held.copy_(chunk[:, -1, :, :head_dim])
         return prior[0], prior[1]
 
+    @eager
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Store the new entries; returns all of them: `[batch, entry, content]`."""
         layer = f"{self.name}.{name}"
@@ -361,6 +374,7 @@ class CrossLayer(RowsLayer):
     def __init__(self, batch: Sequences, name: str) -> None:
         super().__init__(batch, name, window=None)
 
+    @eager
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -369,10 +383,12 @@ class CrossLayer(RowsLayer):
         self.batch.encode(self.name, {"k": key_states, "v": value_states})
         return key_states, value_states
 
+    @eager
     def get_seq_length(self) -> int:
         """The encoder's positions."""
         return self.batch.encoder_tokens
 
+    @eager
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All positions, from the first; a query adds none."""
         return self.get_seq_length(), 0

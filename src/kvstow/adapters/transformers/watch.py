@@ -5,11 +5,12 @@
 Rows are found again by the tokens that a cache was told. So what the model is really given has
 to be these tokens, at their own positions, behind the padding that was told, and the model has
 to be as it was when its memory was made. A hook on the model looks at every pass that computes
-known tokens, and refuses what would make the rows those of something else.
+known tokens, and refuses what would make the rows those of something else. Passes behind the known
+tokens are free, and noted: what is not as in a prompt is not remembered later.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -18,12 +19,15 @@ from transformers import Cache, PreTrainedModel
 
 from kvstow.adapters.transformers.identity import (
     active_adapters,
+    adapter_strengths,
     lasting_buffers,
     own_attention,
+    tuned_layers,
     uncompiled,
     user_hooks,
 )
 from kvstow.adapters.transformers.prompts import known_ids, padding_of
+from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.identity import config_fields
 
@@ -34,6 +38,11 @@ Tensor = torch.Tensor
 
 SAMPLED_ELEMENTS = 8
 HINT = "hint: leave tokens out of Cache(...); then nothing is found, and nothing is kept"
+
+eager: Any = torch.compiler.disable(
+    reason="rows are found and grown by Python code; compile the model without fullgraph=True"
+)
+"""A compiled model leaves its graph to call what is marked so."""
 
 
 class ModelWatch:
@@ -47,6 +56,8 @@ class ModelWatch:
         self._model = ref(whole)
         self._vouched = vouched
         self._was = self._state(whole)
+        self._tuned = [ref(layer) for _, layer in tuned_layers(whole)]
+        self._switches_were = self._switches()
         models = [each for each in whole.modules() if isinstance(each, PreTrainedModel)]
         self._watched = WeakSet[torch.nn.Module](models)
         self._handles = [handle for each in models for handle in self._hooks(each)]
@@ -76,14 +87,21 @@ class ModelWatch:
             "adapters": active_adapters(model),
             "attention": own_attention(model),
             "hooks": [] if self._vouched else list(user_hooks(model)),
+            "hooks on adapters": [_num_hooks(layer) for _, layer in tuned_layers(model)],
             "configuration": config_fields(model.config.to_dict()),
             "weights": _samples(model),
         }
 
+    def _switches(self) -> list[Any]:
+        """What may be switched from pass to pass: mode and adapters."""
+        model = self._model()
+        layers = (layer for each in self._tuned if (layer := each()) is not None)
+        return [model is not None and model.training, *map(_adapter_state, layers)]
+
     def _hooks(self, module: torch.nn.Module) -> Iterator[Any]:
         """Of a model and of those inside it: the outermost that is called speaks for all."""
 
-        @torch.compiler.disable
+        @eager
         def before(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             batch = _batch(args, given)
             if batch is None or batch.memory.watch is not self:
@@ -92,7 +110,7 @@ class ModelWatch:
             if outermost and module in self._watched:  # not a copy of the model, with its hooks
                 self._announce(batch, module, args, given)
 
-        @torch.compiler.disable
+        @eager
         def after(
             module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], _: object
         ) -> None:
@@ -111,23 +129,47 @@ class ModelWatch:
         args: tuple[Any, ...],
         given: dict[str, Any],
     ) -> None:
-        start = batch.next_token
+        start, known = batch.next_token, batch.known
         named = inspect.signature(module.forward).bind_partial(*args, **given).arguments
         named = {**named, **given}
-        if start < batch.known.num_tokens:
+        check_goes_on(named, start)
+        if start < known.num_tokens:
             self.check()
-            known = known_ids(batch.known.prompts, start)
-            paddings = torch.tensor([padding_of(each) for each in batch.known.prompts])
-            check_pass(named, known, paddings, start, found=batch.hit_tokens > 0)
-        if batch.known.prompts:
-            batch.known.heard.hear(start, named.get("input_ids"))
-        batch.known.announced_by = module
+            check_pass(named, known.prompts, start, found=batch.hit_tokens > 0)
+            known.heard.hear(start, named.get("input_ids"))
+        elif known.prompts:
+            fault = self._fault(named, known.prompts, start)
+            known.heard.hear(start, named.get("input_ids"), fault)
+        known.announced_by = module
+
+    def _fault(self, named: Mapping[str, Any], prompts: Sequence[Prompt], start: int) -> str:
+        """Why later prompts could not use the rows of a pass behind the known tokens, if so."""
+        if self._switches() != self._switches_were:
+            return "the model had other adapters, or was in another mode"
+        try:
+            check_pass(named, prompts, start, found=False)
+        except BlockError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
 
 def _batch(args: tuple[Any, ...], given: Mapping[str, Any]) -> "Sequences | None":
     """The sequences behind the cache that a model is given, if it is one of ours."""
     caches = (each for each in (*given.values(), *args) if isinstance(each, Cache))
     return next((each.batch for each in caches if hasattr(each, "batch")), None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _adapter_state(layer: Any) -> tuple[Any, ...]:
+    """How PEFT's adapters take part in a layer now: used, off, or merged into the weights."""
+    is_off = getattr(layer, "disable_adapters", False)
+    merged = [*getattr(layer, "merged_adapters", ())]
+    return is_off, adapter_strengths(layer), merged, _num_hooks(layer)
+
+
+def _num_hooks(layer: Any) -> tuple[int, int]:
+    """Hooks on a layer. PEFT puts some there for one pass, where sequences have adapters of their
+    own or adapters begin at a token."""
+    return len(layer._forward_pre_hooks), len(layer._forward_hooks)
 
 
 def _samples(model: PreTrainedModel) -> list[tuple[str, bytes]]:
@@ -148,14 +190,27 @@ def _samples(model: PreTrainedModel) -> list[tuple[str, bytes]]:
 # ── what a model is given ─────────────────────────────────────────────────────────────
 
 
-def check_pass(
-    given: Mapping[str, Any], known: Tensor, paddings: Tensor, start: int, *, found: bool
-) -> None:
-    """Refuses arguments by which known tokens become other rows than their names say.
+def check_goes_on(given: Mapping[str, Any], start: int) -> None:
+    """Refuses passes of `generate(use_cache=False)`, which gives all tokens at every step, behind
+    those that the cache holds."""
+    positions = given.get("position_ids")
+    if given.get("use_cache") is False and start and positions is not None and not positions.min():
+        raise BlockError(
+            f"the cache holds {start} tokens, and the model is given {positions.shape[-1]} from "
+            "position 0 on, with use_cache=False\n\n"
+            "hint: leave use_cache out, or give generate no cache"
+        )
 
-    `known` are the tokens from `start` on, `paddings` how many on the left of each are none;
+
+def check_pass(
+    given: Mapping[str, Any], prompts: Sequence[Prompt], start: int, *, found: bool
+) -> None:
+    """Refuses arguments by which tokens from `start` on become other rows than a prompt's.
+
     `found` says that tokens before them were found.
     """
+    known = known_ids(prompts, start)
+    paddings = torch.tensor([padding_of(each) for each in prompts])
     if given.get("adapter_names") is not None:
         raise BlockError(f"adapters by sequence are in no row's name\n\n{HINT}")
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
