@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -175,6 +176,20 @@ def test_no_tokens_are_kept_unless_asked_for(tmp_path: Path):
     everything = b"".join(file.read_bytes() for file in (tmp_path / "a").glob(f"{FILE}*"))
     assert TOKENS[:4].astype("<i4").tobytes() not in everything
     assert (tmp_path / "a" / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_a_journal_beside_no_store_is_closed_to_other_users_with_its_log(tmp_path: Path):
+    """SQLite gives its log the mode that the file has when it is opened, and tokens are in both."""
+    old = os.umask(0)
+    try:
+        journal = Journal(tmp_path / "j", tokens=True)
+        journal.note(Prompt.of(TOKENS), IDENTITY, 4)
+        files = [tmp_path / "j", *(tmp_path / "j").iterdir()]
+    finally:
+        os.umask(old)
+    assert len(files) == 4
+    assert [file.name for file in files if file.stat().st_mode & 0o077] == []
+    journal.close()
 
 
 def test_equal_prompts_have_other_digests_in_another_journal(tmp_path: Path):

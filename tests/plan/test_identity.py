@@ -89,6 +89,7 @@ def test_a_change_inside_any_one_tensor_is_seen(tmp_path: Path):
         {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"sliding_window": 4096},
+        {"attention_chunk_size": None},  # none, where no field means the default of its class
         {"torch_dtype": "float16"},
     ],
 )

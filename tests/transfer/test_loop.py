@@ -1,6 +1,9 @@
 """The loop: stories wait, wake, end and fail one by one."""
 
 import logging
+import os
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -293,3 +296,28 @@ def test_an_interrupt_that_waits_does_not_reach_a_story_that_is_ending():
     task.resume(1.0)
     task.resume(2.0)
     assert (task.result, task.error) == ("ended in its own time", None)
+
+
+def test_a_forked_process_is_refused_at_once_and_can_close_what_it_has_not(loop):
+    """It has no thread that would obey: its pulls, and its end, waited for ever."""
+    loop.run(lambda: None)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it forks beside a thread
+        child = os.fork()
+    if not child:
+        try:
+            threading.Timer(20, os._exit, [1]).start()
+            try:
+                loop.submit(lambda: None)
+            except TransferError as error:
+                os.write(writing, f"{error}, stopped {loop.stop()}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    assert f"was made by process {os.getpid()}" in said
+    assert said.endswith("hint: make the agent after the fork, stopped False")
+    assert loop.stop()

@@ -169,6 +169,26 @@ def test_a_pull_by_a_way_that_there_is_not_is_refused(agent, pool, fabric, optio
             assert rows.num_held(g) == 0
 
 
+def test_blocks_that_a_pull_is_writing_to_are_not_offered(agent, pool, fabric):
+    """A third agent pulled what happened to be there, and every check agreed."""
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    rows = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+        cable = (agent.endpoint.transport.name, relay.endpoint.transport.name)
+        relay.connect(agent.address)
+        fabric.cut(*cable)
+        pull = relay.pull(agent.offer_blocks(offered, TOKENS), into=into, start_token=4)
+        with pytest.raises(TransferError, match="a pull is still writing to some of 2 blocks"):
+            relay.offer_blocks(into, TOKENS)
+        assert [rows.num_held(g) for g in into] == [2] * len(into)
+        before = {0: Blocks.first(into[0].ids[:1])}
+        assert relay.offer_blocks(before, 4).num_blocks == 1  # written to by nobody
+        fabric.reconnect(*cable)
+        pull.wait(20)
+        assert relay.offer_blocks(into, TOKENS).num_blocks == 2 * len(into)
+
+
 def test_all_blocks_are_shared_or_none():
     pool = Pool(LAYOUT)
     held = pool.hold(0, 2)

@@ -12,10 +12,13 @@ is bounded, a prompt that goes on replaces its beginning, and no fault of it eve
 
 import json
 import logging
+import os
 import secrets
 import sqlite3
+import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -130,7 +133,7 @@ class Journal:
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._connection = _connected(self.path)
             self._secret = _secret(self._connection)
         return self._connection
@@ -185,6 +188,8 @@ class Journal:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
+    with suppress(FileExistsError):  # SQLite gives its log the mode that it finds
+        os.mknod(path, stat.S_IFREG | 0o600)
     connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = OFF")

@@ -116,7 +116,7 @@ class Identity:
         return Identity(
             model=model or checkpoint.name,
             weights=checkpoint.weights,
-            config=config_fields({**checkpoint.config, **code}),
+            config=config_fields({**checkpoint.config, **code}, nulls=True),
             kv_dtype=kv_dtype,
             interior=interior,
             tokenizer=checkpoint.tokenizer,
@@ -228,23 +228,24 @@ class Identity:
             yield f"config {name}", value
 
 
-def config_fields(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def config_fields(config: Mapping[str, Any], *, nulls: bool = False) -> tuple[tuple[str, str], ...]:
     """The fields of a configuration that can change what is cached, flat, as sorted text.
 
-    Nested mappings become dotted names. Long values stand as their digest.
+    Nested mappings become dotted names. Long values stand as their digest. With `nulls` a field
+    that is null counts: in a file it says something else than none, which has a default.
     """
     try:
-        return tuple(sorted(_flat(config, "")))
+        return tuple(sorted(_flat(config, "", nulls=nulls)))
     except (RecursionError, UnicodeEncodeError) as error:
         raise ModelError(f"a configuration that cannot be compared: {error}") from None
 
 
-def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _flat(config: Mapping[str, Any], prefix: str, *, nulls: bool) -> Iterator[tuple[str, str]]:
     for key, value in config.items():
-        if key in WITHOUT_EFFECT or value is None:
+        if key in WITHOUT_EFFECT or (value is None and not nulls):
             continue
         if isinstance(value, Mapping):
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.", nulls=nulls)
             continue
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
         if len(text) > MAX_TEXT:

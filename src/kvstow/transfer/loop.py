@@ -224,6 +224,7 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._busy_until = 0.0
         self._closing = threading.Event()
+        self._opener = os.getpid()
         self._waking = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         channel.watch(self._wake_fd)
@@ -238,11 +239,21 @@ class Loop:
 
     def submit(self, command: Callable[[], None]) -> None:
         """Have something done in the loop's thread. Raises TransferError once it is closed."""
+        self._check_process()
         with self._waking:
             if self._wake_fd < 0:
                 raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
             self._commands.append(command)
             os.eventfd_write(self._wake_fd, 1)
+
+    def _check_process(self) -> None:
+        """TransferError in a process that was forked: it has no thread that would do anything."""
+        if os.getpid() != self._opener:
+            raise TransferError(
+                f"agent {self.name!r} was made by process {self._opener}, and this is process "
+                f"{os.getpid()}, forked from it\n\nhint: make the agent after the fork",
+                kind="refused",
+            )
 
     def wake(self) -> None:
         """Resume every story, if the loop still runs."""
@@ -317,6 +328,7 @@ class Loop:
 
     def run(self, begin: Callable[[], None]) -> None:
         """Turn in a thread of its own from now on, which calls `begin` first."""
+        self._check_process()
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._turn, args=(begin,), name=f"kvstow-{self.name}", daemon=True
@@ -334,8 +346,9 @@ class Loop:
                 wait = IDLE
 
     def stop(self) -> bool:
-        """End the thread, if there is one; whether this was the first call."""
-        if self._closing.is_set():
+        """End the thread, if there is one; whether this was the first call. A process that was
+        forked meanwhile has nothing to end."""
+        if self._closing.is_set() or os.getpid() != self._opener:
             return False
         self._closing.set()
         self.wake()

@@ -33,6 +33,7 @@ class Offers:
         *,
         address: str,
         key: str,
+        check_filled: Callable[[Mapping[int, Blocks]], None],
     ) -> None:
         self._endpoint = endpoint
         self._loop = loop
@@ -40,6 +41,7 @@ class Offers:
         self._owner = owner
         self._address = address
         self._key = key
+        self._check_filled = check_filled
 
     def offer(
         self,
@@ -55,6 +57,7 @@ class Offers:
         seconds = endpoint.options.lease_seconds if lease_seconds is None else lease_seconds
         _check(num_tokens, readers, seconds)
         check_blocks(endpoint.layout, blocks, whose=endpoint.name)
+        self._check_filled(blocks)
         self._owner.share(blocks)  # from here on their generations stay
         ticket = Ticket(
             agent=endpoint.name,

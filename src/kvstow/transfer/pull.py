@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
+from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.ways import Way, counted
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
 from kvstow.transfer.digests import (
@@ -58,6 +59,14 @@ class Order:
     @property
     def num_rows(self) -> int:
         return sum(len(blocks) for blocks in self.into.values())
+
+    def written(self, layout: Layout) -> dict[int, Ints]:
+        """By group, the rows that are written to: not those of tokens before the first."""
+        tokens, found = Tokens(self.start_token, self.num_tokens), dict[int, Ints]()
+        for g, blocks in self.into.items():
+            group = layout.groups[g].group
+            found[g] = blocks.ids[(blocks.index + 1) * block_span(group) > tokens.of(group).first]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
