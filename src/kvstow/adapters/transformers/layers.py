@@ -9,7 +9,8 @@
                       copies that go back into the rows before anybody else looks
 
 Sequence `i` of the batch is one request of the ledger; all have the same length, padding
-included, which is how transformers counts.
+included, which is how transformers counts. What a model calls is marked `eager`: a compiled one
+leaves its graph for it.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -98,7 +99,7 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequences are reordered once for all layers: see `RowsCache.reorder_cache`."""
+        """Sequences are reordered once for all layers: see `Cache.reorder_cache`."""
         raise NotImplementedError(f"layer {self.name!r} is not reordered on its own")
 
 
@@ -227,7 +228,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             self.has_previous_state[index] = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequences are reordered once for all layers: see `RowsCache.reorder_cache`."""
+        """Sequences are reordered once for all layers: see `Cache.reorder_cache`."""
         raise NotImplementedError(f"layer {self.state_name!r} is not reordered on its own")
 
 
