@@ -12,6 +12,15 @@ from kvstow.errors import BlockError, OutOfBlocks
 from kvstow.plan.retention import Chunk, Sink, Window
 
 
+def test_a_number_of_numpy_is_a_number_of_tokens_and_a_list_is_no_prompt() -> None:
+    """A list was counted, and its tokens were found by nobody."""
+    ledger = ledger_of(*HYBRID)
+    request = ledger.admit(np.int64(5)).request
+    assert ledger.num_tokens(request) == 5
+    with pytest.raises(BlockError, match=r"list is neither .*\n\nhint: kvstow.Prompt.of"):
+        ledger.admit([1, 2, 3])  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 17])
 def test_an_admitted_request_holds_what_the_plan_says_it_needs(num_tokens: int) -> None:
     for layers in (HYBRID, RECURRENT, MIXED):

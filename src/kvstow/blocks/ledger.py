@@ -11,6 +11,7 @@ given back, and prefixes that were looked at count as used.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +133,7 @@ class Ledger:
         """
         self.pool.check_thread()
         known = prompt if isinstance(prompt, Prompt) else None
-        length = prompt if isinstance(prompt, int) else len(prompt)
+        length = len(prompt) if isinstance(prompt, Prompt) else _counted(prompt)
         if length < 1 or (num_tokens is not None and not 1 <= num_tokens <= length):
             raise BlockError(f"{num_tokens} tokens of a prompt of {length} cannot be admitted")
         hit = self.prefixes.hit(known) if self.prefixes and known else MISS
@@ -430,3 +431,15 @@ class Ledger:
                 broken.append(f"group {group.name!r}: block {row} can be found and is not kept")
         if broken:
             raise BlockError("\n".join(broken))
+
+
+def _counted(num_tokens: int) -> int:
+    """The number of tokens, of numpy's kinds too. BlockError for tokens that are no `Prompt`: they
+    would be counted, and found by nobody."""
+    try:
+        return int(index(num_tokens))
+    except TypeError:
+        raise BlockError(
+            f"{type(num_tokens).__name__} is neither a prompt nor a number of tokens\n\n"
+            "hint: kvstow.Prompt.of(tokens)"
+        ) from None
