@@ -51,8 +51,8 @@ from kvstow.route.blocks import Blocks
 from kvstow.route.price import LinkSpeed
 from kvstow.route.sources import SourceRoute, sources
 from kvstow.testing.patterns import CANARY, fill_canaries, fill_request, wrong_values
-from kvstow.transfer.generations import Generations
 from kvstow.transfer.options import Options
+from kvstow.transfer.tickets.generations import Generations
 
 IDENTITY = kvstow.Identity.unverified("bytes of a measurement")
 TOKENS = (2048, 1024, 512, 256, 128)

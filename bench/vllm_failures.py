@@ -72,7 +72,7 @@ def fill(engine: Remote, settings: Settings) -> None:
 
 def forged(prefill: Remote, decode: Remote, job: dict[str, Any], settings: Settings) -> None:
     from kvstow.adapters.vllm.protocol import OURS
-    from kvstow.transfer.ticket import Ticket
+    from kvstow.transfer.tickets.ticket import Ticket
 
     carried = job["params"][OURS]
     ticket = Ticket.parse(carried["tickets"][0])

@@ -39,8 +39,10 @@ class Target:
 
 TARGETS = {
     "fence": Target("transfer/fence", ("transfer/test_fence", "laws/test_fence_law")),
-    "ticket": Target("transfer/ticket", ("transfer/test_ticket", "fuzz/test_tickets")),
-    "lease": Target("transfer/lease", ("transfer/test_lease",)),
+    "ticket": Target(
+        "transfer/tickets/ticket", ("transfer/tickets/test_ticket", "fuzz/test_tickets")
+    ),
+    "lease": Target("transfer/tickets/lease", ("transfer/tickets/test_lease",)),
     "accept": Target(
         "transfer/pull",
         (

@@ -24,9 +24,9 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.channel.status import status_document
-from kvstow.transfer.generations import Generations
 from kvstow.transfer.options import Options
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from kvstow.transfer.transport.nixl import NixlTransport
 from strategies import Kind, blocks_of, first_block, group_bytes, own_bytes, value

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from kvstow.transfer.agent import Agent
     from kvstow.transfer.channel.curve import Keys
     from kvstow.transfer.options import Options
-    from kvstow.transfer.ticket import Ticket
+    from kvstow.transfer.tickets.ticket import Ticket
     from kvstow.transfer.transport.local import Fabric, LocalTransport
     from kvstow.transfer.transport.nixl import NixlTransport
 
@@ -87,7 +87,7 @@ _NAMES = {
     "kvstow.memory.copy": ("copy",),
     "kvstow.memory.digest": ("digest",),
     "kvstow.transfer.agent": ("Agent",),
-    "kvstow.transfer.ticket": ("Ticket",),
+    "kvstow.transfer.tickets.ticket": ("Ticket",),
     "kvstow.transfer.options": ("Options",),
     "kvstow.transfer.channel.curve": ("Keys",),
     "kvstow.transfer.transport.nixl": ("NixlTransport",),

@@ -10,7 +10,7 @@ import numpy as np
 from fuzzing import Reader, damaged_bytes, damaged_msgpack, fuzzed
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 
 def ticket(num_blocks: int, identity: bytes = b"\x07" * 32) -> Ticket:

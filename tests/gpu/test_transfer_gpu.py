@@ -74,8 +74,8 @@ def request(where, case, side, seed):
 
 def agent(where, name):
     from kvstow.transfer.agent import Agent
-    from kvstow.transfer.generations import Generations
     from kvstow.transfer.options import Options
+    from kvstow.transfer.tickets.generations import Generations
     from kvstow.transfer.transport.nixl import NixlTransport
 
     arena = Arena(where, device=DEVICE)
@@ -122,7 +122,7 @@ def offering(case):
 @contextmanager
 def producer():
     """A function that asks the other process for tickets of a case."""
-    from kvstow.transfer.ticket import Ticket
+    from kvstow.transfer.tickets.ticket import Ticket
 
     child = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

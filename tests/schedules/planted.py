@@ -22,13 +22,13 @@ from kvstow.route import sources as route_sources
 from kvstow.transfer import pull, pulls, serve, source
 from kvstow.transfer.channel.messages import Begun, Failed
 from kvstow.transfer.fence import Fence
-from kvstow.transfer.generations import Generations, OwnerQueue
-from kvstow.transfer.lease import Leases
 from kvstow.transfer.loop import IDLE
 from kvstow.transfer.move import gather
 from kvstow.transfer.move import rows as cut_rows
 from kvstow.transfer.peers import layouts
 from kvstow.transfer.server import Server
+from kvstow.transfer.tickets.generations import Generations, OwnerQueue
+from kvstow.transfer.tickets.lease import Leases
 from kvstow.transfer.transport import local
 from schedules import schedule
 from schedules.library import changed, prepared

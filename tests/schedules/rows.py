@@ -10,7 +10,7 @@ from kvstow.blocks.pool import Pool
 from kvstow.errors import OutOfBlocks
 from kvstow.plan.layout import Layout
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.generations import Generations
+from kvstow.transfer.tickets.generations import Generations
 from schedules.truth import Ints, Request
 
 

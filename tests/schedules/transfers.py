@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.errors import OutOfBlocks, TransferError
 from kvstow.transfer.channel.messages import Begun
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from schedules.rows import EngineRows
 from schedules.truth import Request
 from schedules.world import Held, Node, Pull

@@ -16,7 +16,7 @@ from kvstow.plan.manifest import encode
 from kvstow.plan.retention import Full
 from kvstow.plan.spec import DType
 from kvstow.transfer.digests import digests
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import Kind, Served
 from transfer_node import Node, hybrid_layout, rows_for

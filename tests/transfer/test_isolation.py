@@ -23,7 +23,7 @@ from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.messages import RegionCard, TellDigest
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import IDENTITY, Node, from_json, hybrid_layout, rows_for
 from waiting import wait_for

@@ -15,7 +15,7 @@ from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, Sink, Window
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from strategies import group_bytes, value
 from transfer_node import CANARY, IDENTITY, attention

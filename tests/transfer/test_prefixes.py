@@ -27,7 +27,7 @@ from kvstow.transfer.channel.messages import AskPrefix, TellPrefix, Why
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.prefixes import MOST_LEASES
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import attention
 from waiting import wait_for

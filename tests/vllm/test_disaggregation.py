@@ -24,7 +24,7 @@ import recorded_vllm
 from kvstow.adapters.vllm.cache.layout import declared_layout
 from kvstow.cli import app
 from kvstow.plan import manifest
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from waiting import stop
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

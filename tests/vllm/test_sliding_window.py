@@ -15,7 +15,7 @@ from kvstow.adapters.vllm.cache.layout import declared_layout
 from kvstow.demo.packaged import GEMMA3
 from kvstow.demo.weights import unpacked
 from kvstow.plan import manifest
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

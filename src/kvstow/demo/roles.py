@@ -33,7 +33,7 @@ from kvstow.offload.store import Store
 from kvstow.plan.retention import State
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.nixl import NixlTransport
 
 CAPACITY = 2 << 30

@@ -1,7 +1,6 @@
 """Rows between processes and machines, and never silently wrong.
 
 agent        offer, pull, keep, drop, settle: all that a user calls
-offers       all tickets of an agent, and the leases behind them
 pulls        all pulls of an agent, and what is owed for them
 pull         a pull from top to bottom: meet, plan, move, fence, digests, accept
 server       agents that dialled us, our leases, and what is served under them
@@ -13,8 +12,8 @@ prefixes     blocks that peers may ask for by key, without a ticket
 discovery    where agents are: a list, a name in DNS, leases in etcd
 fence        the generations of a ticket's blocks, read after the last byte
 digests      which bytes are compared, and what they add up to
-ticket       what a producer hands out        lease        until when it keeps the blocks
-generations  when blocks change owner         options      times and sizes
-channel/     messages between agents          transport/   engines that move bytes
-peers/       agents that meet                 move/        bytes on their way
+options      times and sizes
+tickets/     what a producer promises         peers/       agents that meet
+channel/     messages between agents          move/        bytes on their way
+transport/   engines that move bytes
 """

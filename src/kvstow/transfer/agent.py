@@ -31,10 +31,7 @@ from kvstow.transfer.channel.messages import MAX_NAME, AnyMessage, End
 from kvstow.transfer.channel.sockets import SocketChannel
 from kvstow.transfer.channel.status import status_document
 from kvstow.transfer.digests import warm_up
-from kvstow.transfer.generations import Owner, OwnerQueue
-from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Story
-from kvstow.transfer.offers import Offers
 from kvstow.transfer.options import DEFAULTS, DigestPolicy, Options, check_words
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
@@ -50,7 +47,10 @@ from kvstow.transfer.pull import Order
 from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import Owner, OwnerQueue
+from kvstow.transfer.tickets.lease import EndReason
+from kvstow.transfer.tickets.offers import Offers
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 from kvstow.transfer.transport.parallel import parallel
 

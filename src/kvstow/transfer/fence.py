@@ -25,7 +25,7 @@ from kvstow.transfer.transport.base import Kinds
 if TYPE_CHECKING:
     from kvstow.transfer.channel.messages import Card
     from kvstow.transfer.peers.endpoint import Endpoint
-    from kvstow.transfer.ticket import Ticket
+    from kvstow.transfer.tickets.ticket import Ticket
 
 ENTRY_BYTES = 8
 LONG_GAP = 4096

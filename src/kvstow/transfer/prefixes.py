@@ -35,14 +35,14 @@ from kvstow.transfer.channel.messages import (
     TellPrefix,
     Why,
 )
-from kvstow.transfer.generations import OwnerQueue
-from kvstow.transfer.lease import EndReason
 from kvstow.transfer.loop import Loop, Mailbox, Story
-from kvstow.transfer.offers import Offers, OnEnd
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import OwnerQueue
+from kvstow.transfer.tickets.lease import EndReason
+from kvstow.transfer.tickets.offers import Offers, OnEnd
+from kvstow.transfer.tickets.ticket import Ticket
 
 KEY_BYTES = 32
 MOST_BLOCKS = 1 << 20

@@ -25,7 +25,6 @@ from kvstow.transfer.digests import (
     samples,
 )
 from kvstow.transfer.fence import CounterRead, Fence, changed
-from kvstow.transfer.generations import ids_of
 from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
@@ -34,7 +33,8 @@ from kvstow.transfer.options import DigestPolicy
 from kvstow.transfer.peers.blocks import check_known, named
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
-from kvstow.transfer.ticket import packed_ints
+from kvstow.transfer.tickets.generations import ids_of
+from kvstow.transfer.tickets.ticket import packed_ints
 from kvstow.transfer.transport.base import lost
 
 log = logging.getLogger(__name__)

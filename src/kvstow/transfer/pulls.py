@@ -15,7 +15,7 @@ from kvstow.transfer.peers.outgoing import Peers
 from kvstow.transfer.pull import Order, Stats, pull
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.source import Source, SourcePlans
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 
 class Transfer:

@@ -39,7 +39,7 @@ from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.incoming import Incoming
-from kvstow.transfer.ticket import Ticket, unpacked_ints
+from kvstow.transfer.tickets.ticket import Ticket, unpacked_ints
 
 if TYPE_CHECKING:
     from kvstow.transfer.server import Server

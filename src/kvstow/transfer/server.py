@@ -25,7 +25,6 @@ from kvstow.transfer.channel.messages import (
     Welcome,
 )
 from kvstow.transfer.channel.status import CachedStatus
-from kvstow.transfer.lease import EndReason, Lease, Leases
 from kvstow.transfer.loop import IDLE, Loop, Story
 from kvstow.transfer.move.gather import ready_to_gather
 from kvstow.transfer.peers.endpoint import Endpoint
@@ -33,7 +32,8 @@ from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.probe import written_probe
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.serve import Ended, Serving, serve
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.lease import EndReason, Lease, Leases
+from kvstow.transfer.tickets.ticket import Ticket
 
 AWAKE_AFTER_HELLO = 0.5
 """A new consumer measures how fast it can read: that takes our help, and is not announced."""

@@ -28,12 +28,12 @@ from kvstow.transfer.channel.messages import (
     Written,
 )
 from kvstow.transfer.digests import packed_claims
-from kvstow.transfer.lease import UNKNOWN
 from kvstow.transfer.loop import Mailbox
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.outgoing import Outgoing
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.lease import UNKNOWN
+from kvstow.transfer.tickets.ticket import Ticket
 
 Outcome = Literal["accepted", "failed", "aborted"]
 

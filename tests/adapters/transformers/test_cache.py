@@ -13,8 +13,8 @@ from kvstow.adapters.transformers import (
     cache_layers,
     cache_name,
 )
-from kvstow.adapters.transformers.inspect import trial
-from kvstow.adapters.transformers.rows import one_stride
+from kvstow.adapters.transformers.batch.rows import one_stride
+from kvstow.adapters.transformers.model.inspect import trial
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.retention import Full, State, Window
 from kvstow.plan.spec import DType

@@ -27,7 +27,7 @@ from kvstow.cli import app
 from kvstow.errors import SpecError
 from kvstow.events.format import BlockStored, CacheEvent
 from kvstow.offload.disk.tier import DiskTier
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1"

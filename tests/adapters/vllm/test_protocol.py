@@ -25,7 +25,7 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 TOKENS = list(range(64))
 

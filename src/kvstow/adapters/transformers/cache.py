@@ -11,7 +11,8 @@ from transformers import Cache as TransformersCache
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvstow.adapters.transformers.inspect import own_cache
+from kvstow.adapters.transformers.batch.prompts import prompts_of
+from kvstow.adapters.transformers.batch.sequences import Sequences
 from kvstow.adapters.transformers.layers import (
     CompressedLayer,
     CrossLayer,
@@ -22,10 +23,9 @@ from kvstow.adapters.transformers.layers import (
     StateLayer,
 )
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.model.inspect import own_cache
+from kvstow.adapters.transformers.model.watch import eager
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.prompts import prompts_of
-from kvstow.adapters.transformers.sequences import Sequences
-from kvstow.adapters.transformers.watch import eager
 from kvstow.offload.store import Store
 from kvstow.plan.layout import Order
 from kvstow.plan.retention import State, Window

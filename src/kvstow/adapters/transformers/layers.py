@@ -20,9 +20,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvstow.adapters.transformers.attention import noted
-from kvstow.adapters.transformers.sequences import Sequences
-from kvstow.adapters.transformers.states import put
-from kvstow.adapters.transformers.watch import eager
+from kvstow.adapters.transformers.batch.sequences import Sequences
+from kvstow.adapters.transformers.batch.states import put
+from kvstow.adapters.transformers.model.watch import eager
 from kvstow.errors import ModelError
 
 Tensor = torch.Tensor

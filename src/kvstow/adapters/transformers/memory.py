@@ -12,8 +12,8 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvstow.adapters.transformers.attention import attend_in_place
-from kvstow.adapters.transformers.identity import model_identity, user_hooks
-from kvstow.adapters.transformers.inspect import (
+from kvstow.adapters.transformers.model.identity import model_identity, user_hooks
+from kvstow.adapters.transformers.model.inspect import (
     ALL_HEADS,
     HeadShard,
     crossed_layers,
@@ -25,8 +25,8 @@ from kvstow.adapters.transformers.inspect import (
     resumes,
     trial,
 )
-from kvstow.adapters.transformers.ropes import LengthRope, length_ropes
-from kvstow.adapters.transformers.watch import ModelWatch
+from kvstow.adapters.transformers.model.ropes import LengthRope, length_ropes
+from kvstow.adapters.transformers.model.watch import ModelWatch
 from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.pool import Pool
 from kvstow.blocks.table import RowCopy

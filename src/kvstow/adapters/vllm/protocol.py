@@ -25,7 +25,7 @@ from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.errors import TransferError
 from kvstow.offload.watch import TierChange
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import MAX_BODY_BYTES, Ticket
+from kvstow.transfer.tickets.ticket import MAX_BODY_BYTES, Ticket
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Per group, the ids of a request's blocks by position; 0 where there is none."""

@@ -14,9 +14,9 @@ from kvstow.route.blocks import Blocks
 from kvstow.testing.measure.setting import BLOCK_TOKENS, IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.generations import Generations
 from kvstow.transfer.loop import Task
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.ticket import Ticket
 
 
 class Meter:

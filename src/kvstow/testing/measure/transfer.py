@@ -31,9 +31,9 @@ from kvstow.testing.measure.producer import Producer, producing
 from kvstow.testing.measure.setting import IDENTITY, Setting
 from kvstow.testing.measure.timed import TimedNixl
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.generations import Generations
 from kvstow.transfer.loop import SOON
 from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.tickets.generations import Generations
 from kvstow.transfer.transport.base import Region
 from kvstow.transfer.transport.parallel import ENGINES, THREAD_NAME, ParallelTransport
 

@@ -27,11 +27,11 @@ from kvstow.route.price import LinkSpeed
 from kvstow.route.ways import DEVICE_SLOT_BYTES
 from kvstow.transfer.channel.messages import Card, RegionCard
 from kvstow.transfer.fence import ENTRY_BYTES
-from kvstow.transfer.generations import Owner
 from kvstow.transfer.move.staged import SLOTS, Stage
 from kvstow.transfer.options import Options
 from kvstow.transfer.peers.flight import Flight
 from kvstow.transfer.peers.layouts import PeerLayouts
+from kvstow.transfer.tickets.generations import Owner
 from kvstow.transfer.transport.base import (
     Direction,
     Kinds,

@@ -36,7 +36,7 @@ from kvstow.transfer.channel.messages import (
 from kvstow.transfer.loop import IDLE, NOW_AND_THEN, Loop, Mailbox, Story, Task
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.probe import Path, measured_path
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import lost
 
 log = getLogger(__name__)

@@ -29,7 +29,7 @@ from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.cli import app
 from kvstow.errors import StoreError
 from kvstow.testing.servers import Valkey
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import (
     HEADS,

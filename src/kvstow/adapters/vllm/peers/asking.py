@@ -18,7 +18,7 @@ from kvstow.errors import TransferError
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.discovery import found_agents
 from kvstow.transfer.peers.outgoing import Outgoing
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
 

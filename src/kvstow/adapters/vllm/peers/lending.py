@@ -14,7 +14,7 @@ from kvstow.plan.retention import State
 from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.discovery import EtcdLease
-from kvstow.transfer.generations import Generations
+from kvstow.transfer.tickets.generations import Generations
 from kvstow.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)

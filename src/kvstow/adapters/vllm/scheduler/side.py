@@ -42,7 +42,7 @@ from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
-from kvstow.transfer.generations import Generations
-from kvstow.transfer.lease import EndReason
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.lease import EndReason
+from kvstow.transfer.tickets.ticket import Ticket
 
 
 class LeasedGenerations(Generations):

@@ -20,7 +20,7 @@ import msgspec
 
 from kvstow.adapters.vllm.protocol import OfferBlocks, WorkerEndpoint
 from kvstow.errors import KvstowError
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
 

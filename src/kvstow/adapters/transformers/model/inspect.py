@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvstow.adapters.transformers.ropes import length_ropes
+from kvstow.adapters.transformers.model.ropes import length_ropes
 from kvstow.errors import ModelError
 from kvstow.plan.retention import Encoder, Full, Retention, State, Window
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvstow.adapters.transformers.batch.rows import BatchTable, TokenRows
+from kvstow.adapters.transformers.batch.states import RecurrentStates
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.rows import BatchTable, TokenRows
-from kvstow.adapters.transformers.states import RecurrentStates
 from kvstow.blocks.ledger import Admission
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy

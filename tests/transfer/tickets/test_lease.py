@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import SpecError, TransferError
-from kvstow.transfer.lease import UNKNOWN, Lease, Leases
+from kvstow.transfer.tickets.lease import UNKNOWN, Lease, Leases
 
 TICKET = b"digest of the ticket"
 
@@ -116,7 +116,7 @@ def test_a_renewed_lease_runs_out_when_its_new_time_is_over():
 
 
 def test_what_has_ended_is_remembered_the_last_of_it(monkeypatch):
-    monkeypatch.setattr("kvstow.transfer.lease.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvstow.transfer.tickets.lease.MAX_REMEMBERED", 2)
     leases = Leases()
     for id in (1, 2, 3):
         made(leases, id)

@@ -12,9 +12,9 @@ from kvstow.memory.arena import Arena
 from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.messages import Why
-from kvstow.transfer.generations import OwnerQueue
 from kvstow.transfer.serve import Serving
-from kvstow.transfer.ticket import Ticket
+from kvstow.transfer.tickets.generations import OwnerQueue
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import IDENTITY, hybrid_layout
 from waiting import wait_for

@@ -17,7 +17,8 @@ from weakref import WeakSet, ref
 import torch
 from transformers import Cache, PreTrainedModel
 
-from kvstow.adapters.transformers.identity import (
+from kvstow.adapters.transformers.batch.prompts import known_ids, padding_of
+from kvstow.adapters.transformers.model.identity import (
     active_adapters,
     adapter_strengths,
     lasting_buffers,
@@ -26,13 +27,12 @@ from kvstow.adapters.transformers.identity import (
     uncompiled,
     user_hooks,
 )
-from kvstow.adapters.transformers.prompts import known_ids, padding_of
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError, ModelError
 from kvstow.plan.identity import config_fields
 
 if TYPE_CHECKING:
-    from kvstow.adapters.transformers.sequences import Sequences
+    from kvstow.adapters.transformers.batch.sequences import Sequences
 
 Tensor = torch.Tensor
 

@@ -9,8 +9,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import kvstow
 from kvstow.adapters.transformers import ModelMemory
-from kvstow.adapters.transformers.inspect import padding_token, placeholder_tokens
-from kvstow.adapters.transformers.prompts import padding_of, prompts_of
+from kvstow.adapters.transformers.batch.prompts import padding_of, prompts_of
+from kvstow.adapters.transformers.model.inspect import padding_token, placeholder_tokens
 from kvstow.errors import BlockError
 from kvstow.testing.tiny_models import tiny_model
 from kvstow.transformers import Cache

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvstow.adapters.transformers.batch.rows import one_stride
 from kvstow.adapters.transformers.memory import ModelMemory
-from kvstow.adapters.transformers.rows import one_stride
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError
 from kvstow.plan.retention import State

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstow.adapters.transformers.rows import BatchTable, gathered, one_stride, write
+from kvstow.adapters.transformers.batch.rows import BatchTable, gathered, one_stride, write
 
 NUM_BLOCKS = 31
 

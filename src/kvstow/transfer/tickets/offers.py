@@ -8,13 +8,13 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.generations import OwnerQueue
-from kvstow.transfer.lease import EndReason, Lease
 from kvstow.transfer.loop import Loop
 from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.server import Server
-from kvstow.transfer.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
+from kvstow.transfer.tickets.generations import OwnerQueue
+from kvstow.transfer.tickets.lease import EndReason, Lease
+from kvstow.transfer.tickets.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import TransferError
 from kvstow.route.blocks import Blocks
-from kvstow.transfer.ticket import PREFIX, Ticket, packed_ints, unpacked_ints
+from kvstow.transfer.tickets.ticket import PREFIX, Ticket, packed_ints, unpacked_ints
 
 IDS = st.lists(st.integers(0, 2**62), max_size=9, unique=True)
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from kvstow.adapters.transformers.batch.prompts import padding_of
 from kvstow.adapters.transformers.memory import ModelMemory
+from kvstow.adapters.transformers.model.ropes import RopeKind
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.prompts import padding_of
-from kvstow.adapters.transformers.ropes import RopeKind
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
 

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from kvstow.adapters.transformers import model_identity
-from kvstow.adapters.transformers.identity import CHUNK_BYTES, tensor_digest
+from kvstow.adapters.transformers.model.identity import CHUNK_BYTES, tensor_digest
 from kvstow.errors import ModelError
 from kvstow.testing.tiny_models import tiny_model
 

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvstow.adapters.transformers.attention import LayerPages
-from kvstow.adapters.transformers.known import KnownTokens
+from kvstow.adapters.transformers.batch.known import KnownTokens
+from kvstow.adapters.transformers.batch.requests import BatchRequests
+from kvstow.adapters.transformers.batch.rows import gathered
+from kvstow.adapters.transformers.batch.states import PassClock, StatePass, torn
 from kvstow.adapters.transformers.memory import ModelMemory
 from kvstow.adapters.transformers.prefixes import PrefixStore
-from kvstow.adapters.transformers.requests import BatchRequests
-from kvstow.adapters.transformers.rows import gathered
-from kvstow.adapters.transformers.states import PassClock, StatePass, torn
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import BlockError
 from kvstow.plan.retention import Encoder, Window
