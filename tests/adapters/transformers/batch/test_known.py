@@ -10,17 +10,6 @@ from kvstow.testing.tiny_models import tiny_model
 IDS = torch.arange(20, 40).unsqueeze(0)
 
 
-@pytest.fixture
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def memory(model):
-    with ModelMemory.of(model, budget="1MiB", block_tokens=4) as memory:
-        yield memory
-
-
 def forward(model, ids, cache):
     with torch.no_grad():
         return model(input_ids=ids, past_key_values=cache, use_cache=True).logits

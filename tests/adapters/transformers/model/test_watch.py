@@ -12,17 +12,6 @@ from kvstow.testing.tiny_models import tiny_model
 IDS = torch.arange(20, 40).unsqueeze(0)
 
 
-@pytest.fixture
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def memory(model):
-    with ModelMemory.of(model, budget="1MiB", block_tokens=4) as memory:
-        yield memory
-
-
 def computed(model, memory, ids=IDS, **given):
     """One pass over a prompt whose tokens are known; how many were found, and its last logits."""
     with Cache(memory, tokens=IDS) as cache, torch.no_grad():
