@@ -1,12 +1,18 @@
 """Options of the connector."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.errors import SpecError
+from kvstow.plan.group import grouped
+from kvstow.plan.pack import packed
 from kvstow.transfer.channel.curve import Keys
+from planning import attention
+
+Part = tuple[int, int]
 
 
 def test_an_option_that_nobody_knows_is_refused():
@@ -17,6 +23,21 @@ def test_an_option_that_nobody_knows_is_refused():
 def test_an_option_of_another_type_is_refused():
     with pytest.raises(SpecError, match="host_bytes"):
         ConnectorOptions.of({"host_bytes": "1GiB"})
+
+
+@pytest.mark.parametrize(
+    ("address", "tp", "pp", "found"),
+    [
+        ("tcp://127.0.0.1:*", (1, 2), (0, 1), "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:5600", (0, 1), (0, 1), "tcp://127.0.0.1:5600"),
+        ("tcp://127.0.0.1:5600", (1, 2), (1, 2), "tcp://127.0.0.1:5603"),
+        ("tcp://[::1]:5600", (1, 2), (0, 1), "tcp://[::1]:5601"),
+        ("ipc:///run/kvstow", (0, 1), (0, 1), "ipc:///run/kvstow"),
+    ],
+)
+def test_ports_of_ranks_count_up(address: str, tp: Part, pp: Part, found: str):
+    layout = replace(packed(grouped([attention("l")]), num_slabs=4), tp=tp, pp=pp)
+    assert rank_address(address, layout) == found
 
 
 def test_whole_seconds_are_seconds():

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from kvstow.errors import SpecError, TransferError
 from kvstow.offload.journal import JournalKind
 from kvstow.offload.remote.url import parse
+from kvstow.plan.layout import Layout
 from kvstow.route.ways import Way
 from kvstow.transfer.channel.curve import Keys
 from kvstow.transfer.discovery import check_source
@@ -43,7 +44,8 @@ class ConnectorOptions:
     that cannot be found are refused. With `events`, what the tiers hold is published in vLLM's own
     stream of KV events. `journal` says what is noted of stored prompts for `kvstow why`, in the
     directory `journal_path`, or in `disk_path` where that is empty. `direction` forces one of the
-    ways in which rows are pulled; empty leaves it to the agent.
+    ways in which rows are pulled; empty leaves it to the agent. Where `listen` or `lend` name a
+    port, it is the first rank's, and those of the others count up from it.
 
     `lend` is an address at which other engines may ask for rows in host memory. `peers` are those
     that this one asks, as `transfer.discovery` spells them, where at least `peers_tokens` tokens
@@ -172,6 +174,14 @@ class ConnectorOptions:
     def keys(self) -> Keys | None:
         """The key pair in `keys_file`, and whom it lets in; None where there is no file."""
         return Keys.read(Path(self.keys_file)) if self.keys_file else None
+
+
+def rank_address(address: str, layout: Layout) -> str:
+    """The address of a rank: ports count up from the first rank's; `*` stays as it is."""
+    head, _, port = address.rpartition(":")
+    if not port.isdecimal() or port == "0":
+        return address
+    return f"{head}:{int(port) + layout.pp[0] * layout.tp[1] + layout.tp[0]}"
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:

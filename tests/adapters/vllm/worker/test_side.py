@@ -28,7 +28,7 @@ from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.cli import app
 from kvstow.errors import StoreError
-from kvstow.testing.servers import Valkey
+from kvstow.testing.servers import Valkey, free_ports
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric
 from pretended_engine import (
@@ -465,3 +465,16 @@ def test_a_remote_store_is_told_how_fast_prompts_are_computed(tmp_path: Path):
         assert rates[0] == 0.0  # its step is not over
         assert rates[1] == rates[2] > 0
         engine.hands.close()
+
+
+def test_ranks_of_an_engine_listen_on_ports_that_count_up():
+    port = free_ports(1)[0]
+    settings = replace(SETTINGS, listen=f"tcp://127.0.0.1:{port}")
+    fabric = Fabric()
+    ranks = [
+        Engine.start(fabric, f"rank-{rank}", settings, "BLHNC", tp=(rank, 2)) for rank in range(2)
+    ]
+    addresses = [rank.hands.endpoint.address for rank in ranks]
+    for rank in ranks:
+        rank.hands.close()
+    assert addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"]

@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Event, Thread
 
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.errors import TransferError
 from kvstow.offload.host.tier import HostTier
-from kvstow.plan.layout import Layout
 from kvstow.plan.retention import State
 from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
@@ -72,7 +71,7 @@ class RowLender:
             rows,
             transport=transport,
             name=name + LENT,
-            listen=_of_rank(options.lend, tier.layout),
+            listen=rank_address(options.lend, tier.layout),
             keys=options.keys(),
             options=replace(agent, lease_seconds=min(LEASE_SECONDS, agent.lease_seconds)),
         )
@@ -111,11 +110,3 @@ class RowLender:
         for entry in self._entries:
             entry.close()
         self.agent.close()
-
-
-def _of_rank(listen: str, layout: Layout) -> str:
-    """The address of a rank: ports count up from the first rank's."""
-    head, _, port = listen.rpartition(":")
-    if not port.isdecimal() or port == "0":
-        return listen
-    return f"{head}:{int(port) + layout.pp[0] * layout.tp[1] + layout.tp[0]}"

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from secrets import token_bytes
 
-from kvstow.adapters.vllm.options import ConnectorOptions
+from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.adapters.vllm.peers.asking import PeerAsker
 from kvstow.adapters.vllm.peers.lending import RowLender
 from kvstow.adapters.vllm.protocol import (
@@ -71,7 +71,7 @@ class WorkerSide:
             blocks,
             transport=transport,
             name=name,
-            listen=options.listen,
+            listen=rank_address(options.listen, arena.layout),
             keys=options.keys(),
             options=options.agent,
         )
