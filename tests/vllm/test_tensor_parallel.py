@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from serving import Launch, Server, running
+from serving import Launch, Server, free_port, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -72,7 +72,7 @@ def pair(
         Launch(
             model=model,
             name="m",
-            settings=SETTINGS,
+            settings={**SETTINGS, "listen": f"tcp://127.0.0.1:{free_port()}"},  # of its first rank
             options=("-tp", str(size)),
             rows=size == 1,
         )
