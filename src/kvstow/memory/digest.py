@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import BlockError, SpecError
+from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
-from kvstow.memory.digest_cells import CopiedCells, are_few, few_on_device
+from kvstow.memory.digest_cells import CopiedCells, are_few, are_few_copies, few_on_device
 from kvstow.memory.digest_device import on_device
 from kvstow.memory.digest_keys import Words, shares, state_keys
 from kvstow.memory.digest_pages import (
@@ -140,8 +141,10 @@ def prepared(arena: Arena, digests: Sequence[DigestOf]) -> Callable[[], tuple[in
 def copied(arena: Arena, digests: Sequence[DigestOf]) -> CopiedCells | None:
     """What digests count, on its way to the host, if it is a few cells of a device: no kernel
     runs for it. It starts after what the current stream was given before."""
+    if arena.device.type != "cuda" or not cuda.has_batch():
+        return None
     parts = [_parts(arena, asked) for asked in digests]
-    return CopiedCells(arena, parts) if CopiedCells.can_be(arena, parts) else None
+    return CopiedCells(arena, parts) if are_few_copies(parts) else None
 
 
 def _parts(arena: Arena, asked: DigestOf) -> list[CountedBlocks]:

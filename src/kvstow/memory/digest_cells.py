@@ -94,6 +94,12 @@ ROOM_BYTES = 1 << 20
 """Host memory is taken in multiples of so much: what was used before is there at once."""
 
 
+def are_few_copies(digests: Digests) -> bool:
+    """Whether these are so few cells that copies bring them about as soon as a kernel."""
+    num_cells = sum(_num_cells(part) for each in digests for part in each)
+    return are_few(digests) and num_cells <= MOST_COPIES
+
+
 class CopiedCells:
     """Cells on their way from a device to the host, and their digests once they are there.
 
@@ -116,13 +122,6 @@ class CopiedCells:
         except BaseException:
             side.synchronize()
             raise
-
-    @staticmethod
-    def can_be(arena: Arena, digests: Digests) -> bool:
-        """Whether cells are so few, and the CUDA runtime so new, that this is the way."""
-        if arena.device.type != "cuda" or not cuda.has_batch() or not are_few(digests):
-            return False
-        return sum(_num_cells(part) for each in digests for part in each) <= MOST_COPIES
 
     def are_there(self) -> bool:
         """Whether all cells have arrived. Raises CopyError once it is known that they won't."""
