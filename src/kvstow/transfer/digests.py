@@ -4,7 +4,7 @@ Each source counts what it brings (its claims), the consumer counts what it hold
 over sources is the consumer's number, whatever tp, order or tokens per block either has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
@@ -17,6 +17,7 @@ from kvstow.memory.digest import MODULUS, DigestOf, copied, counted_states, prep
 from kvstow.memory.digest_cells import CopiedCells
 from kvstow.memory.digest_pages import Intervals
 from kvstow.plan.layout import Layout
+from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import Claim, Sample
@@ -69,17 +70,27 @@ def samples(
 
 def sample_bytes(layout: Layout, wanted: Sequence[Sample]) -> int:
     """At most so many bytes of an arena count for these samples."""
-    total = 0
+    return sum(count * spec.cell_bytes for spec, count in _counted_cells(layout, wanted))
+
+
+def num_cells(layout: Layout, wanted: Sequence[Sample]) -> int:
+    """At most so many cells of an arena count for these samples."""
+    return sum(count for _, count in _counted_cells(layout, wanted))
+
+
+def _counted_cells(layout: Layout, wanted: Sequence[Sample]) -> Iterator[tuple[LayerSpec, int]]:
+    """Per layer that the arena holds, how many cells count at most."""
     for sample in wanted:
         for name in sample.layers:
+            if name not in layout.layers:
+                continue
             group, spec, _ = layout.layers[name]
             first, end = sample.heads or (0, spec.heads.size)
             counted = counted_states(
                 layout.groups[group].group, spec, sample.stop_token, sample.start_token
             )
             states = sum(-(-(high - low) // sample.every) for low, high in counted)
-            total += states * (end - first) * spec.cell_bytes
-    return total
+            yield spec, states * (end - first)
 
 
 def _states(layouts: Sequence[Layout], layer: str) -> int:

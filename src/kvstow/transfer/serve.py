@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from kvstow.errors import FaultKind, KvstowError, TransferError
+from kvstow.memory.digest_cells import MOST_COPIES
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Claims
 from kvstow.transfer.channel.messages import (
@@ -30,8 +31,17 @@ from kvstow.transfer.channel.messages import (
     Write,
     Written,
 )
-from kvstow.transfer.digests import copied_cells, digests
-from kvstow.transfer.loop import NOW_AND_THEN, SOON, Mailbox, Story, Task, result_of, together
+from kvstow.transfer.digests import copied_cells, digests, num_cells
+from kvstow.transfer.loop import (
+    AT_ONCE,
+    NOW_AND_THEN,
+    SOON,
+    Mailbox,
+    Story,
+    Task,
+    result_of,
+    together,
+)
 from kvstow.transfer.move.copies import chunk_bytes
 from kvstow.transfer.move.gather import Writes
 from kvstow.transfer.move.staged import gathered, pieces
@@ -104,7 +114,7 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
     serving.send(Begun(serving.transfer))
     accepted = False
     try:
-        yield from together(bringing, telling)  # bytes first: digests keep the interpreter busy
+        yield from together(telling, bringing)
         server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
@@ -201,8 +211,15 @@ def counted(
     wanted: Sequence[Sample],
     claims: Claims | None,
 ) -> Story[tuple[int, ...]]:
-    """Digests of our rows: of a few cells of a device here, of anything else in another thread."""
-    cells = copied_cells(endpoint.arena, blocks, wanted, claims)
+    """Digests of our rows: of a few cells of a device here, of anything else in another thread.
+
+    A device counts many cells while it copies rows, if it is told to first. Anything else keeps
+    the interpreter busy, and comes after the bytes.
+    """
+    is_short = num_cells(endpoint.layout, wanted) <= MOST_COPIES
+    if is_short or endpoint.kind == "DRAM":
+        yield AT_ONCE
+    cells = copied_cells(endpoint.arena, blocks, wanted, claims) if is_short else None
     if cells is not None:
         with closing(cells):
             while not cells.are_there():

@@ -8,11 +8,12 @@ import logging
 import pickle
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -83,13 +84,42 @@ class TransferResults:
 
 
 class StandInCore:
-    """What vLLM's engine core does with a weight version."""
+    """What vLLM's engine core does with a weight version, and steps of which the caller says what
+    they compute and give."""
 
-    def __init__(self, connector: Any) -> None:
+    engines_running = False
+
+    def __init__(self, connector: Any, take_step: Callable[[], tuple[Any, bool]] = tuple) -> None:
         self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
+        self.take_step = take_step
 
     def set_weight_version(self, weight_version: str) -> None:
         self.weight_version = weight_version
+
+    def step(self) -> tuple[Any, bool]:
+        return self.take_step()
+
+    def step_with_batch_queue(self) -> tuple[Any, bool]:
+        return self.take_step()
+
+
+class CoreProcess(StandInCore):
+    """A core in a process of its own: others ask it, and hear from it, by queues."""
+
+    def __init__(self, connector: Any, take_step: Callable[[], tuple[Any, bool]]) -> None:
+        super().__init__(connector, take_step)
+        self.input_queue: Queue[str] = Queue()
+        self.output_queue: Queue[tuple[int, str]] = Queue()
+        self.runs = True
+
+    def is_running(self) -> bool:
+        return self.runs
+
+
+def engine_cores() -> dict[str, object]:
+    """Classes of their own for each test: they are changed."""
+    core = type("EngineCore", (StandInCore,), {})
+    return {"EngineCore": core, "EngineCoreProc": type("EngineCoreProc", (core, CoreProcess), {})}
 
 
 def stand_ins() -> dict[str, ModuleType]:
@@ -113,7 +143,7 @@ def stand_ins() -> dict[str, ModuleType]:
             "KVConnectorStats": type("KVConnectorStats", (), {}),
         },
         "vllm.v1.request": {"RequestStatus": Status},
-        "vllm.v1.engine.core": {"EngineCore": type("EngineCore", (StandInCore,), {})},
+        "vllm.v1.engine.core": engine_cores(),
     }
     modules: dict[str, ModuleType] = {}
     for path, content in named.items():
@@ -625,6 +655,61 @@ def test_a_reset_has_failed_while_something_is_loaded(connector: ModuleType):
     assert decode.scheduler.reset_cache() is True
     for engine in (prefill, decode):
         engine.worker.shutdown()
+
+
+@pytest.fixture
+def loading(connector: ModuleType) -> Iterator[SimpleNamespace]:
+    """An engine that loads a prompt, and its core, whose eighth step computes."""
+    from vllm.v1.engine.core import EngineCoreProc  # pyright: ignore
+
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
+    steps: list[str] = []
+
+    def take_step() -> tuple[dict[int, str] | None, bool]:
+        steps.append("step")
+        return ({0: f"output {len(steps)}"}, False) if len(steps) < 8 else (None, True)
+
+    core = EngineCoreProc(decode.scheduler, take_step)
+    yield SimpleNamespace(core=core, steps=steps, scheduler=decode.scheduler, decode=decode)
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+@pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
+def test_an_engine_that_only_loads_takes_its_next_step_at_once(loading: SimpleNamespace, name: str):
+    """vLLM would pause after each: what they gave is heard all the same, and in order."""
+    assert getattr(loading.core, name)() == (None, True)
+    assert len(loading.steps) == 8
+    told = [loading.core.output_queue.get_nowait() for _ in range(7)]
+    assert told == [(0, f"output {k}") for k in range(1, 8)]
+
+
+def test_an_engine_with_nothing_to_load_takes_one_step(loading: SimpleNamespace):
+    loaded(loading.decode)
+    given = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 13, 12],))
+    loading.scheduler.update_state_after_alloc(request("d"), given, 0)
+    assert loading.core.step() == ({0: "output 1"}, False)
+
+
+@pytest.mark.parametrize("why", ["asked", "ends", "steps with others"])
+def test_an_engine_that_loads_has_an_ear_for_others(loading: SimpleNamespace, why: str):
+    """Requests, its end, and engines that compute in step with it come first."""
+    if why == "asked":
+        loading.core.input_queue.put("a request")
+    loading.core.runs = why != "ends"
+    loading.core.engines_running = why == "steps with others"
+    assert loading.core.step() == ({0: "output 1"}, False)
+    assert len(loading.steps) == 1
+
+
+def test_an_engine_in_its_users_process_is_stepped_by_the_user(
+    connector: ModuleType, loading: SimpleNamespace
+):
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+    core = EngineCore(loading.scheduler, loading.core.take_step)
+    assert core.step() == ({0: "output 1"}, False)
 
 
 def test_a_producer_takes_nothing_over(connector: ModuleType):

@@ -31,7 +31,7 @@ from vllm.v1.request import RequestStatus
 from kvstow.adapters.vllm.cache.layout import adopted, declaration, declared_groups, wanted_layout
 from kvstow.adapters.vllm.loras import KnownAdapters
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.plugin import hear_weight_versions
+from kvstow.adapters.vllm.plugin import hear_weight_versions, step_on_while_loading
 from kvstow.adapters.vllm.protocol import (
     EngineRequest,
     KeyLevels,
@@ -163,6 +163,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             hear_weight_versions(KvstowConnector)
+            step_on_while_loading(KvstowConnector)
             groups = declared_groups(self._declared)
             if self._options.events:
                 check_published(vllm_config.kv_events_config)
@@ -351,6 +352,11 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 recall.computed(id, filled, self._taken(tables.get_block_ids(id)))
         recall.scheduled(scheduler_output.num_scheduled_tokens)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for what is being loaded."""
+        return self._scheduler_side.is_loading
 
     def has_pending_push_work(self) -> bool:
         """Whether held blocks wait for another step, though no request does."""

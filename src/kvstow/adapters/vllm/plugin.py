@@ -2,13 +2,17 @@
 # pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
 # pyright: reportUnknownVariableType=false, reportUntypedBaseClass=false
-"""What is changed in vLLM while it runs: packed rows for its CPU attention, if asked for, and
-connectors that are told of weight versions."""
+"""What is changed in vLLM while it runs: packed rows for its CPU attention, if asked for;
+connectors that are told of weight versions; steps without a pause while something is loaded."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 CPU_ROWS = "KVSTOW_VLLM_CPU_ROWS"
+
+Stepped = tuple[dict[int, Any] | None, bool]
+"""What a step of vLLM's engine core gives: outputs for clients, and whether it has computed."""
 
 
 def widen_cpu_layouts() -> None:
@@ -42,9 +46,52 @@ def hear_weight_versions(ours: type) -> None:
 
     def set_weight_version(core: Any, weight_version: str) -> None:
         told(core, weight_version)
-        used = core.scheduler.get_kv_connector()
-        for each in (used, *getattr(used, "sub_connectors", ())):
-            if isinstance(each, ours):
-                each.name_weights(weight_version)
+        for connector in _connectors(core, ours):
+            connector.name_weights(weight_version)
 
     EngineCore.set_weight_version = set_weight_version
+
+
+def step_on_while_loading(ours: type) -> None:
+    """Have vLLM take its next step at once while a connector of our class loads something.
+
+    vLLM 0.32 pauses for a millisecond after each step that has computed nothing, for threads that
+    load. Two such steps lie between the end of a load and the step that computes with it. Our
+    workers wait for a load within such a step, so there is nothing to pause for.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    for name in ("step", "step_with_batch_queue"):
+        step = getattr(EngineCore, name)
+        if step.__module__ != __name__:
+            setattr(EngineCore, name, _stepping_on(step, ours))
+
+
+def _stepping_on(step: Callable[[Any], Stepped], ours: type) -> Callable[[Any], Stepped]:
+    """The same step, and the next ones, until something was computed or somebody asks."""
+
+    def stepped(core: Any) -> Stepped:
+        outputs, computed = step(core)
+        while not computed and _only_loads(core, ours):
+            for output in (outputs or {}).items():
+                core.output_queue.put_nowait(output)
+            outputs, computed = step(core)
+        return outputs, computed
+
+    return stepped
+
+
+def _only_loads(core: Any, ours: type) -> bool:
+    """Whether a core in a process of its own has loads to wait for, and nothing else to do. One of
+    several that step together (`engines_running`) has the others' steps to take part in."""
+    asked = getattr(core, "input_queue", None)
+    if asked is None or not asked.empty() or core.engines_running or not core.is_running():
+        return False
+    return any(connector.is_loading for connector in _connectors(core, ours))
+
+
+def _connectors(core: Any, ours: type) -> list[Any]:
+    """The connectors of our class that an engine core has, those within another one included."""
+    used = core.scheduler.get_kv_connector()
+    each = (used, *getattr(used, "sub_connectors", ()))
+    return [connector for connector in each if isinstance(connector, ours)]

@@ -301,6 +301,11 @@ class SchedulerSide:
         self._drops += handover.tickets
         return ()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for its blocks to be filled."""
+        return bool(self._loading)
+
     # ── handing over ──────────────────────────────────────────────────────────────
 
     def finished(
@@ -412,7 +417,7 @@ class SchedulerSide:
         """
         self._weights.change()
         self._begin_anew()
-        return not self._loading
+        return not self.is_loading
 
     def name_weights(self, name: str) -> None:
         """The engine's weights, which have been changed, are called so in all engines that have
