@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -50,6 +49,7 @@ from vllm_engines import (
     versions,
 )
 from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
+from vllm_others import Copier, others_slowed
 from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
 
 PARTS = ("handover", "failures", "damage", "block sizes")
@@ -133,24 +133,6 @@ def alone(decode: Remote, settings: Settings) -> dict[str, Any]:
     return result
 
 
-def others_slowed(prefill: Remote, decode: Remote, settings: Settings) -> dict[str, float]:
-    """Milliseconds per token of requests that decode while others come in: with prefixes cached
-    here, and handed over, in turns; the median of each."""
-    result: dict[str, list[float]] = {}
-    for name in ("cached", "handed over") * settings.rounds:
-        running = [{"prompt": settings.prompts(256), "max_tokens": 200} for _ in range(8)]
-        prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
-        if name == "cached":
-            coming = [{"prompt": prompt} for prompt in prompts]
-            decode.run(coming, 4)
-        else:
-            coming = prefilled(prefill, prompts)
-        out = decode.run([*running, *({**job, "max_tokens": 1} for job in coming)], 9)
-        total = [(job["total"] - job["first"]) / 199 for job in out["jobs"][:8]]
-        result.setdefault(name, []).append(1000 * sum(total) / 8)
-    return {f"{x}, ms per token": round(statistics.median(y), 3) for x, y in result.items()}
-
-
 def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings) -> bool:
     """Whether a prompt that is given another one's cache, on purpose, gets another text."""
     from kvstow.adapters.vllm.protocol import OURS, EngineRequest, prompt_digest
@@ -167,6 +149,7 @@ def wrong_cache_changes_text(prefill: Remote, decode: Remote, settings: Settings
 def measure_handover(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
     """All figures of one connector, with the engines' own beside kvstow's."""
     result: dict[str, Any] = {}
+    copier = Copier() if name == "kvstow" and not settings.options.cpu else None
     try:
         begun(engines)
         use(engines, settings.prompts, settings.used)
@@ -174,7 +157,7 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
         result |= handed_over(prefill, decode, settings, name=name)
         save(name, result)
         if name != "NixlConnector":  # 16 of its hand-overs take a minute
-            result["others"] = others_slowed(prefill, decode, settings)
+            result["others"] = others_slowed(prefill, decode, settings, copier)
         if name == "kvstow":
             changes = wrong_cache_changes_text(prefill, decode, settings)
             result["a_wrong_cache_changes_the_text"] = changes
@@ -183,6 +166,8 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
         result["error"] = repr(error)[:500]
     finally:
         result["shutdown_s"] = [engine.close() for engine in engines]
+        if copier is not None:
+            copier.close()
     save(name, result)
 
 

@@ -168,6 +168,32 @@ def test_a_fork_copies_the_running_state_at_once() -> None:
     assert rows[0] != rows[1]
 
 
+def test_a_copy_of_a_row_that_nobody_knows_is_not_known_either() -> None:
+    ledger = ledger_of(*RECURRENT, caching=False)
+    one = ledger.admit(5).request
+    for g, listed in ledger.blocks(one).items():
+        ledger.pool.distrust(g, listed.ids)  # a pull has failed there
+    fork = ledger.fork(one)
+    copies = [*fork.copies, *ledger.grow(fork.request, 6)]
+    assert {copy.group for copy in copies} == {0, 1}
+    for copy in copies:
+        assert ledger.pool.unknown(copy.group, copy.destination)
+    ledger.check()
+
+
+def test_a_copy_of_a_row_that_lacks_tokens_lacks_them_too() -> None:
+    ledger = ledger_of(layer("a", tokens=4), caching=False)
+    one = ledger.admit(6).request
+    ids = ledger.blocks(one)[0].ids
+    ledger.pool.distrust(0, ids)
+    ledger.pool.trust(0, ids, np.array([True, False]))
+    two = ledger.fork(one).request
+    (copy,) = ledger.grow(two, 7)
+    assert ledger.pool.suspect(0, copy.destination)
+    assert not ledger.pool.unknown(0, copy.destination)
+    ledger.check()
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────
 
 

@@ -123,12 +123,29 @@ def test_rows_that_are_not_trusted_are_not_cached_until_they_are() -> None:
     assert not pool.suspect(0, pool.hold(0, 3)).any()
 
 
+def test_rows_that_lack_something_are_known_and_not_cached() -> None:
+    pool = Pool(packed_layout((layer("a"),), 4))
+    ids = pool.hold(0, 3)
+    pool.distrust(0, ids)
+    assert pool.unknown(0, ids).all()
+    pool.trust(0, ids[:2], np.array([True, False]))
+    assert pool.unknown(0, ids).tolist() == [False, False, True]
+    assert pool.suspect(0, ids).tolist() == [False, True, True]
+    with pytest.raises(BlockError, match="content is not known"):
+        pool.keep(0, ids[1:2])
+    pool.check()
+    pool.release(0, ids)
+    pool.check()
+    assert not pool.unknown(0, pool.hold(0, 3)).any()
+
+
 def test_trust_does_not_end_a_quarantine() -> None:
     pool = Pool(packed_layout((layer("a"),), 3))
     ids = pool.hold(0, 2)
     pool.quarantine(0, ids)
     pool.trust(0, ids)
     assert pool.suspect(0, ids).all()
+    assert pool.unknown(0, ids).all()
     pool.check()
 
 

@@ -30,6 +30,7 @@ class Sets:
         self.cached: set[Row] = set()
         self.quarantined: set[Row] = set()
         self.suspect: set[Row] = set()
+        self.unknown: set[Row] = set()
 
     def slab(self, row: Row) -> tuple[int, int]:
         """The sharing set and the slab in it; a group alone has slabs of one row."""
@@ -169,6 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
         for row in [row for row, count in self.sets.held.items() if count == 0]:
             del self.sets.held[row]
             self.sets.suspect.discard(row)
+            self.sets.unknown.discard(row)
             if row in self.sets.kept:
                 self.sets.cached.add(row)
 
@@ -188,6 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.sets.held[row] += 1
         self.sets.quarantined.add(row)
         self.sets.suspect.add(row)
+        self.sets.unknown.add(row)
         self.fenced_out(row)
 
     def fenced_out(self, row: Row) -> None:
@@ -205,6 +208,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.sets.held[row] -= 1
         self.fenced_out(row)
         self.ended()
+
+    @precondition(lambda self: self.sets.held)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.sets.held)))
+        self.pool.distrust(row[0], [row[1]])
+        assert row not in self.sets.kept
+        self.sets.suspect.add(row)
+        self.sets.unknown.add(row)
+
+    @precondition(lambda self: self.sets.held)
+    @rule(data=st.data(), whole=st.booleans())
+    def trust(self, data: st.DataObject, whole: bool) -> None:
+        row = data.draw(st.sampled_from(sorted(self.sets.held)))
+        self.pool.trust(row[0], [row[1]], np.array([whole]))
+        if row not in self.sets.quarantined:
+            self.sets.unknown.discard(row)
+            self.sets.suspect -= {row} if whole else set()
 
     @rule(data=st.data())
     def release_what_is_not_held(self, data: st.DataObject) -> None:
@@ -238,6 +259,12 @@ class PoolMachine(RuleBasedStateMachine):
             expected = {block: count for (h, block), count in self.sets.held.items() if h == g}
             assert {int(b): int(holds[b]) for b in np.nonzero(holds)[0]} == expected
             assert self.pool.num_cached(g) == sum(1 for h, _ in self.sets.cached if h == g)
+            every = np.arange(self.sets.layout.num_blocks(g))
+            for found, kept in (
+                (self.pool.suspect(g, every), self.sets.suspect),
+                (self.pool.unknown(g, every), self.sets.unknown),
+            ):
+                assert set(np.nonzero(found)[0].tolist()) == {b for h, b in kept if h == g}
 
     @invariant()
     def a_slab_has_one_owner(self) -> None:

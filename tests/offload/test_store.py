@@ -97,6 +97,20 @@ def test_a_prompt_comes_back_whole_with_its_window_and_its_state(make, kind, num
     store.close()
 
 
+@pytest.mark.parametrize("num_tokens", [4, 6, 18])
+def test_rows_that_a_pull_has_failed_to_fill_are_not_saved(make, num_tokens):
+    """A running state and a last row that is not full were, and came back as the prompt's."""
+    layout, prompt = layout_of(), Prompt.of(np.arange(num_tokens))
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    request = ledger.admit(num_tokens).request
+    for g, listed in ledger.blocks(request).items():
+        ledger.pool.distrust(g, listed.ids)
+    store = make("host")
+    assert store.save(arena, ledger.blocks(request), prompt) == 0
+    assert store.stored_tokens(prompt) == 0
+    store.close()
+
+
 @pytest.mark.parametrize("kind", ["disk", "both"])
 def test_another_store_on_the_same_directory_finds_what_was_saved(make, kind):
     layout, prompt = layout_of(), Prompt.of(np.arange(18))

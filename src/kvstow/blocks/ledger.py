@@ -93,7 +93,8 @@ class Ledger:
     def blocks(self, request: int) -> dict[int, Blocks]:
         """By group, the blocks that the request holds; of a recurrent one the running row.
 
-        Those that a pull did not fill are its `partial` ones.
+        Those that a pull did not fill are its `partial` ones; of those that `Pool.unknown` names
+        nothing may be used.
         """
         slot = int(self._requests.slots(request)[0])
         return {g: self._marked(g, self._part(g).blocks(slot)) for g in range(len(self.groups))}
@@ -295,6 +296,7 @@ class Ledger:
 
     def _copied(self, tail: SharedTail, row: int) -> RowCopy:
         self._growing[tail.group].replace_last(tail.slot, row)
+        self.pool.inherit(tail.group, tail.row, row)
         self.pool.release(tail.group, [tail.row])
         return RowCopy(tail.group, tail.row, row)
 
@@ -375,6 +377,7 @@ class Ledger:
         copies: list[RowCopy] = []
         for (g, states), row in zip(self._states.items(), rows, strict=True):
             self.pool.share(g, states.kept(slot).ids)
+            self.pool.inherit(g, int(states.running[slot]), int(row[0]))
             states.fork(slot, twin, int(row[0]))
             copies.append(RowCopy(g, int(states.running[slot]), int(row[0])))
         self._requests.forked[[slot, twin]] = True

@@ -132,10 +132,16 @@ class Pool:
         return self._of[group][1].num_quarantined
 
     def suspect(self, group: int, ids: npt.ArrayLike) -> Bools:
-        """Whether each row was quarantined since it was given out: then its content is not
-        known, and it cannot be kept."""
+        """Whether each row may lack something, since it was given out: a pull has not filled all
+        of it, or it is `unknown`. It cannot be kept."""
         rows = self._of[group][1]
         return rows.suspect[rows.existing(ids)]
+
+    def unknown(self, group: int, ids: npt.ArrayLike) -> Bools:
+        """Whether each row holds nothing that anybody may use: a pull writes to it, or has failed,
+        since it was given out."""
+        rows = self._of[group][1]
+        return rows.unknown[rows.existing(ids)]
 
     def num_suspect(self, group: int) -> int:
         return self._of[group][1].num_suspect
@@ -267,24 +273,37 @@ class Pool:
             rows.kept[held] = False
 
     def distrust(self, group: int, ids: npt.ArrayLike) -> None:
-        """Forget the content of held rows; it is not cached before `trust`, or before they were
-        free. For rows that a pull or a load writes to, which may not fill them completely."""
+        """Forget the content of held rows: it is `unknown` until `trust`, or until they were free.
+        For rows that somebody writes to, and may fail."""
         self.check_thread()
         rows = self._of[group][1]
         ids = np.unique(rows.existing(ids))
         rows.check_none(ids, rows.refs[ids] == 0, "is not held")
         self.forget(group, ids)
         rows.num_suspect += int(np.count_nonzero(~rows.suspect[ids]))
-        rows.suspect[ids] = True
+        rows.suspect[ids] = rows.unknown[ids] = True
 
-    def trust(self, group: int, ids: npt.ArrayLike) -> None:
-        """The rows are filled: their content may be cached. Not those in quarantine."""
+    def trust(self, group: int, ids: npt.ArrayLike, whole: Bools | None = None) -> None:
+        """The rows hold what their request needs; those that are `whole`, all of them if not
+        given, lack nothing and may be cached. Not those in quarantine."""
         self.check_thread()
         rows = self._of[group][1]
-        ids = np.unique(rows.existing(ids))
-        ids = ids[rows.suspect[ids] & ~rows.quarantined[ids]]
-        rows.num_suspect -= len(ids)
-        rows.suspect[ids] = False
+        ids = rows.existing(ids)
+        is_open = ~rows.quarantined[ids]
+        rows.unknown[ids[is_open]] = False
+        filled = np.unique(ids[is_open if whole is None else is_open & whole])
+        filled = filled[rows.suspect[filled]]
+        rows.num_suspect -= len(filled)
+        rows.suspect[filled] = False
+
+    def inherit(self, group: int, source: int, row: int) -> None:
+        """A held row gets a copy of another: what is not known of that, or is lacking, is not known
+        of it, or lacking."""
+        if not self.suspect(group, source):
+            return
+        self.distrust(group, [row])
+        if not self.unknown(group, source):
+            self.trust(group, [row], np.zeros(1, np.bool_))
 
     def quarantine(self, group: int, ids: npt.ArrayLike) -> None:
         """Keep held rows out of use, whoever releases them, until `unquarantine`.

@@ -214,8 +214,9 @@ class GroupRows:
     """The rows of one group: `num_slabs` slabs of `per_slab` rows; the first `num_null`
     rows are never given out.
 
-    `kept` rows are to be cached when their last hold ends. `suspect` ones were quarantined
-    while they were held: their content is not known. Slabs with free rows are listed in
+    `kept` rows are to be cached when their last hold ends. `suspect` ones may lack something, and
+    are not cached; those of them that are `unknown` hold nothing that anybody may use: somebody
+    writes to them, or has written and failed. Slabs with free rows are listed in
     `partial` by the number of those: at level `1 … top` by the power of two, and at `top +
     1 … 2 · top` where all that is held in them is held briefly (`brief`).
     """
@@ -240,6 +241,7 @@ class GroupRows:
         self.kept = np.zeros(self.num_rows, np.bool_)
         self.quarantined = np.zeros(self.num_rows, np.bool_)
         self.suspect = np.zeros(self.num_rows, np.bool_)
+        self.unknown = np.zeros(self.num_rows, np.bool_)
         self.generations = _checked_generations(name, self.num_rows, generations)
         self.cached = LruQueue(self.num_rows)
         self.idle = self.cached if per_slab == 1 else LruQueue(num_slabs)

@@ -151,6 +151,7 @@ class Slabs:
         if rows.num_suspect:
             rows.num_suspect -= int(np.count_nonzero(rows.suspect[where]))
             rows.suspect[where] = False
+            rows.unknown[where] = False
         kept = rows.kept[where]
         num_kept = int(np.count_nonzero(kept))
         cached, freed = where, where
@@ -267,7 +268,8 @@ def _broken_rows(slabs: Slabs, rows: GroupRows) -> Iterator[str]:
         "cached without being kept": (cached & ~rows.kept, 0),
         "free and kept": (rows.free & rows.kept, 0),
         "quarantined without a hold": (rows.quarantined & ~held, 0),
-        "quarantined and not suspect": (rows.quarantined & ~rows.suspect, 0),
+        "quarantined and not unknown": (rows.quarantined & ~rows.unknown, 0),
+        "unknown and not suspect": (rows.unknown & ~rows.suspect, 0),
         "suspect without a hold": (rows.suspect & ~held, 0),
         "suspect and kept": (rows.suspect & rows.kept, 0),
     }

@@ -245,7 +245,8 @@ class Store:
         count = 0
         for g, group in tokenwise_groups(arena.layout):
             whole = block_keys(known, prompt, group.block_tokens)
-            listed = checkpoints.get(g) if isinstance(group.retention, State) else blocks.get(g)
+            running = blocks[g].whole if g in blocks else None  # nobody is given what lacks tokens
+            listed = checkpoints.get(g) if isinstance(group.retention, State) else running
             if listed is not None:
                 listed = listed.whole
                 at = listed.index < len(whole)
@@ -254,7 +255,7 @@ class Store:
                 keys: list[bytes] = [whole[k] for k in numbers]
                 where: list[ChainLink] = [chain[k] for k in numbers]
                 count += int(self.save_rows(arena, g, listed.ids[at], keys, where).sum())
-            last = last_row(blocks.get(g), group.retention, len(prompt), group.block_tokens)
+            last = last_row(running, group.retention, len(prompt), group.block_tokens)
             if len(last):
                 end = keys_at(known, prompt, [len(prompt)])
                 count += int(self.save_rows(arena, g, last, end).sum())

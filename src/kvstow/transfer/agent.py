@@ -13,15 +13,13 @@ from concurrent.futures import Future, wait
 from random import Random, SystemRandom
 from typing import Self
 
-import numpy as np
-
 from kvstow.blocks.ledger import Ledger
 from kvstow.errors import SpecError, TransferError
 from kvstow.memory import cuda
 from kvstow.memory.arena import Arena
 from kvstow.observe import Telemetry
 from kvstow.plan.identity import Identity
-from kvstow.route.blocks import Blocks
+from kvstow.route.blocks import Blocks, Tokens
 from kvstow.route.route import route
 from kvstow.route.ways import Way
 from kvstow.transfer.channel.base import Channel, Line
@@ -43,7 +41,7 @@ from kvstow.transfer.prefixes import (
     RegisteredBlocks,
     begin_asking,
 )
-from kvstow.transfer.pull import Order
+from kvstow.transfer.pull import Order, written_rows
 from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.server import Server
@@ -120,15 +118,12 @@ class Agent:
             self._owner,
             address=self.address,
             key=keys.public if keys else "",
-            check_filled=self._check_filled,
         )
         self._registered = RegisteredBlocks(self.endpoint)
         self.prefixes = PrefixAnswers(
             self.endpoint, self.loop, self._registered, self.offers, self._owner
         )
         self._settles_itself = False
-        self._filling: tuple[Transfer, ...] = ()
-        """Pulls that may still write to their rows."""
         self.pulls = Pulls(
             self.endpoint, self.loop, self.peers, self.quarantine, owe=self._owner.owe
         )
@@ -311,6 +306,7 @@ class Agent:
         self._owner.share(into)
         order = Order(
             into=dict(into),
+            written=written_rows(self.endpoint.layout, into, Tokens(start_token, tokens)),
             generations=self.endpoint.generations(into),
             start_token=start_token,
             num_tokens=tokens,
@@ -324,25 +320,9 @@ class Agent:
         except TransferError:
             self._owner.release(into)
             raise
-        self._filling = (*(each for each in self._filling if not each.quiet), transfer)
-        for g, blocks in into.items():
-            self.endpoint.owner.distrust(g, blocks.ids)
+        for g, ids in order.written_ids.items():
+            self.endpoint.owner.distrust(g, ids)
         return transfer
-
-    def _check_filled(self, blocks: Mapping[int, Blocks]) -> None:
-        """TransferError for blocks that a pull is writing to: whoever pulled them from here would
-        get, and accept, what happens to be there."""
-        for transfer in self._filling:
-            if transfer.quiet:
-                continue
-            for g, written in transfer.order.written(self.endpoint.layout).items():
-                if g in blocks and np.isin(blocks[g].ids, written).any():
-                    name = self.endpoint.layout.groups[g].group.name
-                    raise TransferError(
-                        f"agent {self.name!r}: group {name!r}: a pull is still writing to some of "
-                        f"{len(blocks[g])} blocks\n\nhint: offer them after transfer.wait()",
-                        kind="refused",
-                    )
 
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""

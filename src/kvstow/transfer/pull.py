@@ -13,6 +13,7 @@ from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.ways import Way, counted
@@ -47,9 +48,10 @@ move: in another thread it would start too late."""
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Order:
     """What a pull wants: tokens `[start_token, num_tokens)` of a request, in these rows, which
-    have these generations."""
+    have these generations. Those that are `written` get some of the tokens."""
 
     into: Mapping[int, Blocks]
+    written: Mapping[int, Bools]
     generations: Mapping[int, Ints]
     start_token: int
     num_tokens: int
@@ -60,13 +62,19 @@ class Order:
     def num_rows(self) -> int:
         return sum(len(blocks) for blocks in self.into.values())
 
-    def written(self, layout: Layout) -> dict[int, Ints]:
-        """By group, the rows that are written to: not those of tokens before the first."""
-        tokens, found = Tokens(self.start_token, self.num_tokens), dict[int, Ints]()
-        for g, blocks in self.into.items():
-            group = layout.groups[g].group
-            found[g] = blocks.ids[(blocks.index + 1) * block_span(group) > tokens.of(group).first]
-        return found
+    @property
+    def written_ids(self) -> dict[int, Ints]:
+        """By group, the rows that are written to."""
+        return {g: blocks.ids[self.written[g]] for g, blocks in self.into.items()}
+
+
+def written_rows(layout: Layout, into: Mapping[int, Blocks], tokens: Tokens) -> dict[int, Bools]:
+    """By group, which rows a pull of these tokens writes to: not those of tokens before them."""
+    groups = {g: layout.groups[g].group for g in into}
+    return {
+        g: (blocks.index + 1) * block_span(groups[g]) > tokens.of(groups[g]).first
+        for g, blocks in into.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

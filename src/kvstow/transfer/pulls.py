@@ -170,15 +170,14 @@ class Pulls:
     def _ended(self, transfer: Transfer, sources: Sequence[Source]) -> None:
         """A pull was accepted, or its rows go into quarantine."""
         task = self._running.pop(transfer)
-        into = transfer.order.into
         self._count(transfer, task, sources)
         if task.error is None:
             filled = _filled(transfer.order, sources)
-            self._owe(lambda: self._accept(into, filled))
+            self._owe(lambda: self._accept(transfer.order, filled))
             transfer.end(task.result, None)
             transfer.rest()
             return
-        self._owe(lambda: self._put_aside(into))
+        self._owe(lambda: self._put_aside(transfer.order))
         self._unquiet.add(transfer)
         transfer.end(None, task.error)
         story = self._quarantine.quiesced(sources, transfer.order.num_rows)
@@ -193,7 +192,7 @@ class Pulls:
     def _rest(self, transfer: Transfer) -> None:
         """Nothing writes to a failed pull's rows any more."""
         self._unquiet.discard(transfer)
-        self._owe(lambda: self._take_back(transfer.order.into))
+        self._owe(lambda: self._take_back(transfer.order))
         transfer.rest()
 
     def _count(self, transfer: Transfer, task: Task[Stats], sources: Sequence[Source]) -> None:
@@ -226,19 +225,19 @@ class Pulls:
         for g, listed in blocks.items():
             self._endpoint.owner.release(g, listed.ids)
 
-    def _accept(self, blocks: Mapping[int, Blocks], filled: Mapping[int, Bools]) -> None:
-        for g, listed in blocks.items():
-            self._endpoint.owner.trust(g, listed.ids[filled[g]])
-        self._release(blocks)
+    def _accept(self, order: Order, filled: Mapping[int, Bools]) -> None:
+        for g, ids in order.written_ids.items():
+            self._endpoint.owner.trust(g, ids, filled[g][order.written[g]])
+        self._release(order.into)
 
-    def _put_aside(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, listed in blocks.items():
-            self._endpoint.owner.quarantine(g, listed.ids)
-        self._release(blocks)
+    def _put_aside(self, order: Order) -> None:
+        for g, ids in order.written_ids.items():
+            self._endpoint.owner.quarantine(g, ids)
+        self._release(order.into)
 
-    def _take_back(self, blocks: Mapping[int, Blocks]) -> None:
-        for g, listed in blocks.items():
-            self._endpoint.owner.unquarantine(g, listed.ids)
+    def _take_back(self, order: Order) -> None:
+        for g, ids in order.written_ids.items():
+            self._endpoint.owner.unquarantine(g, ids)
 
 
 def _filled(order: Order, sources: Sequence[Source]) -> dict[int, Bools]:

@@ -323,6 +323,22 @@ def test_prune_removes_whole_files_where_the_file_system_cannot_give_back_a_part
     tier.close()
 
 
+def test_prune_removes_a_data_file_whose_header_another_process_lost(tmp_path):
+    """The medium said that it had written it."""
+    files = FaultyFiles(lambda op, n: Tears(0) if (op, n) == ("write", 0) else None)
+    writer = DiskTier(tmp_path, hybrid(), capacity=MIB, files=files)
+    other = DiskTier(tmp_path)
+    stored(writer, 0, 5)
+    other.prune(20 << 10)
+    keys, rows, kept = stored(other, 0, 5)
+    assert kept.all()
+    found, got = loaded(other, 0, keys)
+    assert found.all()
+    assert all((a == b).all() for a, b in zip(rows, got, strict=True))
+    writer.close()
+    other.close()
+
+
 def test_evicted_rows_are_gone_and_their_slots_used_again(tmp_path):
     tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
     keys, rows, _ = stored(tier, 0, 10)

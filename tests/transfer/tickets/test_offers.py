@@ -13,7 +13,7 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.messages import Why
 from kvstow.transfer.serve import Serving
-from kvstow.transfer.tickets.generations import OwnerQueue
+from kvstow.transfer.tickets.generations import Generations, OwnerQueue
 from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from transfer_node import IDENTITY, hybrid_layout
@@ -179,7 +179,7 @@ def test_blocks_that_a_pull_is_writing_to_are_not_offered(agent, pool, fabric):
         relay.connect(agent.address)
         fabric.cut(*cable)
         pull = relay.pull(agent.offer_blocks(offered, TOKENS), into=into, start_token=4)
-        with pytest.raises(TransferError, match="a pull is still writing to some of 2 blocks"):
+        with pytest.raises(TransferError, match="1 of 2 blocks hold nothing that may be used"):
             relay.offer_blocks(into, TOKENS)
         assert [rows.num_held(g) for g in into] == [2] * len(into)
         before = {0: Blocks.first(into[0].ids[:1])}
@@ -187,6 +187,83 @@ def test_blocks_that_a_pull_is_writing_to_are_not_offered(agent, pool, fabric):
         fabric.reconnect(*cable)
         pull.wait(20)
         assert relay.offer_blocks(into, TOKENS).num_blocks == 2 * len(into)
+
+
+def test_blocks_that_a_pull_has_failed_to_fill_are_not_offered(agent, pool, fabric):
+    """Bytes of nobody were taken for the request's: fence and digest agreed."""
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    rows = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
+        ticket = agent.offer_blocks(offered, TOKENS)
+        agent.withdraw(ticket)
+        pull = relay.pull(ticket, into=into, start_token=4)
+        with pytest.raises(TransferError):
+            pull.wait(20)
+        assert pull.wait_quiet(20)
+        with pytest.raises(TransferError, match="or has failed"):
+            relay.offer_blocks(into, TOKENS)
+        before = {0: Blocks.first(into[0].ids[:1])}
+        assert relay.offer_blocks(before, 4).num_blocks == 1  # the pull did not write to it
+        for g, listed in into.items():
+            rows.trust(g, listed.ids)  # filled by their owner
+        assert relay.offer_blocks(into, TOKENS).num_blocks == 2 * len(into)
+
+
+def test_an_engine_knows_itself_what_its_blocks_hold_once_a_pull_is_over(agent, pool, fabric):
+    """It may have computed them by then; while the pull is not quiet it cannot have."""
+    offered = {0: Blocks.first(pool.hold(0, 1))}
+    rows = Generations(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
+        relay.connect(agent.address)
+        cable = (agent.endpoint.transport.name, relay.endpoint.transport.name)
+        fabric.cut(*cable)
+        ticket = agent.offer_blocks(offered, 4)
+        into = {0: Blocks.first([2])}
+        pull = relay.pull(ticket, into=into)
+        with pytest.raises(TransferError, match="a pull is still writing to them"):
+            relay.offer_blocks(into, 4)
+        agent.withdraw(ticket)
+        fabric.reconnect(*cable)
+        with pytest.raises(TransferError):
+            pull.wait(20)
+        assert pull.wait_quiet(20)
+        assert relay.offer_blocks(into, 4).num_blocks == 1
+
+
+def test_a_pull_behind_a_failed_one_does_not_vouch_for_its_rows(agent, pool, fabric):
+    """Rows of tokens before the first are not written, and stay what they were."""
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    rows = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
+        withdrawn = agent.offer_blocks(offered, TOKENS)
+        agent.withdraw(withdrawn)
+        failed = relay.pull(withdrawn, into=into)
+        with pytest.raises(TransferError):
+            failed.wait(20)
+        assert failed.wait_quiet(20)
+        relay.pull(agent.offer_blocks(offered, TOKENS), into=into, start_token=4).wait(20)
+        assert rows.unknown(0, into[0].ids).tolist() == [True, False]
+        with pytest.raises(BlockError, match="its content is not known"):
+            rows.keep(0, into[0].ids)
+
+
+def test_rows_of_tokens_before_a_pull_stay_cached(agent, pool, fabric):
+    offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
+    rows = Pool(LAYOUT)
+    with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as reader:
+        into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
+        rows.keep(0, into[0].ids[:1])
+        generation = int(rows.generations[0][into[0].ids[0]])
+        ticket = agent.offer_blocks(offered, TOKENS)
+        agent.withdraw(ticket)
+        pull = reader.pull(ticket, into=into, start_token=4)
+        with pytest.raises(TransferError):
+            pull.wait(20)
+        assert pull.wait_quiet(20)
+        assert rows.kept(0, into[0].ids).tolist() == [True, False]
+        assert rows.generations[0][into[0].ids[0]] == generation, "who reads it may go on"
 
 
 def test_all_blocks_are_shared_or_none():

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.offload.disk.files import BLOCK, store_errors
+from kvstow.offload.disk.files import BLOCK, LOST, store_errors
 from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
 from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
@@ -144,7 +144,7 @@ class SlotAllocator:
         """Drop rows until the data files take at most `nbytes`; how many were dropped.
 
         Rows that are being written stay. Where a file system cannot give back a part of a file,
-        whole files go.
+        and where a file is damaged, whole files go.
         """
         rows = 0
         with store_errors(self._store.path), self._store.index.write() as write:
@@ -193,7 +193,7 @@ class SlotAllocator:
                 segments.keep_only(segment, group, used)
                 return rows
             except OSError as error:
-                if error.errno != errno.EOPNOTSUPP:
+                if error.errno != errno.EOPNOTSUPP and error.errno not in LOST:
                     raise
         else:
             rows = 0

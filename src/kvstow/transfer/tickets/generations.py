@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstow.errors import BlockError, KvstowError
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 
@@ -37,11 +38,16 @@ class Owner(Protocol):
         ...
 
     def distrust(self, group: int, ids: Ints) -> None:
-        """Somebody writes to these blocks: nobody may find anything in them before `trust`."""
+        """Somebody writes to these blocks: what they hold is `unknown` until `trust`."""
         ...
 
-    def trust(self, group: int, ids: Ints) -> None:
-        """These blocks are filled, as far as their request has tokens."""
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        """These blocks hold what their request needs; those that are `whole`, all of them if not
+        given, lack nothing."""
+        ...
+
+    def unknown(self, group: int, ids: Ints) -> Bools:
+        """Whether each block holds nothing that anybody may use."""
         ...
 
     def quarantine(self, group: int, ids: Ints) -> None:
@@ -105,7 +111,8 @@ class Generations:
     """Counters for an engine that keeps its own block ids.
 
     The engine calls `retire` when it takes blocks back, before it reuses them. A block
-    that an agent has shared is retired by itself when the agent lets go of it.
+    that an agent has shared is retired by itself when the agent lets go of it: from then on
+    the engine alone knows whether a pull has filled it or has failed.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -113,14 +120,17 @@ class Generations:
         ends = np.cumsum(counts)[:-1]
         self._tables: tuple[Ints, ...] = tuple(np.split(np.zeros(sum(counts), np.int64), ends))
         self._holds: tuple[Ints, ...] = tuple(np.zeros(count, np.int64) for count in counts)
+        self._unknown: tuple[Bools, ...] = tuple(np.zeros(count, np.bool_) for count in counts)
 
     @property
     def generations(self) -> Sequence[Ints]:
         return self._tables
 
     def retire(self, group: int, ids: Ints) -> None:
-        """Raise the counters: whatever was read from these blocks is no longer accepted."""
+        """Raise the counters: whatever was read from these blocks is no longer accepted. What they
+        hold from now on is for the engine to know."""
         np.add.at(self._tables[group], ids, 1)
+        self._unknown[group][ids] = False
 
     def holds(self, group: int, ids: Ints) -> Ints:
         """How many keep each block: the engine must not reuse one that is not at zero."""
@@ -136,10 +146,13 @@ class Generations:
         self.retire(group, ids[self._holds[group][ids] == 0])
 
     def distrust(self, group: int, ids: Ints) -> None:
-        """Nothing: the engine itself decides what may be found in its blocks."""
+        self._unknown[group][ids] = True
 
-    def trust(self, group: int, ids: Ints) -> None:
-        """The same."""
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        self._unknown[group][ids] = False
+
+    def unknown(self, group: int, ids: Ints) -> Bools:
+        return self._unknown[group][ids]
 
     def quarantine(self, group: int, ids: Ints) -> None:
         self.share(group, ids)

@@ -33,7 +33,6 @@ class Offers:
         *,
         address: str,
         key: str,
-        check_filled: Callable[[Mapping[int, Blocks]], None],
     ) -> None:
         self._endpoint = endpoint
         self._loop = loop
@@ -41,7 +40,6 @@ class Offers:
         self._owner = owner
         self._address = address
         self._key = key
-        self._check_filled = check_filled
 
     def offer(
         self,
@@ -57,7 +55,7 @@ class Offers:
         seconds = endpoint.options.lease_seconds if lease_seconds is None else lease_seconds
         _check(num_tokens, readers, seconds)
         check_blocks(endpoint.layout, blocks, whose=endpoint.name)
-        self._check_filled(blocks)
+        self._check_known(blocks)
         self._owner.share(blocks)  # from here on their generations stay
         ticket = Ticket(
             agent=endpoint.name,
@@ -74,6 +72,23 @@ class Offers:
         )
         self._grant(ticket, readers, on_end)
         return ticket
+
+    def _check_known(self, blocks: Mapping[int, Blocks]) -> None:
+        """TransferError for blocks that a pull is writing to, or has failed to fill: whoever pulled
+        them from here would get, and accept, what happens to be there."""
+        endpoint = self._endpoint
+        for g, listed in blocks.items():
+            unknown = listed.ids[endpoint.owner.unknown(g, listed.ids)]
+            if len(unknown):
+                name = endpoint.layout.groups[g].group.name
+                raise TransferError(
+                    f"agent {endpoint.name!r}: group {name!r}: {len(unknown)} of {len(listed)} "
+                    f"blocks hold nothing that may be used, {unknown[:8].tolist()} among them: a "
+                    "pull is still writing to them, or has failed\n\n"
+                    "hint: offer them after transfer.wait(); after a failed pull, fill them and "
+                    "call trust(group, ids) of the blocks' owner, or take new blocks",
+                    kind="refused",
+                )
 
     def adopt(self, ticket: Ticket, *, readers: int | None, on_end: OnEnd | None) -> None:
         """Keep what a ticket promises that somebody else has written in this agent's name."""

@@ -10,6 +10,7 @@ import numpy as np
 from kvstow.adapters.vllm.protocol import OfferBlocks
 from kvstow.errors import TransferError
 from kvstow.plan.layout import Layout
+from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.tickets.generations import Generations
@@ -36,8 +37,8 @@ class LeasedGenerations(Generations):
     def distrust(self, group: int, ids: Ints) -> None:
         self._unfilled[group][ids] = True
 
-    def trust(self, group: int, ids: Ints) -> None:
-        self._unfilled[group][ids] = False
+    def trust(self, group: int, ids: Ints, whole: Bools | None = None) -> None:
+        self._unfilled[group][ids if whole is None else ids[whole]] = False
 
     def unfilled(self, group: int, ids: Ints) -> Ints:
         """Those of a pull's blocks that it has not filled, though it was accepted."""
