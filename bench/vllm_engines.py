@@ -186,15 +186,20 @@ class Engine:
         self._count = 0
 
     def run(self, jobs: list[dict[str, Any]], in_flight: int = 1) -> dict[str, Any]:
-        """Run prompts, so many at once. Per prompt: seconds to its first token and to its end,
-        text, transfer parameters. Requests with one `id` on two engines are one to connectors
-        that match by it."""
+        """Run prompts, so many at once, none sooner than so many seconds after the first (`after`).
+        Per prompt: seconds to its first token and to its end, text, transfer parameters. Requests
+        with one `id` on two engines are one to connectors that match by it."""
         waiting = list(enumerate(jobs))[::-1]
         running: dict[str, int] = {}
         done: list[dict[str, Any]] = [{} for _ in jobs]
         begun = time.perf_counter()
         while waiting or running:
-            while waiting and len(running) < in_flight:
+            passed = time.perf_counter() - begun
+            while (
+                waiting
+                and len(running) < in_flight
+                and (not running or waiting[-1][1].get("after", 0.0) <= passed)
+            ):
                 index, job = waiting.pop()
                 running[self._add(job)] = index
                 done[index]["began"] = time.perf_counter()

@@ -19,6 +19,8 @@ CACHED, HANDED_OVER = "cached", "handed over"
 COPIED = "cached, as many bytes copied by a third process"
 RUNNING = 8
 STEPS = 200
+PER_SECOND = 10
+"""What one prefill engine on an H200 computes: 4,096 tokens of Llama-8B's shape take 105 ms."""
 
 
 class Copier:
@@ -70,48 +72,68 @@ def others_slowed(
     prefill: Remote, decode: Remote, settings: Settings, copier: Copier | None
 ) -> dict[str, Any]:
     """Milliseconds per token of requests that decode while prompts come in: from the cache, handed
-    over, and from the cache while a third process copies; in turns. Medians, and every reading."""
-    readings: dict[str, list[float]] = {}
-    moved: dict[str, float] = {}
+    over, and from the cache while a third process copies; in turns. First one prompt after the
+    other, then as many as one prefill engine makes. Medians, and every reading."""
+    fast = _Readings(decode, settings, settings.burst, 0.0)
+    paced = _Readings(decode, settings, PER_SECOND, 1 / PER_SECOND)
     bursts: list[float] = []
     for _ in range(settings.rounds):
-        _round(decode, settings, readings, CACHED)
+        fast.take(CACHED)
         before = decode.counts()
-        seconds = _round(decode, settings, readings, HANDED_OVER, prefill)
+        seconds = fast.take(HANDED_OVER, prefill)
         moved = counted(before, decode.counts())
         if copier is not None and moved:
             pieces, nbytes = round(moved["descriptors"]), int(1e6 * moved["megabytes"])
             copier.begin(settings.burst, pieces, nbytes, seconds)
-            _round(decode, settings, readings, COPIED)
+            fast.take(COPIED)
             bursts.append(copier.end())
-    result: dict[str, Any] = {
-        f"{name}, ms per token": round(statistics.median(found), 3)
-        for name, found in readings.items()
-    }
-    result["readings"] = {name: [round(x, 3) for x in each] for name, each in readings.items()}
+        paced.take(CACHED)
+        paced.take(HANDED_OVER, prefill)
+    result = fast.result() | {f"{PER_SECOND} prompts a second": paced.result()}
     if bursts:
         result["a third process's copies of one prompt, ms"] = statistics.median(bursts)
     return result
 
 
-def _round(
-    decode: Remote,
-    settings: Settings,
-    readings: dict[str, list[float]],
-    name: str,
-    prefill: Remote | None = None,
-) -> float:
-    """One reading, of prompts that `prefill` hands over, or that are cached; the seconds to the
-    first token of a prompt that came in."""
-    running = [{"prompt": settings.prompts(256), "max_tokens": STEPS} for _ in range(RUNNING)]
-    prompts = [settings.prompts(settings.burst_tokens + 1) for _ in range(settings.burst)]
-    if prefill is None:
-        coming = [{"prompt": prompt} for prompt in prompts]
-        decode.run(coming, 4)
-    else:
-        coming = prefilled(prefill, prompts)
-    out = decode.run([*running, *({**job, "max_tokens": 1} for job in coming)], RUNNING + 1)
-    ran, came = out["jobs"][:RUNNING], out["jobs"][RUNNING:]
-    per_token = [(job["total"] - job["first"]) / (STEPS - 1) for job in ran]
-    readings.setdefault(name, []).append(1000 * statistics.mean(per_token))
-    return statistics.median(job["first"] for job in came)
+class _Readings:
+    """Readings while so many prompts come in, each so many seconds after the one before."""
+
+    def __init__(self, decode: Remote, settings: Settings, count: int, every: float) -> None:
+        self._decode = decode
+        self._settings = settings
+        self._count = count
+        self._every = every
+        self._found: dict[str, list[float]] = {}
+
+    def take(self, name: str, prefill: Remote | None = None) -> float:
+        """One reading, of prompts that `prefill` hands over, or that are cached; the seconds to the
+        first token of a prompt that came in."""
+        draw, tokens = self._settings.prompts, self._settings.burst_tokens + 1
+        running = [{"prompt": draw(256), "max_tokens": STEPS} for _ in range(RUNNING)]
+        prompts = [draw(tokens) for _ in range(self._count)]
+        if prefill is None:
+            coming = [{"prompt": prompt} for prompt in prompts]
+            self._decode.run(coming, 4)
+        else:
+            coming = prefilled(prefill, prompts)
+        coming = [
+            {**job, "max_tokens": 1, "after": k * self._every} for k, job in enumerate(coming)
+        ]
+        out = self._decode.run([*running, *coming], RUNNING + 1)
+        ran, came = out["jobs"][:RUNNING], out["jobs"][RUNNING:]
+        per_token = [(job["total"] - job["first"]) / (STEPS - 1) for job in ran]
+        self._found.setdefault(name, []).append(1000 * statistics.mean(per_token))
+        return statistics.median(job["first"] for job in came)
+
+    def result(self) -> dict[str, Any]:
+        """Medians, every reading, and what one prompt that is handed over costs the others."""
+        medians = {name: statistics.median(found) for name, found in self._found.items()}
+        lost = (medians[HANDED_OVER] - medians[CACHED]) * (STEPS - 1) / self._count
+        return {
+            **{f"{name}, ms per token": round(ms, 3) for name, ms in medians.items()},
+            "slower, %": round(100 * (medians[HANDED_OVER] / medians[CACHED] - 1), 2),
+            "a hand-over costs others, ms": round(lost, 2),
+            "readings": {
+                name: [round(ms, 3) for ms in found] for name, found in self._found.items()
+            },
+        }

@@ -62,8 +62,8 @@ def step_on_while_loading(ours: type) -> None:
     from vllm.v1.engine.core import EngineCore
 
     for name in ("step", "step_with_batch_queue"):
-        step = getattr(EngineCore, name)
-        if step.__module__ != __name__:
+        step = getattr(EngineCore, name, None)
+        if step is not None and step.__module__ != __name__:
             setattr(EngineCore, name, _stepping_on(step, ours))
 
 

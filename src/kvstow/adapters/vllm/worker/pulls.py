@@ -11,7 +11,7 @@ over for its request sooner, while the scheduler's side holds its blocks:
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -178,7 +178,7 @@ class RankPulls:
             self._wait_or_hold(opened, transfer.error, now)
             return
         if transfer.error is None:
-            error = self._lacks_tokens(opened.pull)
+            error = self._lacks_tokens(opened.pull, transfer.order.into)
             self._counts["pulled tokens"] += opened.pull.num_tokens - opened.pull.start_token
             self._note(transfer)
             self._over(opened, error)
@@ -188,7 +188,7 @@ class RankPulls:
         else:
             self._over(opened, transfer.error)
 
-    def _lacks_tokens(self, pull: PullBlocks) -> TransferError | None:
+    def _lacks_tokens(self, pull: PullBlocks, into: Mapping[int, Blocks]) -> TransferError | None:
         """Why an accepted pull's blocks may not be used, if some of them were not filled.
 
         A producer with fewer tokens per block may have let go of tokens behind a window of which
@@ -196,7 +196,7 @@ class RankPulls:
         prefix cache as whole, and others would.
         """
         self._agent.settle()
-        for group, blocks in self._blocks(pull).items():
+        for group, blocks in into.items():
             lacking = self._filled.unfilled(group, blocks.ids)
             if len(lacking):
                 placed = self.arena.layout.groups[group].group
