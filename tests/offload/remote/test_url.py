@@ -3,7 +3,7 @@
 import pytest
 
 from kvstow.errors import StoreError
-from kvstow.offload.remote.url import RemoteOptions, is_remote, opened, parse
+from kvstow.offload.remote.url import RemoteOptions, opened, parse
 from kvstow.offload.store import Store
 
 
@@ -68,11 +68,6 @@ def test_a_password_may_lie_in_a_file(tmp_path):
     client, _ = opened(f"redis://127.0.0.1:1/0?password_file={tmp_path / 'password'}")
     assert client._redis.connection_pool.connection_kwargs["password"] == "s/ecret"
     client.close()
-
-
-def test_a_place_with_a_scheme_is_a_url_and_a_path_is_not():
-    assert is_remote("s3://bucket/prefix")
-    assert not is_remote("/var/cache/kvstow")
 
 
 @pytest.mark.parametrize(("data", "reason"), [(None, "No such file"), (b"\xff\xfe", "no text")])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.errors import SpecError, TransferError
-from kvstow.transfer.tickets.lease import UNKNOWN, Lease, Leases
+from kvstow.transfer.tickets.lease import UNKNOWN, Lease, Leases, fresh_id
 
 TICKET = b"digest of the ticket"
 
@@ -218,4 +218,4 @@ def test_ids_are_above_0_and_fit_a_ticket(drawn, id):
             assert k == 62
             return drawn
 
-    assert Leases.fresh_id(Drawn()) == id
+    assert fresh_id(Drawn()) == id

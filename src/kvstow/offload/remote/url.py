@@ -73,11 +73,6 @@ _MOONCAKE = ("metadata", "local", "protocol", "device", "stage")
 _OWN = {"s3": _S3, "redis": _REDIS, "rediss": (*_REDIS, "ca_file"), "mooncake": _MOONCAKE}
 
 
-def is_remote(place: object) -> bool:
-    """Whether a place is a URL of a remote store, and not a directory."""
-    return isinstance(place, str) and "://" in place
-
-
 def parse(url: str) -> tuple[SplitResult, dict[str, str], RemoteOptions]:
     """The parts of a URL: its address, the options of its store, the options of every store."""
     try:

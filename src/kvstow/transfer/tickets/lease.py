@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import inf
-from random import Random, SystemRandom
+from random import Random
 from typing import Literal
 
 from kvstow.errors import FaultKind, SpecError, TransferError
@@ -20,8 +20,6 @@ EndReason = Literal["read", "expired", "withdrawn", "aborted", "closed"]
 MAX_REMEMBERED = 1 << 16
 UNKNOWN = "never given out here"
 """In the error of a lease that may still be granted. Agents that do not know `why` look for it."""
-
-_SYSTEM = SystemRandom()
 
 FAULT_OF: dict[EndReason, FaultKind] = {
     "read": "used",
@@ -53,6 +51,11 @@ class Lease:
             )
 
 
+def fresh_id(random: Random) -> int:
+    """An id that nobody can guess, above 0: that stands for none."""
+    return random.getrandbits(62) + 1
+
+
 class Leases:
     """All leases of one agent. Time comes in as `now`; nothing here looks at a clock."""
 
@@ -73,11 +76,6 @@ class Leases:
         """Whether it ran here and no longer does. One that is not known may still be granted:
         an engine's scheduler gives tickets out before the agent hears of them."""
         return id in self._ended
-
-    @staticmethod
-    def fresh_id(random: Random = _SYSTEM) -> int:
-        """An id that nobody can guess, above 0."""
-        return random.getrandbits(62) + 1
 
     def grant(self, lease: Lease) -> None:
         """Let a lease run."""

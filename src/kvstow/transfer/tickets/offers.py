@@ -13,7 +13,7 @@ from kvstow.transfer.peers.blocks import check_blocks
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.server import Server
 from kvstow.transfer.tickets.generations import OwnerQueue
-from kvstow.transfer.tickets.lease import EndReason, Lease
+from kvstow.transfer.tickets.lease import EndReason, Lease, fresh_id
 from kvstow.transfer.tickets.ticket import MAX_LEASE_SECONDS, MAX_TOKENS, Ticket
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Offers:
             start=endpoint.start,
             address=self._address,
             key=self._key,
-            lease=endpoint.random.getrandbits(63),
+            lease=fresh_id(endpoint.random),
             lease_seconds=seconds,
             fingerprint=endpoint.fingerprint,
             num_tokens=int(num_tokens),

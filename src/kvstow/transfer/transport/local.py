@@ -197,11 +197,6 @@ class LocalTransport:
             else:
                 budget -= self._copy(post, there)
 
-    def _is_held_up(self, post: "_LocalPost") -> bool:
-        if self.fabric.is_cut(self._name, post.peer):
-            return True
-        return post.was_given_up and not self.fabric.lands()
-
     def _copy(self, post: "_LocalPost", there: "LocalTransport") -> int:
         if self.before_copy is not None:
             try:
