@@ -29,6 +29,7 @@ from kvstow.transfer.peers import layouts
 from kvstow.transfer.server import Server
 from kvstow.transfer.tickets.generations import Generations, OwnerQueue
 from kvstow.transfer.tickets.lease import Leases
+from kvstow.transfer.tickets.offers import Offers
 from kvstow.transfer.transport import local
 from schedules import schedule
 from schedules.library import changed, prepared
@@ -259,6 +260,12 @@ def the_ticket_s_fingerprint_is_not_compared() -> Generator[None]:
 def rows_that_are_not_filled_can_be_found() -> Generator[None]:
     """What a pull did not bring, since a window had left it behind, counts as brought."""
     with changed(Pool, "distrust", nothing):
+        yield
+
+
+@bug
+def rows_that_nobody_has_filled_are_offered() -> Generator[None]:
+    with changed(Offers, "_check_known", nothing):
         yield
 
 

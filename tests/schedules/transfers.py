@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvstow.errors import OutOfBlocks, TransferError
 from kvstow.transfer.channel.messages import Begun
 from kvstow.transfer.tickets.ticket import Ticket
-from schedules.rows import EngineRows
+from schedules.rows import EngineRows, LedgerRows
 from schedules.truth import Request
 from schedules.world import Held, Node, Pull
 
@@ -67,6 +67,21 @@ class Transfers:
         held = self.schedule.random.choice(node.held)
         tickets = (self._ticket(node, held, 1),)
         self.offers.append(Offer(tickets, (node,), held.request, 1))
+
+    def offer_too_soon(self) -> None:
+        """A node offers rows that a pull is writing to, or has failed to fill. That is refused; if
+        it were not, somebody would accept what lies there."""
+        nodes = [n for n in self.world.nodes.values() if isinstance(n.rows, LedgerRows)]
+        pulls = [(n, p) for n in nodes if not n.stopped for p in n.pulls if not p.is_judged]
+        if not pulls:
+            return
+        node, pull = self.schedule.random.choice(pulls)
+        try:
+            ticket = self._ticket(node, Held(pull.claim, pull.source, {}), 1)
+        except TransferError:
+            self.world.count("offered too soon")
+        else:  # it has just been accepted
+            self.offers.append(Offer((ticket,), (node,), pull.source, 1))
 
     def _has_ranks(self) -> bool:
         return any(len(names) > 1 for names in self.schedule.deployments)
