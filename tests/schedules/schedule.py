@@ -219,7 +219,7 @@ class Schedule:
             (0.3 * self.roughness, transfers.withdraw),
             (0.3 * self.roughness, transfers.abort),
             (0.6 * self.roughness, transfers.take_back),
-            (0.4 * self.roughness, transfers.offer_too_soon),
+            (0.0 if self.stores else 0.4 * self.roughness, transfers.offer_too_soon),
             (8.0 if churns else 0.0, transfers.outlive_a_lease),
             (20 * faults.deaf, self._go_deaf_or_listen),
             (20 * faults.stop, self._stop_or_go_on),
