@@ -154,8 +154,10 @@ class WorkerSide:
         with self._lock:
             for offer in step.offers:
                 self._leases.order(offer)
+            pulled = {ticket.lease for pull in step.pulls for ticket in pull.tickets}
             for ticket in step.keeps:
-                self.agent.keep(ticket)
+                if ticket.lease not in pulled:  # a pull keeps its lease alive itself
+                    self.agent.keep(ticket)
             for ticket in step.drops:
                 self.agent.drop(ticket)
             for pull in step.pulls:
