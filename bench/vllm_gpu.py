@@ -195,7 +195,14 @@ def main() -> None:
             for run in planned(chosen, part, model, Path(folder, f"{part}-{model}"), document)
         ]
         all_engines = [engine for engines, _ in runs for engine in engines]
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+        def ended(*_: object) -> None:
+            """Whoever ends us does not wait: engines are killed at once, not asked to stop."""
+            for engine in all_engines:
+                engine.kill()
+            sys.exit(1)
+
+        signal.signal(signal.SIGTERM, ended)
         try:
             for engine in all_engines:
                 engine.imported()
