@@ -297,8 +297,7 @@ class Pool:
         rows.suspect[filled] = False
 
     def inherit(self, group: int, source: int, row: int) -> None:
-        """A held row gets a copy of another: what is not known of that, or is lacking, is not known
-        of it, or lacking."""
+        """A held row gets a copy of `source`: it is `unknown`, or `suspect`, if that is."""
         if not self.suspect(group, source):
             return
         self.distrust(group, [row])

@@ -189,18 +189,23 @@ def test_blocks_that_a_pull_is_writing_to_are_not_offered(agent, pool, fabric):
         assert relay.offer_blocks(into, TOKENS).num_blocks == 2 * len(into)
 
 
+def failed_pull(agent: Agent, reader: Agent, offered, into, start_token: int = 0) -> None:
+    """Have a pull fail, and come to rest: its ticket was taken back."""
+    ticket = agent.offer_blocks(offered, TOKENS)
+    agent.withdraw(ticket)
+    pull = reader.pull(ticket, into=into, start_token=start_token)
+    with pytest.raises(TransferError):
+        pull.wait(20)
+    assert pull.wait_quiet(20)
+
+
 def test_blocks_that_a_pull_has_failed_to_fill_are_not_offered(agent, pool, fabric):
     """Bytes of nobody were taken for the request's: fence and digest agreed."""
     offered = {g: Blocks.first(pool.hold(g, 2)) for g in range(len(LAYOUT.groups))}
     rows = Pool(LAYOUT)
     with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
         into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
-        ticket = agent.offer_blocks(offered, TOKENS)
-        agent.withdraw(ticket)
-        pull = relay.pull(ticket, into=into, start_token=4)
-        with pytest.raises(TransferError):
-            pull.wait(20)
-        assert pull.wait_quiet(20)
+        failed_pull(agent, relay, offered, into, start_token=4)
         with pytest.raises(TransferError, match="or has failed"):
             relay.offer_blocks(into, TOKENS)
         before = {0: Blocks.first(into[0].ids[:1])}
@@ -237,12 +242,7 @@ def test_a_pull_behind_a_failed_one_does_not_vouch_for_its_rows(agent, pool, fab
     rows = Pool(LAYOUT)
     with Agent(Arena(LAYOUT), rows, transport=LocalTransport(fabric), identity=IDENTITY) as relay:
         into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
-        withdrawn = agent.offer_blocks(offered, TOKENS)
-        agent.withdraw(withdrawn)
-        failed = relay.pull(withdrawn, into=into)
-        with pytest.raises(TransferError):
-            failed.wait(20)
-        assert failed.wait_quiet(20)
+        failed_pull(agent, relay, offered, into)
         relay.pull(agent.offer_blocks(offered, TOKENS), into=into, start_token=4).wait(20)
         assert rows.unknown(0, into[0].ids).tolist() == [True, False]
         with pytest.raises(BlockError, match="its content is not known"):
@@ -256,12 +256,7 @@ def test_rows_of_tokens_before_a_pull_stay_cached(agent, pool, fabric):
         into = {g: Blocks.first(rows.hold(g, 2)) for g in offered}
         rows.keep(0, into[0].ids[:1])
         generation = int(rows.generations[0][into[0].ids[0]])
-        ticket = agent.offer_blocks(offered, TOKENS)
-        agent.withdraw(ticket)
-        pull = reader.pull(ticket, into=into, start_token=4)
-        with pytest.raises(TransferError):
-            pull.wait(20)
-        assert pull.wait_quiet(20)
+        failed_pull(agent, reader, offered, into, start_token=4)
         assert rows.kept(0, into[0].ids).tolist() == [True, False]
         assert rows.generations[0][into[0].ids[0]] == generation, "who reads it may go on"
 

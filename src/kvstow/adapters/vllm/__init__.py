@@ -12,7 +12,8 @@ cache/      vLLM's own cache: its layout, its pages, which computation fills it
 scheduler/  one per engine: which request hands over, takes over, is stored or comes back
 worker/     one per rank: pulls, leases, rows stored and loaded
 peers/      prefixes of other engines: rows lent to them, theirs asked for by key
-plugin      what is changed in vLLM: rows for its CPU attention, weight versions for connectors
+plugin      what is changed in vLLM: rows for its CPU attention, weight versions for connectors,
+            steps without pauses while something is loaded
 
 `KvstowConnector` is loaded when it is first asked for: everything else imports without vLLM,
 which only `connector` and `plugin` import.
