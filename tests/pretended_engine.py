@@ -134,6 +134,7 @@ class Engine:
         """What an engine does in a step in which it computes nothing."""
         step = self.desk.take_step(computes=False)
         self.hands.begin(step)
+        self.hands.load()
         self.hands.save()
         results = self.hands.results(idle=True)
         self.desk.told(RanksReport.of(self.hands.endpoint.agent, results))

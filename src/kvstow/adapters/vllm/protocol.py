@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from secrets import randbits
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -331,7 +332,7 @@ def prompt_digest(request: EngineRequest, num_tokens: int) -> str:
     """A digest of the first tokens, and of whatever else their cache depends on."""
     about = (request.adapter, request.salt, request.extra_before(num_tokens))
     hashed = blake2b(repr(about).encode(), digest_size=16, key=b"kvstow prompt")
-    hashed.update(np.asarray(request.tokens[:num_tokens], "<i8").tobytes())
+    hashed.update(pack(f"<{num_tokens}q", *request.tokens[:num_tokens]))
     return hashed.hexdigest()
 
 

@@ -85,6 +85,8 @@ class WorkerSide:
         )
         if self._offload is not None:
             self._offload.watch(self.agent.telemetry)
+        self._step = StepOrders()
+        """The step that has begun, until its loads have."""
         self._unsaved: tuple[StoreBlocks, ...] = ()
         """Stores of the last step, until it has computed."""
         self._restored: set[str] = set()
@@ -145,12 +147,10 @@ class WorkerSide:
     # ── a step ────────────────────────────────────────────────────────────────────
 
     def begin(self, step: StepOrders) -> None:
-        """What does not wait for the engine to compute: somebody may show a ticket already that
-        the scheduler's side has just given out, and pulls and loads write to blocks that nothing
-        else uses.
-        """
+        """What cannot wait for the engine to start its computation: somebody may show a ticket
+        already that the scheduler's side has just given out."""
         self._store_unsaved()  # of a step whose end the engine has not told
-        self._unsaved = step.stores
+        self._step, self._unsaved = step, step.stores
         with self._lock:
             for offer in step.offers:
                 self._leases.order(offer)
@@ -160,6 +160,14 @@ class WorkerSide:
                     self.agent.keep(ticket)
             for ticket in step.drops:
                 self.agent.drop(ticket)
+        if self._offload is not None and self._offload.prefill is not None:
+            self._offload.prefill.begin(step.prompt_tokens)
+
+    def load(self) -> None:
+        """Start what writes to blocks that nothing else uses, or asks for something. The device
+        has been given the step's computation by now, so nobody waits for the agent's thread."""
+        step, self._step = self._step, StepOrders()
+        with self._lock:
             for pull in step.pulls:
                 self.pulls.begin(pull)
         if self._offload is not None:
@@ -170,8 +178,6 @@ class WorkerSide:
         if self._asker is not None:
             for ask in step.asks:
                 self._asker.ask(ask)
-        if self._offload is not None and self._offload.prefill is not None:
-            self._offload.prefill.begin(step.prompt_tokens)
 
     def save(self) -> None:
         """Start to store what the scheduler's side has decided, after the engine's computation."""
