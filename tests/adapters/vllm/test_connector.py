@@ -766,6 +766,40 @@ def test_nothing_is_pulled_while_steps_write_to_its_blocks(
         engine.worker.shutdown()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_loads_begin_when_the_device_computes_and_on_a_cpu_before(
+    connector: ModuleType, device: str
+):
+    """A CPU computes within vLLM's call: what begins after it has waited for the whole step."""
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    side = decode.worker._worker_side
+    assert not side._beside_steps
+    side._beside_steps = device == "cuda"
+    decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
+    output = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    decode.worker.bind_connector_metadata(decode.scheduler.build_connector_meta(output))
+    assert len(side.pulls) == (device == "cpu")
+    decode.worker.start_load_kv(None)
+    assert len(side.pulls) == 1
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
+def test_a_step_whose_loads_the_engine_has_not_called_for_loads_with_the_next(
+    connector: ModuleType,
+):
+    prefill, decode = (Engine(connector, in_process=True) for _ in range(2))
+    decode.worker._worker_side._beside_steps = True
+    start_load_kv, decode.worker.start_load_kv = decode.worker.start_load_kv, lambda _: None
+    decode.decode(prefill.prefill(), [1, 2, 3, 13, 12])
+    decode.step()
+    assert len(decode.worker._worker_side.pulls) == 0
+    assert loaded(decode).failed_recving == set()
+    decode.worker.start_load_kv = start_load_kv
+    for engine in (prefill, decode):
+        engine.worker.shutdown()
+
+
 def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: ModuleType):
     """vLLM's MultiConnector passes on what the first of its connectors says of the workers."""
     config = vllm_config(host_bytes=1 << 20)

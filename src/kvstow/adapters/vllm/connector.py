@@ -239,7 +239,8 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.begin(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts loads. vLLM calls this when it has given the device the step's computation."""
+        """Starts loads. vLLM calls this when it has given the device the step's computation; on a
+        CPU they have begun before."""
         self._worker_side.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:

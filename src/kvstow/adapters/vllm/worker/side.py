@@ -40,7 +40,7 @@ IDLE_SECONDS = 0.002
 """An engine that only waits for us asks again and again: it may as well sleep this long."""
 
 PULL_SECONDS = 0.006
-"""So long it waits for the end of a pull: between two steps it would not notice it."""
+"""How long an idle engine waits for a pull to end, so that the step in which it waits can tell."""
 
 
 class WorkerSide:
@@ -87,6 +87,8 @@ class WorkerSide:
             self._offload.watch(self.agent.telemetry)
         self._step = StepOrders()
         """The step that has begun, until its loads have."""
+        self._beside_steps = arena.device.type != "cpu"
+        """Whether the device computes a step while the engine's thread goes on."""
         self._unsaved: tuple[StoreBlocks, ...] = ()
         """Stores of the last step, until it has computed."""
         self._restored: set[str] = set()
@@ -148,8 +150,14 @@ class WorkerSide:
 
     def begin(self, step: StepOrders) -> None:
         """What cannot wait for the engine to start its computation: somebody may show a ticket
-        already that the scheduler's side has just given out."""
-        self._store_unsaved()  # of a step whose end the engine has not told
+        already that the scheduler's side has just given out. On a CPU the computation is over
+        before the engine calls `load`, so loads begin here.
+
+        What is left of the step before is done first. With speculative decoding vLLM never calls
+        `wait_for_save` on pipeline ranks that are not the last.
+        """
+        self.load()
+        self._store_unsaved()
         self._step, self._unsaved = step, step.stores
         with self._lock:
             for offer in step.offers:
@@ -162,9 +170,11 @@ class WorkerSide:
                 self.agent.drop(ticket)
         if self._offload is not None and self._offload.prefill is not None:
             self._offload.prefill.begin(step.prompt_tokens)
+        if not self._beside_steps:
+            self.load()
 
     def load(self) -> None:
-        """Start what writes to blocks that nothing else uses, or asks for something. The device
+        """Start what writes to blocks that nothing else uses, or asks for something. An accelerator
         has been given the step's computation by now, so nobody waits for the agent's thread."""
         step, self._step = self._step, StepOrders()
         with self._lock:
