@@ -63,3 +63,11 @@ def test_a_request_that_waits_comes_first(monkeypatch):
     engine.input_queue.put("a request")
     engine._process_engine_step()
     assert did == ["step", "pause"]
+
+
+def test_a_pause_that_keeps_requests_is_answered_while_we_load(monkeypatch):
+    """A paused scheduler has no requests, and a step of vLLM's own then does nothing."""
+    engine, did = made(monkeypatch, Connector())
+    engine.scheduler.has_requests = lambda: False
+    engine._process_engine_step()
+    assert did == ["step"]

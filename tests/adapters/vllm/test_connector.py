@@ -90,7 +90,9 @@ class StandInCore:
     engines_running = False
 
     def __init__(self, connector: Any, take_step: Callable[[], tuple[Any, bool]] = tuple) -> None:
-        self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
+        self.scheduler = SimpleNamespace(
+            get_kv_connector=lambda: connector, has_requests=lambda: True
+        )
         self.take_step = take_step
 
     def set_weight_version(self, weight_version: str) -> None:
@@ -692,13 +694,15 @@ def test_an_engine_with_nothing_to_load_takes_one_step(loading: SimpleNamespace)
     assert loading.core.step() == ({0: "output 1"}, False)
 
 
-@pytest.mark.parametrize("why", ["asked", "ends", "steps with others"])
+@pytest.mark.parametrize("why", ["asked", "ends", "steps with others", "paused"])
 def test_an_engine_that_loads_has_an_ear_for_others(loading: SimpleNamespace, why: str):
-    """Requests, its end, and engines that compute in step with it come first."""
+    """Requests, its end, and engines that compute in step with it come first. While it is paused
+    its scheduler has no requests."""
     if why == "asked":
         loading.core.input_queue.put("a request")
     loading.core.runs = why != "ends"
     loading.core.engines_running = why == "steps with others"
+    loading.core.scheduler.has_requests = lambda: why != "paused"
     assert loading.core.step() == ({0: "output 1"}, False)
     assert len(loading.steps) == 1
 

@@ -83,9 +83,12 @@ def _stepping_on(step: Callable[[Any], Stepped], ours: type) -> Callable[[Any], 
 
 def _only_loads(core: Any, ours: type) -> bool:
     """Whether a core in a process of its own has loads to wait for, and nothing else to do. One of
-    several that step together (`engines_running`) has the others' steps to take part in."""
+    several that step together (`engines_running`) has the others' steps to take part in. While one
+    is paused its scheduler has no requests, and a step would do nothing."""
     asked = getattr(core, "input_queue", None)
     if asked is None or not asked.empty() or core.engines_running or not core.is_running():
+        return False
+    if not core.scheduler.has_requests():
         return False
     return any(connector.is_loading for connector in _connectors(core, ours))
 
