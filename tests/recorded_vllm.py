@@ -169,6 +169,9 @@ class Pool:
         self.references.subtract(blocks)
         assert min(self.references.values(), default=0) >= 0
 
+    def is_last(self, block: int) -> bool:
+        return self.references[block] == 1
+
     @property
     def held(self) -> set[int]:
         return {block for block, count in self.references.items() if count}

@@ -248,24 +248,55 @@ def test_blocks_that_were_cached_when_the_request_began_are_looked_at_when_it_en
     assert rows(recall) == {0: [1, 2, 3, 4]}
 
 
+SLOW = replace(OFFLOADS, store_bytes_per_second=1)
+
+
 def test_an_engine_without_free_blocks_gets_those_back_that_wait_to_be_stored():
-    recall, pool = made(replace(OFFLOADS, store_bytes_per_second=1), ONE, num_blocks=80)
+    recall, pool = made(SLOW, ONE, num_blocks=80)
     assert not recall.make_room()
     recall.arrived(asked("r", LONG))
     recall.computed("r", 24, BLOCKS)
+    recall.finished("r", 24, BLOCKS)
     assert recall.make_room()
     assert pool.held == set()
     assert recall.counts == {"not stored rows": 6}
     assert not recall.make_room()
 
 
-def test_blocks_that_are_being_stored_are_worth_waiting_for():
+def test_blocks_that_are_being_stored_are_worth_waiting_for_once_their_request_has_let_go():
     recall, pool = made(declared=ONE)
     recall.arrived(asked("r", LONG))
+    pool.hold(BLOCKS[0])
     recall.computed("r", 24, BLOCKS)
     assert recall.stores.take() is not None
+    assert not recall.make_room(), "their request runs: the end of a store frees nothing"
+    pool.release(BLOCKS[0])
     assert recall.make_room()
     assert pool.held == {1, 2, 3, 4, 5, 6}
+
+
+def test_rows_that_wait_stay_while_a_running_request_has_their_blocks():
+    """vLLM would wait for blocks that do not come, instead of preempting somebody."""
+    recall, pool = made(SLOW, ONE, num_blocks=80)
+    recall.arrived(asked("r", LONG))
+    pool.hold(BLOCKS[0][2:])
+    recall.computed("r", 24, BLOCKS)
+    assert recall.make_room(), "two blocks are in no request any more"
+    assert pool.held == {3, 4, 5, 6, 7}
+    assert not recall.make_room()
+    assert len(recall.stores) == 4
+
+
+def test_rows_that_were_given_up_and_are_stored_later_do_not_count_as_lost():
+    recall, _ = made(SLOW, ONE, num_blocks=80)
+    recall.arrived(asked("r", LONG))
+    recall.computed("r", 24, BLOCKS)
+    assert recall.make_room(), "the request was preempted: nobody has its blocks"
+    assert recall.matched("r", 0) == 0
+    recall.computed("r", 24, BLOCKS)
+    recall.finished("r", 24, BLOCKS)
+    assert len(recall.stores) == 6
+    assert recall.counts == {}
 
 
 def test_rows_that_found_no_room_before_their_request_ended_are_counted():

@@ -20,7 +20,7 @@ def queue(**limits: int) -> tuple[StoreQueue, Pool, Clock]:
 
 
 def row(block: int, group: int = 0) -> RowToStore:
-    return RowToStore(group, b"key %d" % block, block)
+    return RowToStore("r", group, b"key %d" % block, block)
 
 
 def test_a_block_is_held_from_the_moment_it_is_queued_until_every_rank_has_stored_it():

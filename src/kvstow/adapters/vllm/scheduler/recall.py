@@ -229,7 +229,7 @@ class Recall:
                 return
             request.passed[g] = k + 1
             if ids[k] > 0 and self._is_wanted(g, k, keys[k]):
-                self.stores.add(RowToStore(g, keys[k], ids[k]))
+                self.stores.add(RowToStore(request.request.id, g, keys[k], ids[k]))
 
     def _is_wanted(self, g: int, block: int, key: bytes) -> bool:
         """Whether a row is neither kept nor on its way, and some return needs it."""
@@ -247,11 +247,18 @@ class Recall:
         return block in sinks or block in rest
 
     def make_room(self) -> bool:
-        """The engine has no block left. Whether some are free now, or soon, that were held."""
-        given_up = self.stores.give_up()
-        if given_up:
-            self.counts["not stored rows"] += given_up
-        return given_up > 0 or self.stores.is_under_way
+        """The engine has no block left. Whether some are free now, or soon, that were held.
+
+        Rows of a request that comes back are looked at again, and counted when it ends.
+        """
+        given_up = self.stores.give_up_free()
+        self._lost(sum(row.request not in self._requests for row in given_up))
+        return bool(given_up) or self.stores.will_free
+
+    def _lost(self, num_rows: int) -> None:
+        """So many rows are not stored, for good."""
+        if num_rows:
+            self.counts["not stored rows"] += num_rows
 
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
@@ -275,8 +282,7 @@ class Recall:
             for k in range(request.passed[g], min(len(keys), len(ids[g])))
             if ids[g][k] > 0
         )
-        if left:
-            self.counts["not stored rows"] += left
+        self._lost(left)
 
     def _note(self, request: RecalledRequest, num_tokens: int) -> None:
         """Have the journal remember a prompt; one that is too slow costs prompts, not steps."""
@@ -293,7 +299,7 @@ class Recall:
         them."""
         self._identity = identity
         self._requests.clear()
-        self.counts["not stored rows"] += self.stores.give_up()
+        self._lost(len(self.stores.give_up()))
         if self.journal is not None:
             self.journal.identity = identity
 

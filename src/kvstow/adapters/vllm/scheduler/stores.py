@@ -27,6 +27,10 @@ class BlockHolds(Protocol):
 
     def release(self, blocks: Sequence[int]) -> None: ...
 
+    def is_last(self, block: int) -> bool:
+        """Whether a held block is free once it is released: nobody else has it."""
+        ...
+
 
 class PoolHolds:
     """vLLM's block pool: a block is held by one more reference."""
@@ -40,11 +44,15 @@ class PoolHolds:
     def release(self, blocks: Sequence[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
+    def is_last(self, block: int) -> bool:
+        return self._pool.blocks[block].ref_cnt == 1
+
 
 @dataclass(frozen=True, slots=True)
 class RowToStore:
-    """A block of the engine, and the key of what it holds."""
+    """A block of a request, and the key of what it holds."""
 
+    request: str
     group: int
     key: bytes
     block: int
@@ -132,20 +140,34 @@ class StoreQueue:
         self._bytes_under_way -= sum(self._row_bytes[row.group] for row in rows)
         self._let_go(rows)
 
-    def give_up(self) -> int:
-        """Let go of the rows that wait, because the engine needs blocks; how many. Those that the
-        workers copy already stay held for a moment."""
+    def give_up(self) -> list[RowToStore]:
+        """Let go of all rows that wait. Those that the workers copy already stay held for a
+        moment."""
         rows = list(self._waiting)
         self._waiting.clear()
+        self._let_go(rows)
+        return rows
+
+    def give_up_free(self) -> list[RowToStore]:
+        """Let go of rows that wait, and whose blocks the engine gets by it."""
+        rows = [row for row in self._waiting if self._frees(row)]
         if rows:
+            self._waiting = deque(row for row in self._waiting if not self._frees(row))
             self._let_go(rows)
-        return len(rows)
+        return rows
 
     @property
-    def is_under_way(self) -> bool:
-        return bool(self._jobs)
+    def will_free(self) -> bool:
+        """Whether the engine gets some block when the workers have told of what they copy."""
+        return any(self._frees(row) for rows in self._jobs.values() for row in rows)
+
+    def _frees(self, row: RowToStore) -> bool:
+        """Whether no request has the row's block any more. A running one has all of its own."""
+        return self.holds is not None and self.holds.is_last(row.block)
 
     def _let_go(self, rows: Sequence[RowToStore]) -> None:
+        if not rows:
+            return
         assert self.holds is not None
         self.holds.release([row.block for row in rows])
         self._keys.difference_update((row.group, row.key) for row in rows)
