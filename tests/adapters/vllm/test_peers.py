@@ -254,16 +254,33 @@ def test_the_longest_of_several_is_taken_and_the_others_are_handed_back(fleet: F
         wait_for(lambda lender=lender: num_leases(lender) == 0)
 
 
-def test_tickets_of_a_request_that_has_ended_are_handed_back(fleet: Fleet):
+@pytest.mark.parametrize("how", ["ended", "gone on to compute"])
+def test_tickets_of_a_request_that_does_not_wait_any_more_are_handed_back(fleet: Fleet, how: str):
     lender = fleet.start("lender-0-0", LENDS)
     computes(lender)
     asker = fleet.asker(lender)
     asker.desk.arrived(EngineRequest(id="d", tokens=PROMPT))
     assert asker.desk.matched("d", 0) is None
-    asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
+    asker.hands.begin(asker.desk.take_step(computes=False))
+    if how == "ended":
+        asker.desk.finished(EngineRequest(id="d", tokens=PROMPT), HERE, 0)
+    else:
+        asker.desk.allocated("d", HERE, 0)
     asker.until(lambda found: bool(found.found))
+    assert asker.desk.matched("d", 0) == 0
     asker.step()
     wait_for(lambda: num_leases(lender) == 0)
+
+
+def test_peers_are_not_asked_for_a_request_that_must_not_read(fleet: Fleet):
+    """vLLM asks us, and goes on without our answer (`skip_reading_prefix_cache`)."""
+    lender = fleet.start("lender-0-0", LENDS)
+    computes(lender)
+    asker = fleet.asker(lender)
+    asker.desk.arrived(EngineRequest(id="d", tokens=PROMPT))
+    assert asker.desk.matched("d", 0) is None
+    asker.desk.allocated("d", HERE, 0)
+    assert asker.desk.take_step(computes=True).asks == ()
 
 
 # ── peers that do not do what they should ─────────────────────────────────────────────────

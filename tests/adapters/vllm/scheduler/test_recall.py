@@ -121,6 +121,14 @@ def test_rows_on_disk_count_when_the_workers_have_confirmed_them():
     assert recall.matched("d", 0) == 16
 
 
+def test_a_prompt_that_the_device_holds_does_not_wait_for_a_look_up():
+    recall, _ = made(WITH_DISK)
+    recall.known.told("0", kept(ALL, ALL, Level.BELOW))
+    assert recall.arrived(asked("d")) is not None
+    assert recall.matched("d", 20) is None
+    assert recall.matched("d", 24) == 0
+
+
 def test_workers_are_not_asked_for_what_is_all_in_host_memory_or_nowhere():
     recall, _ = made(WITH_DISK)
     assert recall.arrived(asked("nowhere")) is None

@@ -158,6 +158,14 @@ def test_a_request_that_needs_no_load_gives_its_tickets_back():
     assert len(decode.take_step(computes=True).drops) == 1
 
 
+def test_tiers_are_not_looked_at_for_a_request_that_carries_tickets():
+    decode = side(ConnectorOptions(host_bytes=1 << 20, host_shared="name"))
+    decode.arrived(asked("d", params=offered(side())))
+    assert decode.take_step(computes=False).lookups == ()
+    decode.arrived(asked("e"))
+    assert len(decode.take_step(computes=False).lookups) == 1
+
+
 def test_a_request_that_is_aborted_gives_its_tickets_back():
     decode = side()
     request = asked("d", params=offered(side()))

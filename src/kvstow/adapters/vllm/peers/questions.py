@@ -74,7 +74,8 @@ class PeerQuestions:
     def forget(self, id: str) -> None:
         """The request is over, or computes."""
         self._requests.pop(id, None)
-        self._waiting.pop(id, None)
+        if self._waiting.pop(id, None) is not None:
+            self._orders = [order for order in self._orders if order.request != id]
 
     def take(self) -> tuple[AskPeers, ...]:
         """Questions for the first rank; told once."""

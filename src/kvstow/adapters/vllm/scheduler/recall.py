@@ -92,16 +92,17 @@ class Recall:
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
-    def arrived(self, request: EngineRequest) -> LookUpKeys | None:
+    def arrived(self, request: EngineRequest, *, has_tickets: bool = False) -> LookUpKeys | None:
         """A request is queued. What the workers are to be asked: whether rows are there that only
-        they can see, on disk or in other processes' memory."""
+        they can see, on disk or in other processes' memory. One that `has_tickets` takes its rows
+        over."""
         if not request.shareable:
             return None
         keys = RequestKeys(self._identity, request, self._sizes)
         found = RecalledRequest(request, keys, [0] * len(self._groups))
         self._requests[request.id] = found
         limit = self._limit(found)
-        if not limit or not self._must_ask(found, limit):
+        if has_tickets or not limit or not self._must_ask(found, limit):
             return None
         found.asked = True
         self._announce(found, limit)
@@ -137,12 +138,12 @@ class Recall:
         request = self._requests.get(id)
         if request is None or request.tried:
             return 0
-        if request.asked and request.answer is None:
-            return None
         request.passed = [num_computed // group.block_tokens for group in self._groups]
         limit = self._limit(request)
         if limit <= num_computed:
             return 0
+        if request.asked and request.answer is None:
+            return None
         levels = self._levels(request, limit)
         near = self._longest(levels, limit, Level.HOST)
         far = self._longest(levels, limit, Level.BELOW) if request.answer else near

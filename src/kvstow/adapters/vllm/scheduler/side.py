@@ -155,10 +155,11 @@ class SchedulerSide:
         """A request is queued. Bad tickets are counted here and handed back: the engine computes
         such a request itself, or has rejected it."""
         self._carries(request)
-        if self._peers is not None and request.id not in self._incoming:
+        has_tickets = request.id in self._incoming
+        if self._peers is not None and not has_tickets:
             self._peers.arrived(request)
         if self.recall is not None:
-            lookup = self.recall.arrived(request)
+            lookup = self.recall.arrived(request, has_tickets=has_tickets)
             self._lookups += [lookup] if lookup else []
 
     def _carries(self, request: EngineRequest) -> None:
@@ -261,13 +262,16 @@ class SchedulerSide:
     def allocated(self, request: str, ids: BlockIds, num_external: int) -> None:
         """The engine has given the request blocks, for `num_external` tokens to be loaded.
 
-        With none to be loaded it goes on to compute, after a load too, failed or not. The engine
-        may take fewer than it was told of: they are counted from what it had then.
+        With none to be loaded it goes on to compute, after a load too, failed or not, and even if
+        it was to ask again: what peers say comes too late then. The engine may take fewer than it
+        was told of: they are counted from what it had then.
         """
         start = self._held.pop(request, 0)
         if num_external == 0:
             self._loading.discard(request)
             self._give_back(request)
+            if self._peers is not None:
+                self._peers.forget(request)
             return
         self._loading.add(request)
         handover = self._incoming.pop(request, None)

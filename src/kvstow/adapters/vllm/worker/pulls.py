@@ -179,8 +179,8 @@ class RankPulls:
             return
         if transfer.error is None:
             error = self._lacks_tokens(opened.pull, transfer.order.into)
-            self._counts["pulled tokens"] += opened.pull.num_tokens - opened.pull.start_token
-            self._note(transfer)
+            if error is None:
+                self._note(opened.pull, transfer)
             self._over(opened, error)
         elif opened.may_retry(transfer.error, now):
             opened.transfer, opened.failed_at = None, None
@@ -209,13 +209,14 @@ class RankPulls:
                 )
         return None
 
-    def _note(self, transfer: Transfer) -> None:
+    def _note(self, pull: PullBlocks, transfer: Transfer) -> None:
         stats = transfer.stats
         assert stats is not None
+        self._counts["pulled tokens"] += pull.num_tokens - pull.start_token
         self._counts["pulled bytes"] += stats.nbytes
         self._counts["descriptors"] += stats.descriptors
         self._counts["pull seconds"] += stats.seconds
-        log.info(
+        log.debug(
             "pulled %d bytes in %d descriptors (%s), %.3f s, fence %s, digest %s",
             stats.nbytes,
             stats.descriptors,
