@@ -2,12 +2,14 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstow.adapters.chunks import MOST_SIZES, ChunkStore, chunk_name
 from kvstow.errors import KvstowError, StoreError
+from kvstow.offload.tier import TierChain
 from kvstow.plan.identity import Identity
 from kvstow.testing.servers import Valkey
 
@@ -104,23 +106,45 @@ def test_chunks_of_two_sizes_come_back_from_host_memory_and_from_a_remote_store(
         assert other.misses == {"absent": 3}
 
 
-def test_a_chunk_that_was_changed_on_disk_is_a_miss_with_its_reason(tmp_path: Path):
-    with closing(opened(tmp_path)) as store:
+def damaged(path: Path) -> ChunkStore:
+    """A store with chunks a and b, of which b was changed on disk."""
+    with closing(opened(path)) as store:
         store.store([b"a", b"b"], [chunk(64, 0), chunk(64, 1)])
     (file,) = [
-        path
-        for path in tmp_path.rglob("*")
-        if path.is_file() and chunk(64, 1).tobytes() in path.read_bytes()
+        file
+        for file in path.rglob("*")
+        if file.is_file() and chunk(64, 1).tobytes() in file.read_bytes()
     ]
     data = bytearray(file.read_bytes())
     data[data.index(chunk(64, 1).tobytes())] ^= 1
     file.write_bytes(data)
-    with closing(opened(tmp_path)) as store:
+    return opened(path)
+
+
+def test_a_chunk_that_was_changed_on_disk_is_a_miss_with_its_reason(tmp_path: Path):
+    with closing(damaged(tmp_path)) as store:
         room = [np.zeros(64, np.uint8) for _ in range(3)]
         assert store.load([b"a", b"b", b"c"], room).tolist() == [True, False, False]
         assert store.misses == {"absent": 1, "damaged": 1}
         assert store.clear() == 1
         assert not store.contains([b"a", b"b"]).any()
+
+
+def test_a_chunk_that_is_damaged_counts_once_however_many_loads_there_are_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The tiers count for all loads together."""
+    load = TierChain.load
+    with closing(damaged(tmp_path)) as store:
+
+        def with_another(chain: TierChain, *arguments: Any) -> Any:
+            monkeypatch.setattr(TierChain, "load", load)
+            assert not store.load([b"b"], [np.zeros(64, np.uint8)]).any()
+            return load(chain, *arguments)
+
+        monkeypatch.setattr(TierChain, "load", with_another)
+        assert not store.load([b"c"], [np.zeros(64, np.uint8)]).any()
+        assert store.misses == {"absent": 1, "damaged": 1}
 
 
 def test_places_that_cannot_be_are_refused_before_anything_is_opened(tmp_path: Path):

@@ -8,7 +8,7 @@ A chunk becomes a row of a store of rows of that size; its key is
 so that chunks of another computation are never found, whatever the engine's names leave out.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -55,6 +55,8 @@ class ChunkStore:
         self._lock = Lock()
         self._stores: dict[int, Store] = {}
         self._misses = Tallies()
+        self._counted: defaultdict[Store, Counter[str]] = defaultdict(Counter)
+        """Of the reasons that a store's tiers have counted, those that stand in `misses`."""
         try:
             for size in _sizes_in(self._disk):
                 self.open(size)
@@ -92,7 +94,7 @@ class ChunkStore:
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
             before = _reasons(store)
             here = TierChain(store.tiers).load(0, [self._key(names[i]) for i in places], rows)
-            self._count_misses(int((~here).sum()), before, _reasons(store))
+            self._count_misses(store, int((~here).sum()), before)
             found[places] = here
             for i, row in zip(places, rows, strict=True):
                 if found[i] and row is not chunks[i]:
@@ -104,11 +106,17 @@ class ChunkStore:
         """Chunks that were to be loaded and were not, by reason."""
         return self._misses.now
 
-    def _count_misses(self, count: int, before: dict[str, int], after: dict[str, int]) -> None:
-        for reason, number in after.items():
-            known = min(count, number - before.get(reason, 0))
-            self._misses.add(reason, known)
-            count -= known
+    def _count_misses(self, store: Store, count: int, before: dict[str, int]) -> None:
+        """So many chunks of a load were not there. Tiers count reasons for all loads together:
+        one that came up meanwhile may be another load's, and is counted once."""
+        with self._lock:
+            counted = self._counted[store]
+            for reason, number in _reasons(store).items():
+                meanwhile = number - before.get(reason, 0)
+                known = min(count, meanwhile, number - counted[reason])
+                counted[reason] += known
+                self._misses.add(reason, known)
+                count -= known
         self._misses.add("absent", count)
 
     def evict(self, names: Sequence[bytes]) -> int:
