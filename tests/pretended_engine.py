@@ -31,10 +31,16 @@ PROMPT = list(range(500, 518))
 """18 tokens: four whole blocks, and half of one."""
 
 
+WINDOW = Window(8)
+
+
 def declaration(
-    order: str, tp: tuple[int, int] = (0, 1), block_tokens: int | None = None
+    order: str,
+    tp: tuple[int, int] = (0, 1),
+    block_tokens: int | None = None,
+    window: Window = WINDOW,
 ) -> CacheDeclaration:
-    """Two layers with a window of 8 tokens over two with full attention, one set of ids.
+    """Two layers with a window over two with full attention, one set of ids.
 
     With `block_tokens` its kernels keep so many tokens in order; otherwise pages are opaque.
     """
@@ -64,7 +70,7 @@ def declaration(
         identity=IDENTITY,
         order=order,
         num_blocks=NUM_BLOCKS,
-        groups=(pages(groups[0], Window(8)), pages(groups[1], Full())),
+        groups=(pages(groups[0], window), pages(groups[1], Full())),
         regions=tuple(
             DeclaredRegion(
                 layers=names,
@@ -118,8 +124,9 @@ class Engine:
         told: WayToTell = "in steps",
         tp: tuple[int, int] = (0, 1),
         block_tokens: int | None = None,
+        window: Window = WINDOW,
     ) -> "Engine":
-        declared = declaration(order, tp, block_tokens)
+        declared = declaration(order, tp, block_tokens, window)
         _, views = memory(declared)
         layout = declared_layout(declared, base_align=64)
         axes = ("block", "head", "token", "content") if block_tokens else axes_of(layout.order)

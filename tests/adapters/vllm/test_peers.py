@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from etcd_server import etcd, free_port
+from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers.asking import PeerAsker
 from kvstow.adapters.vllm.peers.lending import LentRows, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
 from kvstow.errors import SpecError
 from kvstow.offload.host.tier import HostTier
+from kvstow.plan.retention import Window
 from kvstow.transfer.channel.messages import AskPrefix
 from kvstow.transfer.discovery import found_agents
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.transport.local import Fabric
-from pretended_engine import NUM_BLOCKS, PROMPT, Engine
+from pretended_engine import NUM_BLOCKS, PROMPT, WINDOW, Engine
 from recorded_vllm import Pool
 from waiting import wait_for
 
@@ -50,17 +52,23 @@ class Fleet:
         order: str = "BLHNC",
         tp: tuple[int, int] = (0, 1),
         block_tokens: int | None = None,
+        window: Window = WINDOW,
     ) -> Engine:
-        engine = Engine.start(self.fabric, name, options, order, tp=tp, block_tokens=block_tokens)
+        engine = Engine.start(
+            self.fabric, name, options, order, tp=tp, block_tokens=block_tokens, window=window
+        )
         if engine.desk.recall is not None:
             engine.desk.recall.stores.holds = Pool()
         self.engines.append(engine)
         return engine
 
-    def asker(self, *lenders: Engine, order: str = "BLHNC", **options: object) -> Engine:
+    def asker(
+        self, *lenders: Engine, order: str = "BLHNC", window: Window = WINDOW, **options: object
+    ) -> Engine:
         """An engine that has met these."""
         peers = tuple(address_of(each) for each in lenders)
-        engine = self.start("asker-0-0", replace(ASKS, peers=peers, **options), order)  # pyright: ignore
+        asks = replace(ASKS, peers=peers, **options)  # pyright: ignore
+        engine = self.start("asker-0-0", asks, order, window=window)
         wait_for(lambda: len(asker_of(engine)._well()) == len(lenders))
         return engine
 
@@ -148,6 +156,19 @@ def test_a_prefix_in_a_peers_host_memory_is_pulled_though_the_peer_sleeps(
     untouched = sorted(set(range(NUM_BLOCKS)) - {b for ids in HERE for b in ids[:4]})
     assert all((view[untouched] == 0).all() for view in asker.views.values())
     wait_for(lambda: num_leases(lender) == 0)
+
+
+def test_the_state_after_the_last_token_that_is_lent_comes_from_a_peer(fleet: Fleet):
+    """Of a recurrent layer each block holds the state after its last token, and vLLM gives a block
+    for the last one alone."""
+    lender = fleet.start("lender-0-0", LENDS, window=AFTER_LAST_TOKEN)
+    computes(lender)
+    asker = fleet.asker(lender, window=AFTER_LAST_TOKEN)
+    assert asked(asker) == 16
+    asker.desk.allocated("d", ((0, 0, 0, 19, 18), HERE[1]), 16)
+    found = asker.until(lambda found: bool(found.received))
+    assert (found.received, found.failed) == ({"d"}, frozenset())
+    assert same(asker, lender, slice(3, 4))
 
 
 def of_unequal_blocks(fleet: Fleet, lends: int, asks: int, ids: BlockIds) -> tuple[Engine, Engine]:

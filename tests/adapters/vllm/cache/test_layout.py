@@ -22,7 +22,12 @@ from kvstow.adapters.vllm.cache.layout import (
     declared_layout,
     wanted_layout,
 )
-from kvstow.adapters.vllm.cache.pages import DeclaredPage, declared_page, retention_of
+from kvstow.adapters.vllm.cache.pages import (
+    AFTER_LAST_TOKEN,
+    DeclaredPage,
+    declared_page,
+    retention_of,
+)
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.errors import LayoutError, MemoryLayoutError, ModelError, RouteError
 from kvstow.memory.arena import Arena
@@ -406,7 +411,7 @@ def test_a_recurrent_state_is_one_opaque_page_that_only_the_next_token_needs():
     page = mixer(mamba(), (1, 2))
     assert (page.nbytes, page.states, page.block_tokens) == (35_840, 1, 128)
     assert page.heads.pieces == ((1, 2),)
-    assert page.is_state
+    assert page.retention == AFTER_LAST_TOKEN
     assert mixer(mamba(tp_replicated=True), (1, 2)).heads.total == 1
     held = Blocks.first([5, 6, 7])
     group = Group(name="state", layers=(_spec(page, "LBHNC"),))

@@ -83,7 +83,6 @@ PLAIN_MODES = (0, 1)
 class DeclaredPage:
     """One layer as the engine declares it: `states` cells of `content` elements per head.
 
-    With `is_state` a block holds what a recurrent layer knows after the block's last token.
     `fields` say what a cell is made of, where it is in several sections of a page in one piece.
     With `in_token_order` the cells lie where the order says; otherwise only `kernels` know what
     lies where in a page.
@@ -96,7 +95,6 @@ class DeclaredPage:
     states: int
     content: int
     dtype: DType
-    is_state: bool = False
     fields: tuple[Field, ...] = ()
     in_token_order: bool = False
     kernels: str = ""
@@ -245,7 +243,6 @@ def _state_page(layer: str, spec: Any, tp: tuple[int, int]) -> DeclaredPage:
         states=1,
         content=spec.state_content_size_bytes,
         dtype=DType.INT8,
-        is_state=True,
         kernels=_state_kernels(spec),
     )
 

@@ -9,7 +9,6 @@ from threading import Event, Thread
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
 from kvstow.errors import TransferError
 from kvstow.offload.host.tier import HostTier
-from kvstow.plan.retention import State
 from kvstow.plan.view import Ints
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.discovery import EtcdLease
@@ -34,7 +33,11 @@ def instance_of(agent: str) -> str:
 
 class LentRows(Generations):
     """Rows of a host tier as blocks of an agent: shared ones are pinned, and a row's generation
-    ends with its last lease, before the tier may give the row up."""
+    ends with its last lease, before the tier may give the row up.
+
+    Rows of recurrent states are like others: a copy of the state after a block's last token, which
+    nobody overwrites in place.
+    """
 
     def __init__(self, tier: HostTier) -> None:
         super().__init__(tier.layout)
@@ -78,8 +81,6 @@ class RowLender:
         self.agent.lend(rows)
         self.agent.start()
         log.info("kvstow: peers may ask for rows of %s at %s", name, self.agent.address)
-        if any(isinstance(each.group.retention, State) for each in tier.layout.groups):
-            log.warning("recurrent states are not lent: every question of a peer is a miss")
         self._closing = Event()
         self._entries: list[EtcdLease] = []
         self._threads = [

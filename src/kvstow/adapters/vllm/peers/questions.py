@@ -1,6 +1,5 @@
 """Which requests ask peers, in the scheduler."""
 
-import logging
 from collections.abc import Sequence
 from math import gcd, lcm
 
@@ -9,10 +8,7 @@ from kvstow.adapters.vllm.protocol import AskPeers, EngineRequest, Handover, Pee
 from kvstow.adapters.vllm.scheduler.stored import RequestKeys
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
-from kvstow.plan.retention import State
 from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
-
-log = logging.getLogger(__name__)
 
 
 class PeerQuestions:
@@ -25,9 +21,6 @@ class PeerQuestions:
         self._step, self._unit = gcd(*sizes), lcm(*sizes)
         self._identity = identity
         self._least = options.peers_tokens
-        self._knows_states = any(isinstance(group.retention, State) for group in groups)
-        if self._knows_states:
-            log.warning("peers are not asked: recurrent states are not lent")
         self._requests: dict[str, EngineRequest] = {}
         self._waiting: dict[str, int] = {}
         """Tokens that were held when peers were asked."""
@@ -35,7 +28,7 @@ class PeerQuestions:
 
     def arrived(self, request: EngineRequest) -> None:
         """A request is queued."""
-        if request.shareable and not self._knows_states:
+        if request.shareable:
             self._requests[request.id] = request
 
     def waits(self, id: str, num_held: int) -> bool:
