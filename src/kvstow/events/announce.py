@@ -82,18 +82,22 @@ class Announcer:
         block_tokens: int,
         *,
         keys: Sequence[bytes] = (),
+        first: int = 0,
+        parent: int | None = None,
         adapter: str = "",
         salt: str = "",
         content: Iterable[tuple[int, bytes]] = (),
     ) -> None:
-        """Remember what the blocks of a prompt, from its first on, hold.
+        """Remember what the blocks of a prompt hold: all of them, or from block `first` on, where
+        `parent` is the hash of the one before it.
 
-        `keys` are what the tiers call the same blocks. `content` are digests of images and the
-        like, each with the token it begins at.
+        `hashes` are those of the blocks, and `keys` what the tiers call them; `tokens` are the
+        whole prompt's. `content` are digests of images and the like, each with the token it begins
+        at.
         """
         begins = tuple(content)
-        parent: int | None = None
-        for k, block_hash in enumerate(hashes):
+        for i, block_hash in enumerate(hashes):
+            k = first + i
             lo, hi = k * block_tokens, (k + 1) * block_tokens
             parts = [adapter] if adapter else []
             parts += [digest.hex() for at, digest in begins if lo <= at < hi]
@@ -101,7 +105,7 @@ class Announcer:
             block = BlockContent(
                 block_hash, parent, tuple(tokens[lo:hi]), adapter, tuple(parts) or None
             )
-            for name in (block_hash, *keys[k : k + 1]):
+            for name in (block_hash, *keys[i : i + 1]):
                 self._contents[block_tokens, name] = block
                 self._contents.move_to_end((block_tokens, name))
             parent = block_hash

@@ -190,7 +190,10 @@ class Identity:
         return not self.unverified_because
 
     def for_request(self, *, adapter: str = "", salt: str = "") -> "Identity":
-        """The identity of one request's bytes: the model's, with its adapter and its salt."""
+        """The identity of one request's bytes: the model's, with its adapter and its salt. It is
+        this very one where the request has neither, so that its digest is computed once."""
+        if not adapter and not salt:
+            return self
         return replace(self, adapter=adapter or self.adapter, salt=salt or self.salt)
 
     @cached_property

@@ -926,6 +926,50 @@ def test_nothing_is_stored_under_an_adapter_whose_files_have_changed(
     engine.worker.shutdown()
 
 
+def test_an_adapters_files_are_looked_at_once_in_a_step(
+    connector: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "adapter_model.bin").write_bytes(b"one")
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=1)
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    for id in ("p", "q"):
+        asking = request(id, lora_request=lora, num_computed_tokens=0)
+        engine.scheduler.on_new_request(asking)
+    looked: list[object] = []
+    name = engine.scheduler._adapters.name
+    monkeypatch.setattr(
+        engine.scheduler._adapters, "name", lambda each: (looked.append(each), name(each))[1]
+    )
+    engine.step({"p": 8, "q": 8}, [7, 8, 9, 10, 11])
+    assert looked == [lora]
+    engine.step({"p": 3}, [7, 8, 9, 10, 11])
+    assert looked == [lora], "no block is full that was not before"
+    engine.worker.shutdown()
+
+
+def test_tables_are_not_read_while_no_more_can_be_stored(connector: ModuleType):
+    """What found no room is looked at again when there is some."""
+    engine = Engine(connector, in_process=True, host_bytes=1 << 20)
+    running = request("p", num_computed_tokens=0)
+    engine.scheduler.on_new_request(running)
+    engine.scheduler._scheduler_side.recall.stores._max_rows = 2
+    read: list[str] = []
+
+    def get_block_ids(id: str) -> tuple[list[int]]:
+        read.append(id)
+        return ([7, 8, 9, 10, 11],)
+
+    for running.num_computed_tokens in (0, 8):
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=8,
+            num_scheduled_tokens={"p": 8},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=get_block_ids),
+        )
+        engine.scheduler.build_connector_meta(output)
+    assert read == ["p"]
+    engine.worker.shutdown()
+
+
 # ── events ────────────────────────────────────────────────────────────────────────────
 
 

@@ -19,6 +19,7 @@ from kvstow.adapters.vllm.peers.lending import LentRows, instance_of
 from kvstow.adapters.vllm.protocol import BlockIds, EngineRequest, StepResults
 from kvstow.errors import SpecError
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.keys import KeyChain
 from kvstow.plan.retention import Window
 from kvstow.transfer.channel.messages import AskPrefix
 from kvstow.transfer.discovery import found_agents
@@ -227,6 +228,24 @@ def test_ranks_of_a_peer_are_asked_together_and_one_alone_is_not(fleet: Fleet):
         for there, here in zip(THERE[1][:4], HERE[1][:4], strict=True):
             ours, theirs = asker.views["f.1"][here][head], rank.views["f.1"][there][0]
             assert torch.equal(ours, theirs)
+
+
+def test_a_prompt_is_hashed_once_for_tiers_and_for_peers(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    hashed: list[int] = []
+    grow = KeyChain.grow
+    monkeypatch.setattr(
+        KeyChain, "grow", lambda self, new: (hashed.append(len(new)), grow(self, new))[1]
+    )
+    asker = fleet.asker(fleet.start("lender-0-0", LENDS), host_bytes=1 << 20)
+    assert asked(asker) == 0
+    assert hashed == [16] * 4, "four blocks of four tokens"
+    assert asker.desk.recall is not None
+    asker.desk.forget_stored()
+    asker.desk.arrived(EngineRequest(id="e", tokens=PROMPT))
+    assert asker.desk.matched("e", 0) is None
+    assert len(hashed) == 12, "what is stored has another identity from now on"
 
 
 def test_a_miss_is_computed_and_peers_are_asked_once_for_a_request(fleet: Fleet):

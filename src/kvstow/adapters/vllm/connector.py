@@ -311,9 +311,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.recall.stores.holds = holds
 
     def on_new_request(self, request: Any) -> None:
-        if self._forgets and self._plain(request).asks_for_tickets:
+        plain = self._plain(request)  # its tokens are the request's own, and change with them
+        if self._forgets and plain.asks_for_tickets:
             _stop_one_token_short(request)
-        self._scheduler_side.arrived(self._plain(request))
+        self._scheduler_side.arrived(plain)
         if self._scheduler_side.recall is not None:
             self._requests[request.request_id] = request
 
@@ -329,7 +330,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        ids = self._taken(blocks.get_block_ids())
+        ids = self._taken(blocks.get_block_ids()) if num_external_tokens else ()
         self._scheduler_side.allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvstowStep:
@@ -341,19 +342,23 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def _store(self, recall: Recall, scheduler_output: Any) -> None:
         """Blocks that the step fills are queued to be stored.
 
-        vLLM advances `num_computed_tokens` after this call.
+        vLLM advances `num_computed_tokens` after this call. What finds no room now is looked at
+        again when there is some.
         """
+        if self._options.remote:
+            recall.scheduled(scheduler_output.num_scheduled_tokens)
+        if recall.stores.is_full:
+            return
         tables = scheduler_output.kv_connector_block_state
+        is_known = self._adapters.looked_at_once()
+        due, requests = recall.due, self._requests
         for id, new in scheduler_output.num_scheduled_tokens.items():
-            filled = self._requests[id].num_computed_tokens + new if id in self._requests else 0
-            if not recall.is_due(id, filled):
+            if id not in due or (filled := requests[id].num_computed_tokens + new) < due[id]:
                 continue
-            adapter = self._requests[id].lora_request
-            if adapter and self._adapters.name(adapter) is None:
-                recall.forget(id)
-            else:
+            if is_known(requests[id].lora_request):
                 recall.computed(id, filled, self._taken(tables.get_block_ids(id)))
-        recall.scheduled(scheduler_output.num_scheduled_tokens)
+            else:
+                recall.forget(id)
 
     @property
     def is_loading(self) -> bool:

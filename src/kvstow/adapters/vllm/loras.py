@@ -7,12 +7,16 @@ not be what the engine has in memory: nothing is shared under them either.
 """
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import adapter_digest
+
+AdapterPlace = tuple[str, str, int]
+"""An adapter's name, path and number in the engine."""
 
 
 class KnownAdapters:
@@ -21,7 +25,7 @@ class KnownAdapters:
 
     def __init__(self, *, vouched: bool = False) -> None:
         self._vouched = vouched
-        self._first: dict[tuple[str, str, int], str | None] = {}
+        self._first: dict[AdapterPlace, str | None] = {}
 
     def name(self, adapter: Any) -> str | None:
         """What an adapter of vLLM's is known by; None where its weights are nowhere to be found, or
@@ -30,8 +34,27 @@ class KnownAdapters:
         folder = _folder(path)
         digest = _digest(folder, _changed_at(folder)) or (path if self._vouched else None)
         found = f"{name} {digest}" if digest else None
-        first = self._first.setdefault((name, path, adapter.lora_int_id), found)
+        first = self._first.setdefault(_place(adapter), found)
         return found if found == first else None
+
+    def looked_at_once(self) -> Callable[[Any], bool]:
+        """Whether an adapter, if there is one, is known, for a moment in which none changes: files
+        are looked at once, however many requests use it."""
+        found: dict[AdapterPlace, bool] = {}
+
+        def is_known(adapter: Any) -> bool:
+            if not adapter:
+                return True
+            place = _place(adapter)
+            if place not in found:
+                found[place] = self.name(adapter) is not None
+            return found[place]
+
+        return is_known
+
+
+def _place(adapter: Any) -> AdapterPlace:
+    return adapter.lora_name, adapter.lora_path, adapter.lora_int_id
 
 
 def _folder(path: str) -> str:

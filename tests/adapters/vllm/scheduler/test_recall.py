@@ -183,12 +183,11 @@ def test_blocks_are_stored_while_the_request_runs_and_each_once():
     recall, _ = made(declared=ONE)
     tokens = LONG[:10]
     recall.arrived(asked("r", tokens))
-    assert not recall.is_due("r", 3)
-    assert recall.is_due("r", 10)
+    assert recall.due["r"] == 4
     recall.computed("r", 10, ((1, 2, 3),))
     assert rows(recall) == {0: [1, 2]}
     tokens += [7, 8]
-    assert recall.is_due("r", 12)
+    assert recall.due["r"] == 12
     recall.computed("r", 12, ((1, 2, 3),))
     assert rows(recall) == {0: [3]}
     recall.finished("r", 12, ((1, 2, 3),))
@@ -401,7 +400,7 @@ def test_a_request_with_embeddings_is_neither_looked_up_nor_stored():
     request = asked("e", shareable=False)
     assert recall.arrived(request) is None
     assert recall.matched("e", 0) == 0
-    assert not recall.is_due("e", 24)
+    assert "e" not in recall.due
     recall.finished("e", 24, ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 2, 3)))
     assert len(recall.stores) == 0
 
@@ -410,4 +409,4 @@ def test_a_prompt_shorter_than_a_block_is_neither_looked_up_nor_stored():
     recall, _ = made(WITH_DISK)
     assert recall.arrived(asked("d", [1, 2, 3, 4])) is None
     assert recall.matched("d", 0) == 0
-    assert not recall.is_due("d", 3)
+    assert recall.due["d"] == 4

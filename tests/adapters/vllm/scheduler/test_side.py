@@ -264,7 +264,7 @@ def test_a_request_that_finishes_before_any_worker_is_known_gets_no_tickets():
 def test_the_worker_of_this_process_adopts_an_offer_before_its_tickets_leave():
     prefill = side()
     adopted: list[str] = []
-    prefill.meet([CARD], adopt=lambda offer: adopted.append(str(offer.tickets[0])))
+    prefill.meet([CARD], adopt=lambda offer, texts: adopted.extend(texts))
     assert offered(prefill)["kvstow"]["tickets"] == adopted  # pyright: ignore
     assert len(prefill.take_step(computes=False).offers) == 1
 

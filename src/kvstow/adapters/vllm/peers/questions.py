@@ -7,44 +7,40 @@ from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.protocol import AskPeers, EngineRequest, Handover, PeersAnswer
 from kvstow.adapters.vllm.scheduler.stored import RequestKeys
 from kvstow.plan.group import Group
-from kvstow.plan.identity import Identity
 from kvstow.transfer.channel.messages import MAX_ASKED_KEYS
 
 
 class PeerQuestions:
     """Which requests ask peers; each does so once. Holds no memory and waits for nothing."""
 
-    def __init__(
-        self, groups: Sequence[Group], identity: Identity, options: ConnectorOptions
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], options: ConnectorOptions) -> None:
         sizes = [group.block_tokens for group in groups]
-        self._step, self._unit = gcd(*sizes), lcm(*sizes)
-        self._identity = identity
+        self.step, self._unit = gcd(*sizes), lcm(*sizes)
+        """Tokens from one key of a question to the next."""
         self._least = options.peers_tokens
-        self._requests: dict[str, EngineRequest] = {}
+        self._requests: dict[str, tuple[EngineRequest, RequestKeys]] = {}
         self._waiting: dict[str, int] = {}
         """Tokens that were held when peers were asked."""
         self._orders: list[AskPeers] = []
 
-    def arrived(self, request: EngineRequest) -> None:
-        """A request is queued."""
+    def arrived(self, request: EngineRequest, keys: RequestKeys) -> None:
+        """A request is queued. It has `keys` after every `step` tokens."""
         if request.shareable:
-            self._requests[request.id] = request
+            self._requests[request.id] = request, keys
 
     def waits(self, id: str, num_held: int) -> bool:
         """Whether peers are being asked for what is missing behind the first tokens."""
         if id in self._waiting:
             return True
-        request = self._requests.pop(id, None)
-        if request is None:
+        if id not in self._requests:
             return False
+        request, keys = self._requests.pop(id)
         limit = (len(request.tokens) - 1) // self._unit * self._unit
         if limit - num_held < max(self._least, 1):
             return False
-        keys = RequestKeys(self._identity, request, {self._step}).of(self._step, limit)
         self._waiting[id] = num_held
-        asked = tuple(keys[:MAX_ASKED_KEYS])
-        self._orders.append(AskPeers(request=id, keys=asked, step=self._step))
+        asked = tuple(keys.of(self.step, limit)[:MAX_ASKED_KEYS])
+        self._orders.append(AskPeers(request=id, keys=asked, step=self.step))
         return True
 
     def handover(self, answer: PeersAnswer) -> Handover | None:
@@ -57,9 +53,8 @@ class PeerQuestions:
             return None
         return Handover(tickets=answer.tickets, num_tokens=num_tokens, prompt="", asked=True)
 
-    def reset(self, identity: Identity) -> None:
-        """Peers are asked for rows of another identity from now on, by requests to come."""
-        self._identity = identity
+    def reset(self) -> None:
+        """Requests to come have keys of another identity: peers are not asked for older ones."""
         self._requests.clear()
         self._waiting.clear()
         self._orders.clear()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstow.adapters.vllm.protocol import EngineRequest
+from kvstow.adapters.vllm.scheduler.stored import RequestKeys
 from kvstow.errors import SpecError
 from kvstow.events.announce import Announcer, GroupKind
 from kvstow.events.format import CacheEvent
@@ -62,22 +63,30 @@ class TierEvents:
         self._hash_tokens = hash_tokens
         self._announcer = Announcer(self._kinds)
 
-    def know(self, request: EngineRequest, keys: Sequence[Sequence[bytes]]) -> None:
-        """Remember the tokens of a request's blocks, whose keys these are by group."""
-        sizes = {kind.block_tokens: named for kind, named in zip(self._kinds, keys, strict=True)}
-        for size, named in sizes.items():
-            step = size // self._hash_tokens
-            last = request.hashes[step - 1 :: step] if step else ()
-            hashes = [int.from_bytes(each, "big") & _WORD for each in last[: len(named)]]
-            self._announcer.know(
-                hashes,
-                request.tokens,
-                size,
-                keys=named,
-                adapter=request.adapter_name,
-                salt=request.salt,
-                content=request.extra_before(size * len(named)),
-            )
+    def know(self, request: EngineRequest, keys: RequestKeys, start: int, num_tokens: int) -> int:
+        """Remember the tokens of a request's blocks that end behind token `start`, among the first
+        `num_tokens`. How many tokens are known now: the engine may not have hashed all of them."""
+        end = min(num_tokens, len(request.hashes) * self._hash_tokens)
+        for size in {kind.block_tokens for kind in self._kinds}:
+            first = start // size
+            if end // size > first and size >= self._hash_tokens:
+                self._announcer.know(
+                    [self._hash(request, k, size) for k in range(first, end // size)],
+                    request.tokens,
+                    size,
+                    keys=keys.of(size, end, first),
+                    first=first,
+                    parent=self._hash(request, first - 1, size) if first else None,
+                    adapter=request.adapter_name,
+                    salt=request.salt,
+                    content=request.extra_before(end),
+                )
+        return max(start, end)
+
+    def _hash(self, request: EngineRequest, block: int, block_tokens: int) -> int:
+        """What vLLM's events call a block of that size."""
+        last = (block + 1) * (block_tokens // self._hash_tokens) - 1
+        return int.from_bytes(request.hashes[last], "big") & _WORD
 
     def changed(self, changes: Sequence[TierChange]) -> None:
         """The first worker's tiers have changed."""

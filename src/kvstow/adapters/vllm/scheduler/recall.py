@@ -10,7 +10,7 @@ needs: one is only possible at a multiple of all groups' tokens per block.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 
 import numpy as np
@@ -40,8 +40,10 @@ class RecalledRequest:
 
     request: EngineRequest
     keys: RequestKeys
-    passed: list[int]
+    passed: list[int] = field(default_factory=list[int])
     """Per group, how many blocks were looked at to be stored, or were there when it began."""
+    announced: int = 0
+    """Tokens whose blocks events may tell of."""
     asked: bool = False
     partial: KeysPresent | None = None
     """What some ranks have answered."""
@@ -72,6 +74,8 @@ class Recall:
         self._unit = lcm(*(group.block_tokens for group in groups))
         self._sizes = {group.block_tokens for group in groups}
         self._requests: dict[str, RecalledRequest] = {}
+        self.due: dict[str, int] = {}
+        """By request, with how many tokens a block is full that was not when last looked at."""
         self.known = StoredKeys(len(groups))
         self.journal = _journal(options, identity, self._unit)
         self.stores = StoreQueue(
@@ -92,15 +96,22 @@ class Recall:
 
     # ── coming back ───────────────────────────────────────────────────────────────
 
-    def arrived(self, request: EngineRequest, *, has_tickets: bool = False) -> LookUpKeys | None:
-        """A request is queued. What the workers are to be asked: whether rows are there that only
-        they can see, on disk or in other processes' memory. One that `has_tickets` takes its rows
-        over."""
+    def arrived(
+        self,
+        request: EngineRequest,
+        keys: RequestKeys | None = None,
+        *,
+        has_tickets: bool = False,
+    ) -> LookUpKeys | None:
+        """A request is queued, with `keys` where it has some already. What the workers are to be
+        asked: whether rows are there that only they can see, on disk or in other processes' memory.
+        One that `has_tickets` takes its rows over."""
         if not request.shareable:
             return None
-        keys = RequestKeys(self._identity, request, self._sizes)
-        found = RecalledRequest(request, keys, [0] * len(self._groups))
-        self._requests[request.id] = found
+        if keys is None or keys.identity is not self._identity:
+            keys = RequestKeys(self._identity, request, self._sizes)
+        found = self._requests[request.id] = RecalledRequest(request, keys)
+        self._pass(found, 0)
         limit = self._limit(found)
         if has_tickets or not limit or not self._must_ask(found, limit):
             return None
@@ -138,19 +149,18 @@ class Recall:
         request = self._requests.get(id)
         if request is None or request.tried:
             return 0
-        request.passed = [num_computed // group.block_tokens for group in self._groups]
+        self._pass(request, num_computed)
         limit = self._limit(request)
         if limit <= num_computed:
             return 0
         if request.asked and request.answer is None:
             return None
         levels = self._levels(request, limit)
-        near = self._longest(levels, limit, Level.HOST)
-        far = self._longest(levels, limit, Level.BELOW) if request.answer else near
+        found = self._longest(levels, limit, Level.BELOW if request.answer else Level.HOST)
         if self.journal is not None and not request.explained:
             request.explained = True
-            self.journal.looked_up(request.request, far)
-        return max(0, far - num_computed)
+            self.journal.looked_up(request.request, found)
+        return max(0, found - num_computed)
 
     def _limit(self, request: RecalledRequest) -> int:
         """What could be loaded at most: the last token is always computed."""
@@ -183,7 +193,7 @@ class Recall:
         """
         request = self._requests[id]
         request.tried = True
-        request.passed = [length // group.block_tokens for group in self._groups]
+        self._pass(request, length)
         rows: dict[int, KeyedBlocks] = {}
         for g, group in enumerate(self._groups):
             keys = request.keys.of(group.block_tokens, length)
@@ -198,13 +208,14 @@ class Recall:
         """The engine has planned a step with so many tokens of these requests."""
         self.prompt_tokens = sum(count for count in num_tokens.values() if count >= PROMPT_TOKENS)
 
-    def is_due(self, id: str, num_tokens: int) -> bool:
-        """Whether some block is full, with so many tokens, that was not when last looked at."""
-        request = self._requests.get(id)
-        return request is not None and any(
-            (passed + 1) * group.block_tokens <= num_tokens
-            for passed, group in zip(request.passed, self._groups, strict=True)
-        )
+    def _pass(self, request: RecalledRequest, num_tokens: int) -> None:
+        """Blocks of the first tokens are not looked at to be stored."""
+        request.passed = [num_tokens // group.block_tokens for group in self._groups]
+        self._note_due(request)
+
+    def _note_due(self, request: RecalledRequest) -> None:
+        each = zip(request.passed, self._groups, strict=True)
+        self.due[request.request.id] = min((done + 1) * group.block_tokens for done, group in each)
 
     def computed(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """With the step that is planned, so many tokens of a request are in these blocks."""
@@ -216,21 +227,24 @@ class Recall:
         self._announce(request, num_tokens)
         for g in range(len(self._groups)):
             self._queue(request, g, num_tokens, ids[g])
+        self._note_due(request)
 
     def _announce(self, request: RecalledRequest, num_tokens: int) -> None:
         """Events may tell of these blocks from now on."""
         if self._events is not None:
-            keys = [request.keys.of(group.block_tokens, num_tokens) for group in self._groups]
-            self._events.know(request.request, keys)
+            request.announced = self._events.know(
+                request.request, request.keys, request.announced, num_tokens
+            )
 
     def _queue(self, request: RecalledRequest, g: int, num_tokens: int, ids: Sequence[int]) -> None:
-        keys = request.keys.of(self._groups[g].block_tokens, num_tokens)
-        for k in range(request.passed[g], min(len(keys), len(ids))):
+        first = request.passed[g]
+        keys = request.keys.of(self._groups[g].block_tokens, num_tokens, first)
+        for k, (key, block) in enumerate(zip(keys, ids[first:], strict=False), first):
             if self.stores.is_full:
                 return
             request.passed[g] = k + 1
-            if ids[k] > 0 and self._is_wanted(g, k, keys[k]):
-                self.stores.add(RowToStore(request.request.id, g, keys[k], ids[k]))
+            if block > 0 and self._is_wanted(g, k, key):
+                self.stores.add(RowToStore(request.request.id, g, key, block))
 
     def _is_wanted(self, g: int, block: int, key: bytes) -> bool:
         """Whether a row is neither kept nor on its way, and some return needs it."""
@@ -264,6 +278,7 @@ class Recall:
     def forget(self, id: str) -> None:
         """Nothing more of a request is stored, and nothing comes back for it."""
         self._requests.pop(id, None)
+        self.due.pop(id, None)
 
     def finished(self, id: str, num_tokens: int, ids: BlockIds) -> None:
         """A request is over. What is not stored of its blocks is queued, as far as there is room:
@@ -272,9 +287,9 @@ class Recall:
         if request is None or not num_tokens:
             self.forget(id)
             return
-        request.passed = [0] * len(self._groups)
+        request.passed, request.announced = [0] * len(self._groups), 0
         self.computed(id, num_tokens, ids)
-        del self._requests[id]
+        self.forget(id)
         self._note(request, num_tokens)
         left = sum(
             self._is_wanted(g, k, keys[k])
@@ -300,6 +315,7 @@ class Recall:
         them."""
         self._identity = identity
         self._requests.clear()
+        self.due.clear()
         self._lost(len(self.stores.give_up()))
         if self.journal is not None:
             self.journal.identity = identity

@@ -16,6 +16,7 @@ from kvstow.adapters.vllm.cache.pages import AFTER_LAST_TOKEN
 from kvstow.adapters.vllm.options import ConnectorOptions
 from kvstow.adapters.vllm.peers.questions import PeerQuestions
 from kvstow.adapters.vllm.protocol import (
+    OURS,
     BlockIds,
     EngineRequest,
     Handover,
@@ -36,6 +37,7 @@ from kvstow.adapters.vllm.protocol import (
 from kvstow.adapters.vllm.scheduler.events import TierEvents
 from kvstow.adapters.vllm.scheduler.held import HeldBlocks
 from kvstow.adapters.vllm.scheduler.recall import Recall
+from kvstow.adapters.vllm.scheduler.stored import RequestKeys
 from kvstow.adapters.vllm.scheduler.weights import EngineWeights, unshared
 from kvstow.errors import BlockError, TransferError
 from kvstow.plan.group import Group
@@ -45,6 +47,9 @@ from kvstow.route.blocks import Blocks
 from kvstow.transfer.tickets.ticket import Ticket
 
 log = logging.getLogger(__name__)
+
+Adopt = Callable[[OfferBlocks, Sequence[str]], object]
+"""Is told of an offer, and of its tickets as text."""
 
 
 class PinnedBlocks:
@@ -112,13 +117,15 @@ class SchedulerSide:
             else None
         )
         asks = takes_over and options.peers
-        self._peers = PeerQuestions(groups, identity, options) if asks else None
+        self._peers = PeerQuestions(groups, options) if asks else None
+        self._key_sizes = {group.block_tokens for group in groups}
+        self._key_sizes |= {self._peers.step} if self._peers is not None else set()
         self._pinned = PinnedBlocks(len(groups), num_blocks)
         self.held = HeldBlocks()
         self._max_tokens = num_blocks * max(group.block_tokens for group in groups)
         self._workers: tuple[WorkerEndpoint, ...] = ()
         self._numbers: tuple[LeaseNumbers, ...] = ()
-        self._adopt: Callable[[OfferBlocks], object] | None = None
+        self._adopt: Adopt | None = None
         self._incoming: dict[str, Handover] = {}
         self._held: dict[str, int] = {}
         """Tokens that a request had when the engine was told last how many could be loaded."""
@@ -139,7 +146,7 @@ class SchedulerSide:
         self,
         workers: Sequence[WorkerEndpoint],
         *,
-        adopt: Callable[[OfferBlocks], object] | None = None,
+        adopt: Adopt | None = None,
     ) -> None:
         """The workers' agents, by rank. `adopt` is told of an offer before its tickets leave: the
         only worker, where it runs in this very process and thread, or who tells the others."""
@@ -155,11 +162,14 @@ class SchedulerSide:
         """A request is queued. Bad tickets are counted here and handed back: the engine computes
         such a request itself, or has rejected it."""
         self._carries(request)
+        if self._peers is None and self.recall is None:
+            return
         has_tickets = request.id in self._incoming
+        keys = RequestKeys(self._weights.identity, request, self._key_sizes)
         if self._peers is not None and not has_tickets:
-            self._peers.arrived(request)
+            self._peers.arrived(request, keys)
         if self.recall is not None:
-            lookup = self.recall.arrived(request, has_tickets=has_tickets)
+            lookup = self.recall.arrived(request, keys, has_tickets=has_tickets)
             self._lookups += [lookup] if lookup else []
 
     def _carries(self, request: EngineRequest) -> None:
@@ -334,10 +344,10 @@ class SchedulerSide:
         if not request.shareable or not self._workers:
             self.counts["not offered"] += 1
             return False, None
-        return True, self._offered(request, ids, num_tokens).params()
+        return True, self._offered(request, ids, num_tokens)
 
-    def _offered(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> Handover:
-        """Tickets for the request's blocks.
+    def _offered(self, request: EngineRequest, ids: BlockIds, num_tokens: int) -> dict[str, Any]:
+        """Tickets for the request's blocks, as its answer carries them.
 
         The blocks are pinned first, and a worker in this process keeps them before the tickets
         leave. Other workers hear of them in the engine's next step.
@@ -351,11 +361,11 @@ class SchedulerSide:
         self._outgoing[request.id] = blocks
         self._offers.append(offer)
         self.counts["offered"] += 1
+        digest = prompt_digest(request, num_tokens)
+        params = Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
         if self._adopt is not None:
-            self._adopt(offer)
-        return Handover(
-            tickets=tickets, num_tokens=num_tokens, prompt=prompt_digest(request, num_tokens)
-        )
+            self._adopt(offer, params[OURS]["tickets"])
+        return params
 
     def _tickets(self, blocks: Mapping[int, Blocks], num_tokens: int) -> tuple[Ticket, ...]:
         generations = self._pinned.pin(blocks)
@@ -434,7 +444,7 @@ class SchedulerSide:
         for request in tuple(self._incoming):
             self._give_back(request)
         if self._peers is not None:
-            self._peers.reset(self._weights.identity)
+            self._peers.reset()
         if self.recall is not None:
             self.recall.reset(self._weights.identity)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import repeat
 from math import gcd
+from struct import pack
 
 import numpy as np
 import numpy.typing as npt
@@ -73,23 +74,25 @@ class RequestKeys:
     """
 
     def __init__(self, identity: Identity, request: EngineRequest, sizes: Iterable[int]) -> None:
+        self.identity = identity
         own = identity.for_request(adapter=request.adapter, salt=request.salt)
         self._chain = KeyChain(own, extra=request.extra)
         self._tokens = request.tokens
         self._by_size: dict[int, list[bytes]] = {size: [] for size in sorted(set(sizes))}
         self._step = gcd(*self._by_size)
 
-    def of(self, block_tokens: int, num_tokens: int) -> list[bytes]:
-        """The keys of the whole blocks of that size among the first tokens."""
+    def of(self, block_tokens: int, num_tokens: int, first: int = 0) -> list[bytes]:
+        """The keys of the whole blocks of that size among the first tokens, from block `first`
+        on."""
         self._grow(num_tokens)
-        return self._by_size[block_tokens][: num_tokens // block_tokens]
+        return self._by_size[block_tokens][first : num_tokens // block_tokens]
 
     def _grow(self, num_tokens: int) -> None:
         at, step = self._chain.num_tokens, self._step
         end = num_tokens // step * step
         if end <= at:
             return
-        new = memoryview(np.asarray(self._tokens[at:end], "<i4").tobytes())
+        new = memoryview(pack(f"<{end - at}i", *self._tokens[at:end]))
         for low in range(0, end - at, step):
             key = self._chain.grow(new[4 * low : 4 * (low + step)])
             for size, keys in self._by_size.items():

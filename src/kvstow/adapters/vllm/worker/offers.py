@@ -15,6 +15,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from secrets import token_hex
 from threading import Thread
+from weakref import finalize
 
 import msgspec
 
@@ -76,12 +77,14 @@ class OfferSender:
 
     def __init__(self, workers: Sequence[WorkerEndpoint]) -> None:
         self._workers = {worker.agent: worker for worker in workers}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        finalize(self, self._socket.close)
 
-    def tell(self, offer: OfferBlocks) -> None:
-        """Every worker that can be told is told, and not waited for."""
-        for ticket in offer.tickets:
+    def tell(self, offer: OfferBlocks, texts: Sequence[str]) -> None:
+        """Every worker that can be told is told, and not waited for. `texts` are the tickets."""
+        for ticket, text in zip(offer.tickets, texts, strict=True):
             worker = self._workers[ticket.agent]
-            body = msgspec.msgpack.encode((offer.request, str(ticket)))
+            body = msgspec.msgpack.encode((offer.request, text))
             told = _mark(worker.secret, body) + body
-            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-                line.sendto(told, socket.MSG_DONTWAIT, worker.inbox)
+            with suppress(OSError):
+                self._socket.sendto(told, socket.MSG_DONTWAIT, worker.inbox)

@@ -8,6 +8,7 @@ it.
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from secrets import token_bytes
 
 from kvstow.adapters.vllm.options import ConnectorOptions, rank_address
@@ -294,8 +295,9 @@ class WorkerSide:
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
-    def adopt(self, offer: OfferBlocks) -> None:
-        """Keep what a ticket of this rank promises; called by a scheduler in this very thread."""
+    def adopt(self, offer: OfferBlocks, texts: Sequence[str]) -> None:
+        """Keep what a ticket of this rank promises; called by a scheduler in this very thread,
+        which needs no text for it."""
         self._leases.adopt(offer)
 
     def hear(self, offer: OfferBlocks) -> None:
