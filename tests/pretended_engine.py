@@ -16,7 +16,7 @@ from kvstow.adapters.vllm.cache.layout import (
 )
 from kvstow.adapters.vllm.cache.pages import DeclaredPage
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import EngineRequest, RanksReport, StepResults
+from kvstow.adapters.vllm.protocol import EngineRequest, StepResults
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from kvstow.adapters.vllm.worker.offers import OfferSender
 from kvstow.adapters.vllm.worker.side import WorkerSide
@@ -144,7 +144,7 @@ class Engine:
         self.hands.load()
         self.hands.save()
         results = self.hands.results(idle=True)
-        self.desk.told(RanksReport.of(self.hands.endpoint.agent, results))
+        self.desk.told(results.report)
         for request in results.sent:
             self.desk.sent(request)
         return results

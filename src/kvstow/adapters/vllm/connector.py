@@ -37,7 +37,6 @@ from kvstow.adapters.vllm.protocol import (
     KeyLevels,
     RanksReport,
     StepOrders,
-    StepResults,
     WorkerEndpoint,
     request_of,
 )
@@ -256,10 +255,10 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results: StepResults = self._worker_side.results(idle=self._step.idle)
+        results = self._worker_side.results(idle=self._step.idle)
         for what, count in results.counts.items():
             self._stats[what] += count
-        self._report = RanksReport.of(self._worker_side.endpoint.agent, results)
+        self._report = results.report
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),

@@ -203,32 +203,13 @@ class StepOrders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResults:
-    """What came of it, by request: blocks no longer needed here, loads over, loads failed.
-
-    `stored` are the jobs of stores that are over, `kept` tells where rows are kept now, as far as
-    that has changed. `found` is what peers have said. `held` are the blocks of failed pulls that
-    somebody may still write to, by the pull's number; `released` are pulls of which that is over.
-    """
-
-    sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
-    present: tuple[KeysPresent, ...] = ()
-    stored: tuple[int, ...] = ()
-    kept: KeyLevels = field(default_factory=dict[int, tuple[tuple[bytes, ...], bytes]])
-    counts: Mapping[str, float] = field(default_factory=dict[str, float])
-    changes: tuple[TierChange, ...] = ()
-    found: tuple[PeersAnswer, ...] = ()
-    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    released: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReport:
     """What some ranks tell besides requests that are over: tiers, peers, blocks that are held.
 
-    By request `present`, by rank `kept` and `held`; `stored` counts ranks by job.
+    By request `present`: what look-ups have found. By rank `kept`: where rows are kept now, as far
+    as that has changed. `stored` counts the ranks that have ended a job of stores. `found` is what
+    peers have said. `held` are the blocks of failed pulls that somebody may still write to;
+    `released` are pulls of which that is over.
     """
 
     present: Mapping[str, KeysPresent] = field(default_factory=dict[str, KeysPresent])
@@ -238,19 +219,6 @@ class RanksReport:
     found: tuple[PeersAnswer, ...] = ()
     held: Mapping[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
     released: tuple[Hold, ...] = ()
-
-    @staticmethod
-    def of(rank: str, results: StepResults) -> "RanksReport":
-        """The report of one rank."""
-        return RanksReport(
-            present={answer.request: answer for answer in results.present},
-            kept={rank: results.kept} if results.kept else {},
-            stored=dict.fromkeys(results.stored, 1),
-            changes=results.changes,
-            found=results.found,
-            held={(rank, pull): blocks for pull, blocks in results.held.items()},
-            released=tuple((rank, pull) for pull in results.released),
-        )
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -270,6 +238,18 @@ class RanksReport:
             held={**self.held, **other.held},
             released=self.released + other.released,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResults:
+    """What came of a step in one rank, by request: blocks no longer needed here, loads over, loads
+    failed. Counts by name; `report` is for the scheduler's side."""
+
+    sent: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    report: RanksReport = field(default_factory=RanksReport)
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.adapters.vllm.options import ConnectorOptions
-from kvstow.adapters.vllm.protocol import Hold, RanksReport, StepResults
+from kvstow.adapters.vllm.protocol import Hold, RanksReport
 from kvstow.adapters.vllm.scheduler.held import HeldBlocks
 from kvstow.adapters.vllm.scheduler.side import SchedulerSide
 from pretended_engine import NUM_BLOCKS, declaration, declared_groups
@@ -17,7 +17,10 @@ from recorded_vllm import IDENTITY, Pool
 
 def of(rank: str, held: Mapping[int, tuple[int, ...]], released: tuple[int, ...] = ()):
     """What a rank tells."""
-    return RanksReport.of(rank, StepResults(held=held, released=released))
+    return RanksReport(
+        held={(rank, pull): blocks for pull, blocks in held.items()},
+        released=tuple((rank, pull) for pull in released),
+    )
 
 
 def side() -> tuple[SchedulerSide, Pool]:

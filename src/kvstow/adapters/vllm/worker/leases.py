@@ -72,7 +72,7 @@ class AdoptedLease:
 class RankLeases:
     """Leases that the scheduler's side has given out on this rank's blocks.
 
-    `counts` is told how they end; `sent` are requests whose last one is over.
+    `counts` is told how they end.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RankLeases:
         self._adopted: dict[int, AdoptedLease] = {}
         self._staying: Counter[str] = Counter()
         """Per request, leases that still need its blocks."""
-        self.sent: set[str] = set()
+        self._sent: set[str] = set()
 
     def adopt(self, offer: OfferBlocks) -> AdoptedLease:
         """Keep what the ticket of this rank promises, from now on; an offer twice is one.
@@ -129,7 +129,12 @@ class RankLeases:
         self._staying[adopted.request] -= 1
         if self._staying[adopted.request] == 0:
             del self._staying[adopted.request]
-            self.sent.add(adopted.request)
+            self._sent.add(adopted.request)
+
+    def take(self) -> set[str]:
+        """Requests whose last lease is over; told once."""
+        sent, self._sent = self._sent, set()
+        return sent
 
     def _ticket(self, offer: OfferBlocks) -> Ticket:
         for ticket in offer.tickets:

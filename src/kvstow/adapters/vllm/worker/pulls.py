@@ -12,13 +12,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 import torch
 
-from kvstow.adapters.vllm.protocol import PullBlocks, held
+from kvstow.adapters.vllm.protocol import Hold, PullBlocks, held
 from kvstow.adapters.vllm.worker.leases import LeasedGenerations
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
@@ -80,6 +80,20 @@ class OpenPull:
         return error.is_early and is_young and self.pull.seconds is None
 
 
+@dataclass(slots=True, eq=False)
+class EndedPulls:
+    """What has become of pulls since it was last told."""
+
+    received: set[str] = field(default_factory=set[str])
+    """Requests whose pull is over, failed or not."""
+    failed: set[str] = field(default_factory=set[str])
+    peers_failed: list[Ticket] = field(default_factory=list[Ticket])
+    """Tickets of peers that were asked, and whose pull has failed."""
+    held: dict[Hold, tuple[int, ...]] = field(default_factory=dict[Hold, tuple[int, ...]])
+    """Blocks that somebody may still write to."""
+    released: list[Hold] = field(default_factory=list[Hold])
+
+
 class RankPulls:
     """Pulls that the scheduler's side has ordered of this rank.
 
@@ -105,17 +119,10 @@ class RankPulls:
         self._wake = wake
         self._after_steps = after_steps
         self._open: dict[str, OpenPull] = {}
-        self._unquiet: dict[int, OpenPull] = {}
-        """Failed pulls whose requests have been told, by number."""
+        self._unquiet: dict[Hold, OpenPull] = {}
+        """Failed pulls whose requests have been told."""
         self._numbers = count(1)
-        self.held: dict[int, tuple[int, ...]] = {}
-        """By number, blocks that somebody may still write to, of pulls that are newly there."""
-        self.released: list[int] = []
-        self.received: set[str] = set()
-        """Requests whose pull is over, failed or not."""
-        self.failed: set[str] = set()
-        self.peers_failed: list[Ticket] = []
-        """Tickets of peers that were asked, and whose pull has failed."""
+        self._ended = EndedPulls()
 
     def __len__(self) -> int:
         """Pulls that are not over."""
@@ -130,11 +137,16 @@ class RankPulls:
 
     def follow(self) -> None:
         """Look what has become of the pulls."""
-        for number, opened in tuple(self._unquiet.items()):
+        for hold, opened in tuple(self._unquiet.items()):
             if opened.comes_to_rest():
-                self._release(number)
+                self._release(hold)
         for opened in tuple(self._open.values()):
             self._follow(opened)
+
+    def take(self) -> EndedPulls:
+        """What has become of them; told once."""
+        ended, self._ended = self._ended, EndedPulls()
+        return ended
 
     def _steps_begun(self) -> StepsBegun | None:
         """The end of what the engine has given the device by now, where that counts."""
@@ -238,9 +250,9 @@ class RankPulls:
 
     def _hold(self, opened: OpenPull, error: TransferError) -> None:
         """The engine computes the request, elsewhere; nobody is given its blocks for now."""
-        number = next(self._numbers)
-        self._unquiet[number] = opened
-        self.held[number] = opened.blocks
+        hold = self._agent.name, next(self._numbers)
+        self._unquiet[hold] = opened
+        self._ended.held[hold] = opened.blocks
         log.warning(
             "request %s: peer %r may still write to %d blocks: the request is told, and the blocks "
             "are held until the peer has stopped, or has died",
@@ -250,9 +262,9 @@ class RankPulls:
         )
         self._over(opened, error)
 
-    def _release(self, number: int) -> None:
-        opened = self._unquiet.pop(number)
-        self.released.append(number)
+    def _release(self, hold: Hold) -> None:
+        opened = self._unquiet.pop(hold)
+        self._ended.released.append(hold)
         log.info(
             "request %s: nobody writes to its %d blocks any more: they are released",
             opened.pull.request,
@@ -262,15 +274,15 @@ class RankPulls:
     def _over(self, opened: OpenPull, error: KvstowError | None) -> None:
         request = opened.pull.request
         del self._open[request]
-        self.received.add(request)
+        self._ended.received.add(request)
         if error is None:
             self._counts["pull accepted"] += 1
             return
         kind = error.kind if isinstance(error, TransferError) else "refused"
         log.warning("request %s: pull failed (%s): %s", request, kind, error)
         self._counts[f"pull {kind}"] += 1
-        self.failed.add(request)
+        self._ended.failed.add(request)
         if opened.pull.seconds is not None:
-            self.peers_failed += opened.pull.tickets
+            self._ended.peers_failed += opened.pull.tickets
         for ticket in opened.pull.tickets:  # the engine computes it: nobody will come again
             self._agent.drop(ticket)

@@ -17,9 +17,9 @@ from kvstow.adapters.vllm.peers.lending import RowLender
 from kvstow.adapters.vllm.protocol import (
     KeyLevels,
     LeaseNumbers,
-    LoadBlocks,
     OfferBlocks,
     PeersAnswer,
+    RanksReport,
     StepOrders,
     StepResults,
     StoreBlocks,
@@ -27,12 +27,12 @@ from kvstow.adapters.vllm.protocol import (
 )
 from kvstow.adapters.vllm.worker.leases import LeasedGenerations, RankLeases
 from kvstow.adapters.vllm.worker.offers import OfferInbox
-from kvstow.adapters.vllm.worker.pulls import RankPulls
+from kvstow.adapters.vllm.worker.pulls import EndedPulls, RankPulls
 from kvstow.adapters.vllm.worker.tiers import WorkerTiers
-from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.plan.manifest import fingerprint
 from kvstow.transfer.agent import Agent
+from kvstow.transfer.tickets.ticket import Ticket
 from kvstow.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -92,10 +92,6 @@ class WorkerSide:
         """Whether the device computes a step while the engine's thread goes on."""
         self._unsaved: tuple[StoreBlocks, ...] = ()
         """Stores of the last step, until it has computed."""
-        self._restored: set[str] = set()
-        self._lost: set[str] = set()
-        """Requests whose rows have come from the tiers, or could not."""
-        self._stored: list[int] = []
         self._lender = self._lending(options, transport)
         self.agent.start()
         self._asker = self._asking(options)
@@ -217,34 +213,34 @@ class WorkerSide:
         self._news.clear()
         self.agent.settle()
         self.pulls.follow()
-        if self._offload is not None:
-            self._settle(self._offload)
-        found = self._found()
+        pulls = self.pulls.take()
+        restored, lost = self._loaded()
+        report = self._report(pulls)
         results = StepResults(
-            sent=frozenset(self._leases.sent),
-            received=frozenset(self.pulls.received | self._restored),
-            failed=frozenset(self.pulls.failed | self._lost),
-            present=tuple(self._offload.answers()) if self._offload else (),
-            stored=tuple(self._stored),
-            kept=self.kept(),
+            sent=frozenset(self._leases.take()),
+            received=frozenset(pulls.received | restored),
+            failed=frozenset(pulls.failed | lost),
             counts=dict(self._counts),
-            changes=self._offload.changes() if self._offload else (),
-            found=found,
-            held=dict(self.pulls.held),
-            released=tuple(self.pulls.released),
+            report=report,
         )
+        self._counts.clear()
         self._was_news = bool(results.received)
-        self._forget_told()
         return results
 
-    def _forget_told(self) -> None:
-        """What a step was told is not told again."""
-        for told in (self._leases.sent, self.pulls.received, self.pulls.failed):
-            told.clear()
-        for told in (self._restored, self._lost, self._counts, self._stored):
-            told.clear()
-        for told in (self.pulls.held, self.pulls.released, self.pulls.peers_failed):
-            told.clear()
+    def _report(self, pulls: EndedPulls) -> RanksReport:
+        found = self._found(pulls.peers_failed)
+        if self._offload is None:
+            return RanksReport(found=found, held=pulls.held, released=tuple(pulls.released))
+        stored, kept = self._stored(self._offload), self.kept()
+        return RanksReport(
+            present={answer.request: answer for answer in self._offload.answers()},
+            kept={self.endpoint.agent: kept} if kept else {},
+            stored=dict.fromkeys(stored, 1),
+            changes=self._offload.changes(),
+            found=found,
+            held=pulls.held,
+            released=tuple(pulls.released),
+        )
 
     @property
     def _has_answers(self) -> bool:
@@ -252,11 +248,11 @@ class WorkerSide:
         tiers = self._offload is not None and self._offload.has_answers
         return tiers or (self._asker is not None and self._asker.has_answers)
 
-    def _found(self) -> tuple[PeersAnswer, ...]:
+    def _found(self, failed: Sequence[Ticket]) -> tuple[PeersAnswer, ...]:
         """What peers have said since the last time. Those that did not deliver are left alone."""
         if self._asker is None:
             return ()
-        self._asker.failed(self.pulls.peers_failed)
+        self._asker.failed(failed)
         answers = tuple(self._asker.answers())
         for answer in answers:
             self._counts["peers asked"] += 1
@@ -269,29 +265,33 @@ class WorkerSide:
         else:
             self._news.wait(PULL_SECONDS if len(self.pulls) else IDLE_SECONDS)
 
-    def _settle(self, offload: WorkerTiers) -> None:
-        for job in offload.stored():
-            self._stored.append(job.number)
+    def _stored(self, offload: WorkerTiers) -> list[int]:
+        """Jobs of stores that are over."""
+        jobs = offload.stored()
+        for job in jobs:
             self._counts["stored rows"] += job.num_moved
             if job.error is not None:
                 log.warning("store failed: %s", job.error)
                 self._counts["store failed"] += 1
-        for job in offload.loaded():
-            assert job.order is not None
-            self._loaded(job.order, job.error)
-            if job.num_damaged:
-                self._counts["damaged rows"] += job.num_damaged
         for what, count in offload.reasons().items():
             self._counts[what] += count
+        return [job.number for job in jobs]
 
-    def _loaded(self, order: LoadBlocks, error: StoreError | None) -> None:
-        self._restored.add(order.request)
-        if error is None:
-            self._counts["restored tokens"] += order.num_tokens
-            return
-        log.warning("request %s: restore failed: %s", order.request, error)
-        self._counts["restore failed"] += 1
-        self._lost.add(order.request)
+    def _loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose rows have come from the tiers, or could not; and the latter."""
+        restored, lost = set[str](), set[str]()
+        for job in self._offload.loaded() if self._offload is not None else ():
+            assert job.order is not None
+            restored.add(job.order.request)
+            if job.num_damaged:
+                self._counts["damaged rows"] += job.num_damaged
+            if job.error is None:
+                self._counts["restored tokens"] += job.order.num_tokens
+                continue
+            log.warning("request %s: restore failed: %s", job.order.request, job.error)
+            self._counts["restore failed"] += 1
+            lost.add(job.order.request)
+        return restored, lost
 
     # ── leases ────────────────────────────────────────────────────────────────────
 
