@@ -144,7 +144,7 @@ class Engine:
         self.hands.load()
         self.hands.save()
         results = self.hands.results(idle=True)
-        self.desk.told(results.report)
+        self.desk.apply(results.report)
         for request in results.sent:
             self.desk.sent(request)
         return results

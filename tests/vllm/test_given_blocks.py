@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstow.adapters.vllm.cache.pages import retention_of
-from kvstow.adapters.vllm.protocol import held
+from kvstow.adapters.vllm.protocol import blocks_with_tokens
 from kvstow.plan.retention import first_seen_block, first_seen_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -91,7 +91,7 @@ def test_all_that_is_given_is_filled_and_all_that_the_last_token_sees_is_given(
     first = first_seen_block(retention, loaded, BLOCK)
     last = -(-loaded // BLOCK)
     assert [k for k, block in enumerate(ids) if block] == list(range(first, last))
-    assert held(ids, 0, loaded, BLOCK).index.tolist() == list(range(first, last))
+    assert blocks_with_tokens(ids, 0, loaded, BLOCK).index.tolist() == list(range(first, last))
     seen = range(first_seen_token(retention, num_tokens - 1), num_tokens - 1)
     assert all(ids[token // BLOCK] for token in seen)
 

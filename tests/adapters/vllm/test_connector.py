@@ -820,7 +820,8 @@ def test_blocks_are_held_for_ranks_that_another_connector_hides(connector: Modul
         num_scheduled_tokens={"p": 18},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: ([7, 8, 9, 10, 11],)),
     )
-    (order,) = scheduler.build_connector_meta(output).step.stores
+    order = scheduler.build_connector_meta(output).step.store
+    assert order is not None
     for rank, held in ((0, [7, 8, 9, 10]), (1, [])):
         report = connector.RanksReport(stored={order.job: 1})
         told = SimpleNamespace(

@@ -151,7 +151,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests of the engine that may be stored while they run."""
         self._adapters = KnownAdapters(vouched=bool(self._options.unverified))
         self._takes_over = vllm_config.kv_transfer_config.is_kv_consumer
-        """Whether vLLM lets no block go that a step under way may still write to."""
+        """Whether vLLM keeps a block until every step that may still write to it has ended."""
         zeroes = kv_cache_config.needs_kv_cache_zeroing
         preempts = vllm_config.scheduler_config.policy == "priority"
         self._after_steps = not self._takes_over or (zeroes and preempts)
@@ -201,9 +201,6 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KvstowStats | None:
         """What was counted since the last call."""
         counts = self._stats if self._scheduler is None else self._scheduler.counts
-        if self._scheduler is not None and self._scheduler.recall is not None:
-            counts.update(self._scheduler.recall.counts)
-            self._scheduler.recall.counts.clear()
         found = dict(counts)
         counts.clear()
         return KvstowStats(data=found) if found else None
@@ -298,7 +295,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
         tell = local.adopt if local else OfferSender(endpoints).tell
         self._scheduler_side.meet(endpoints, adopt=tell)
         kept = {each.endpoint.agent: each.kept for each in workers}
-        self._scheduler_side.told(RanksReport(kept=kept))
+        self._scheduler_side.apply(RanksReport(kept=kept))
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups_taken
@@ -412,7 +409,7 @@ class KvstowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.forget_stored()
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvstowReport):
-            self._scheduler_side.told(told.report)
+            self._scheduler_side.apply(told.report)
             if self._events is not None:
                 self._events.changed(told.report.changes)
         for request in connector_output.finished_sending or ():

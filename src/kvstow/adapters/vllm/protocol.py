@@ -42,7 +42,9 @@ KeyLevels = Mapping[int, tuple[tuple[bytes, ...], bytes]]
 per key."""
 
 
-def held(ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int) -> Blocks:
+def blocks_with_tokens(
+    ids: Sequence[int], start_token: int, num_tokens: int, block_tokens: int
+) -> Blocks:
     """The blocks with some of tokens `[start_token, num_tokens)`; id 0 stands for none."""
     array = np.asarray(ids, np.int64)
     index = np.arange(len(array), dtype=np.int64)
@@ -182,21 +184,21 @@ class LoadBlocks:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOrders:
-    """What the workers are to do in one step. `idle`: the engine computes nothing in it, nor in
-    the one before, which may still run.
+    """What the workers are to do in one step; collected until the engine takes the step.
 
+    `idle`: the engine computes nothing in it, nor in the one before, which may still run.
     `prompt_tokens`: tokens of prompts that it computes.
     """
 
-    offers: tuple[OfferBlocks, ...] = ()
-    keeps: tuple[Ticket, ...] = ()
-    drops: tuple[Ticket, ...] = ()
-    pulls: tuple[PullBlocks, ...] = ()
-    stores: tuple[StoreBlocks, ...] = ()
-    loads: tuple[LoadBlocks, ...] = ()
-    lookups: tuple[LookUpKeys, ...] = ()
+    offers: list[OfferBlocks] = field(default_factory=list[OfferBlocks])
+    keeps: list[Ticket] = field(default_factory=list[Ticket])
+    drops: list[Ticket] = field(default_factory=list[Ticket])
+    pulls: list[PullBlocks] = field(default_factory=list[PullBlocks])
+    store: StoreBlocks | None = None
+    loads: list[LoadBlocks] = field(default_factory=list[LoadBlocks])
+    lookups: list[LookUpKeys] = field(default_factory=list[LookUpKeys])
     asks: tuple[AskPeers, ...] = ()
     idle: bool = False
     prompt_tokens: int = 0

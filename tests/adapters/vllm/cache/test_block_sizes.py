@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvstow.adapters.vllm.cache.pages import IN_TOKEN_ORDER, is_in_token_order
-from kvstow.adapters.vllm.protocol import held
+from kvstow.adapters.vllm.protocol import blocks_with_tokens
 from kvstow.errors import RouteError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
@@ -77,7 +77,10 @@ def tables(arena: Arena, num_tokens: int, seed: int) -> list[list[int]]:
 
 def listed(arena: Arena, ids: list[list[int]], num_tokens: int) -> dict[int, Blocks]:
     groups = [rows.group for rows in arena.layout.groups]
-    return {g: held(each, 0, num_tokens, groups[g].block_tokens) for g, each in enumerate(ids)}
+    return {
+        g: blocks_with_tokens(each, 0, num_tokens, groups[g].block_tokens)
+        for g, each in enumerate(ids)
+    }
 
 
 def place(view: torch.Tensor, ids: list[int], token: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from kvstow.adapters.vllm.scheduler.side import (
     EngineRequest,
     PinnedBlocks,
     SchedulerSide,
-    held,
+    blocks_with_tokens,
 )
 from kvstow.plan.identity import Identity
 from kvstow.route.blocks import Blocks
@@ -85,7 +85,7 @@ def test_a_step_is_idle_when_it_and_the_one_before_compute_nothing():
 
 
 def test_blocks_beyond_the_computed_tokens_are_not_offered():
-    assert held((5, 6, 7), 0, 8, 4).ids.tolist() == [5, 6]
+    assert blocks_with_tokens((5, 6, 7), 0, 8, 4).ids.tolist() == [5, 6]
 
 
 def test_the_generation_grows_when_the_workers_have_sent():
@@ -161,7 +161,7 @@ def test_a_request_that_needs_no_load_gives_its_tickets_back():
 def test_tiers_are_not_looked_at_for_a_request_that_carries_tickets():
     decode = side(ConnectorOptions(host_bytes=1 << 20, host_shared="name"))
     decode.arrived(asked("d", params=offered(side())))
-    assert decode.take_step(computes=False).lookups == ()
+    assert decode.take_step(computes=False).lookups == []
     decode.arrived(asked("e"))
     assert len(decode.take_step(computes=False).lookups) == 1
 
@@ -194,7 +194,7 @@ def test_a_request_that_ends_while_it_is_loaded_hands_nothing_over():
     decode.arrived(request)
     decode.allocated("d", ((1, 2, 3), (1, 2, 3)), 9)
     assert decode.finished(request, ((1, 2, 3), (1, 2, 3)), 10) == (False, None)
-    assert decode.take_step(computes=False).offers == ()
+    assert decode.take_step(computes=False).offers == []
 
 
 def test_a_request_that_was_loaded_and_then_computed_hands_over():

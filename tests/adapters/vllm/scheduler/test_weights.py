@@ -36,7 +36,7 @@ def test_a_name_makes_them_equal_whatever_each_has_been_through(
 ):
     one, other = pair
     one.name("1")
-    one.compute()
+    one.mark_used()
     for weights in pair:
         weights.change()
         weights.name("2")
@@ -80,7 +80,7 @@ def test_a_name_under_which_something_was_computed_is_not_taken_again(
     one, other = pair
     for weights in pair:
         weights.name("1")
-        weights.compute()
+        weights.mark_used()
     one.name("1")
     assert one.identity.digest != other.identity.digest
     assert "a new name for every change" in caplog.text

@@ -66,6 +66,7 @@ class Recall:
         num_blocks: int,
         num_ranks: int = 1,
         events: TierEvents | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         self._events = events
         self._groups = tuple(groups)
@@ -84,7 +85,7 @@ class Recall:
             bytes_per_second=options.store_bytes_per_second,
             num_ranks=num_ranks,
         )
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
         self.prompt_tokens = 0
         """Tokens of prompts in the step that was planned last."""
 

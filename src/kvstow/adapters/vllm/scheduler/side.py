@@ -21,16 +21,14 @@ from kvstow.adapters.vllm.protocol import (
     EngineRequest,
     Handover,
     LeaseNumbers,
-    LoadBlocks,
-    LookUpKeys,
     OfferBlocks,
     PeersAnswer,
     PullBlocks,
     RanksReport,
     StepOrders,
     WorkerEndpoint,
+    blocks_with_tokens,
     handover_in,
-    held,
     prompt_digest,
     tickets_to_drop,
 )
@@ -104,6 +102,7 @@ class SchedulerSide:
         self._takes_over = takes_over
         self._options = options
         self._weights = EngineWeights(identity)
+        self.counts: Counter[str] = Counter()
         self.recall = (
             Recall(
                 groups,
@@ -112,6 +111,7 @@ class SchedulerSide:
                 num_blocks=num_blocks,
                 num_ranks=num_ranks,
                 events=events,
+                counts=self.counts,
             )
             if options.offloads
             else None
@@ -127,20 +127,15 @@ class SchedulerSide:
         self._numbers: tuple[LeaseNumbers, ...] = ()
         self._adopt: Adopt | None = None
         self._incoming: dict[str, Handover] = {}
-        self._held: dict[str, int] = {}
+        self._computed_when_asked: dict[str, int] = {}
         """Tokens that a request had when the engine was told last how many could be loaded."""
         self._loading: set[str] = set()
         """Requests whose blocks are not yet what the engine counts as computed."""
         self._outgoing: dict[str, Mapping[int, Blocks]] = {}
-        self._offers: list[OfferBlocks] = []
-        self._keeps: list[Ticket] = []
-        self._drops: list[Ticket] = []
-        self._pulls: list[PullBlocks] = []
-        self._lookups: list[LookUpKeys] = []
-        self._loads: list[LoadBlocks] = []
+        self._step = StepOrders()
+        """The step that the engine takes next."""
         self._computes = False
         """Whether the last step computes something; it may still run when the next one is made."""
-        self.counts: Counter[str] = Counter()
 
     def meet(
         self,
@@ -170,37 +165,38 @@ class SchedulerSide:
             self._peers.arrived(request, keys)
         if self.recall is not None:
             lookup = self.recall.arrived(request, keys, has_tickets=has_tickets)
-            self._lookups += [lookup] if lookup else []
+            self._step.lookups += [lookup] if lookup else []
 
     def _carries(self, request: EngineRequest) -> None:
         """Tickets that came with the request, and may be used, are kept alive."""
         try:
             handover = handover_in(request)
-            self._check_role(handover)
+            if handover is None:
+                return
+            self._check_role()
             self._check_identity(handover)
             handover = self._short_of_last(request, handover)
         except TransferError as error:
             log.warning("request %s: %s", request.id, error)
             self.counts["refused"] += 1
-            self._drops += tickets_to_drop(request, max_tokens=self._max_tokens)
+            self._step.drops += tickets_to_drop(request, max_tokens=self._max_tokens)
             return
-        if handover is not None:
-            self._incoming[request.id] = handover
-            self._keeps += handover.tickets
+        self._incoming[request.id] = handover
+        self._step.keeps += handover.tickets
 
-    def _check_role(self, handover: Handover | None) -> None:
-        if handover is not None and not self._takes_over:
+    def _check_role(self) -> None:
+        if not self._takes_over:
             raise TransferError(
                 "this engine was started as kv_producer, for which vLLM does not keep blocks from "
                 'being written while they are loaded\n\nhint: "kv_role": "kv_both"',
                 kind="refused",
             )
 
-    def _check_identity(self, handover: Handover | None) -> None:
+    def _check_identity(self, handover: Handover) -> None:
         """Refuse tickets of another computation. Those that name none are compared when met, by
         what both engines were started with."""
         own = self._weights.identity
-        for ticket in handover.tickets if handover else ():
+        for ticket in handover.tickets:
             unnamed = ticket.identity == b"" and not self._weights.have_changed
             if ticket.identity != own.digest and not unnamed:
                 raise TransferError(
@@ -211,7 +207,7 @@ class SchedulerSide:
                     kind="ticket",
                 )
 
-    def _short_of_last(self, request: EngineRequest, handover: Handover | None) -> Handover | None:
+    def _short_of_last(self, request: EngineRequest, handover: Handover) -> Handover:
         """The same tickets, for all tokens but the request's last, which is computed anyway.
 
         vLLM gives blocks for what the token after the loaded ones sees. If the last token were
@@ -219,7 +215,7 @@ class SchedulerSide:
         not given. A state that has seen the last token cannot see it again.
         """
         most = len(request.tokens) - 1
-        if handover is None or handover.num_tokens <= most:
+        if handover.num_tokens <= most:
             return handover
         if any(group.retention == AFTER_LAST_TOKEN for group in self._groups):
             raise TransferError(
@@ -230,7 +226,7 @@ class SchedulerSide:
             )
         return replace(handover, num_tokens=most)
 
-    def told(self, report: RanksReport) -> None:
+    def apply(self, report: RanksReport) -> None:
         """What the workers' tiers have done and found in a step, what peers have said, and which
         blocks are still written to."""
         if report.held:
@@ -253,14 +249,14 @@ class SchedulerSide:
         assert self._peers is not None
         handover = self._peers.handover(answer)
         if handover is None:
-            self._drops += answer.tickets
+            self._step.drops += answer.tickets
             return
         self._incoming[answer.request] = handover
-        self._keeps += handover.tickets
+        self._step.keeps += handover.tickets
 
     def matched(self, request: str, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` could be loaded; None: ask again later."""
-        self._held[request] = num_computed
+        self._computed_when_asked[request] = num_computed
         handover = self._incoming.get(request)
         if handover is not None:
             return max(0, handover.num_tokens - num_computed)
@@ -276,7 +272,7 @@ class SchedulerSide:
         it was to ask again: what peers say comes too late then. The engine may take fewer than it
         was told of: they are counted from what it had then.
         """
-        start = self._held.pop(request, 0)
+        start = self._computed_when_asked.pop(request, 0)
         if num_external == 0:
             self._loading.discard(request)
             self._give_back(request)
@@ -287,9 +283,9 @@ class SchedulerSide:
         handover = self._incoming.pop(request, None)
         if handover is None:
             assert self.recall is not None
-            self._loads.append(self.recall.taken(request, ids, start, start + num_external))
+            self._step.loads.append(self.recall.taken(request, ids, start, start + num_external))
             return
-        self._pulls.append(
+        self._step.pulls.append(
             PullBlocks(
                 request=request,
                 tickets=self._tickets_for(handover, start + num_external),
@@ -312,7 +308,7 @@ class SchedulerSide:
             num_tokens,
             handover.num_tokens,
         )
-        self._drops += handover.tickets
+        self._step.drops += handover.tickets
         return ()
 
     @property
@@ -332,7 +328,7 @@ class SchedulerSide:
         """
         loading = request.id in self._loading
         self._loading.discard(request.id)
-        self._held.pop(request.id, None)
+        self._computed_when_asked.pop(request.id, None)
         self._give_back(request.id)
         if self._peers is not None:
             self._peers.forget(request.id)
@@ -353,13 +349,13 @@ class SchedulerSide:
         leave. Other workers hear of them in the engine's next step.
         """
         blocks = {
-            g: held(group_ids, 0, num_tokens, self._groups[g].block_tokens)
+            g: blocks_with_tokens(group_ids, 0, num_tokens, self._groups[g].block_tokens)
             for g, group_ids in enumerate(ids)
         }
         tickets = self._tickets(blocks, num_tokens)
         offer = OfferBlocks(request=request.id, tickets=tickets)
         self._outgoing[request.id] = blocks
-        self._offers.append(offer)
+        self._step.offers.append(offer)
         self.counts["offered"] += 1
         digest = prompt_digest(request, num_tokens)
         params = Handover(tickets=tickets, num_tokens=num_tokens, prompt=digest).params()
@@ -396,51 +392,42 @@ class SchedulerSide:
         """Tickets that will not be pulled are dropped."""
         handover = self._incoming.pop(request, None)
         if handover is not None:
-            self._drops += handover.tickets
+            self._step.drops += handover.tickets
 
     # ── steps ─────────────────────────────────────────────────────────────────────
 
     def take_step(self, *, computes: bool) -> StepOrders:
         """What the workers are to do now; told once."""
-        store = self.recall.stores.take() if self.recall else None
-        step = StepOrders(
-            offers=tuple(self._offers),
-            keeps=tuple(self._keeps),
-            drops=tuple(self._drops),
-            pulls=tuple(self._pulls),
-            stores=(store,) if store else (),
-            loads=tuple(self._loads),
-            lookups=tuple(self._lookups),
-            asks=self._peers.take() if self._peers is not None else (),
-            idle=not computes and not self._computes,
-            prompt_tokens=self.recall.prompt_tokens if self.recall else 0,
-        )
-        for told in (self._offers, self._keeps, self._drops, self._pulls, self._lookups):
-            told.clear()
-        self._loads.clear()
+        step, self._step = self._step, StepOrders()
+        if self.recall is not None:
+            step.store = self.recall.stores.take()
+            step.prompt_tokens = self.recall.prompt_tokens
+        if self._peers is not None:
+            step.asks = self._peers.take()
+        step.idle = not computes and not self._computes
         self._computes = computes
         if computes:
-            self._weights.compute()
+            self._weights.mark_used()
         return step
 
     def reset(self) -> bool:
-        """From now on the engine computes otherwise, as far as we know: its weights may have been
-        changed in place. Nothing that was kept until now is found any more, here or elsewhere, and
-        nobody takes over from it, nor it from others, until its weights have a name. False while
-        something is being loaded, which is of the time before.
+        """The engine's weights may have been changed in place. Nothing that was stored before is
+        found any more, here or elsewhere, and requests are not handed over to or from other
+        engines until the weights have a name. False while something is still being loaded: it was
+        computed with the weights before.
         """
         self._weights.change()
         self._begin_anew()
         return not self.is_loading
 
     def name_weights(self, name: str) -> None:
-        """The engine's weights, which have been changed, are called so in all engines that have
-        them. No block of the engine holds anything of the time before."""
+        """All engines with the changed weights call them by this name. Precondition: no block of
+        this engine holds anything that was computed before the change."""
         self._weights.name(name)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Of the time before, nothing is taken over, found or stored."""
+        """Nothing that was computed before is taken over, found or stored."""
         for request in tuple(self._incoming):
             self._give_back(request)
         if self._peers is not None:
@@ -449,8 +436,8 @@ class SchedulerSide:
             self.recall.reset(self._weights.identity)
 
     def forget_stored(self) -> None:
-        """The engine has computed with blocks that turned out to be invalid: what was stored of
-        that, and with it everything else that is kept, is not found any more."""
+        """The engine has computed with blocks that turned out to be invalid. What it stored
+        meanwhile cannot be told from the rest, so nothing that is stored is found any more."""
         if self.recall is not None:
             self.recall.reset(unshared(self._weights.identity))
 

@@ -49,7 +49,7 @@ class EngineWeights:
         self.identity = _with(self._started, "weights", ascii(name))
         log.info("weights are called %r from now on", name)
 
-    def compute(self) -> None:
+    def mark_used(self) -> None:
         """The engine computes with them: their name stands for them, and for no others."""
         if self._name is not None:
             self._used.add(self._name)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from kvstow.adapters.vllm.protocol import Hold, PullBlocks, held
+from kvstow.adapters.vllm.protocol import Hold, PullBlocks, blocks_with_tokens
 from kvstow.adapters.vllm.worker.leases import LeasedGenerations
 from kvstow.errors import KvstowError, TransferError
 from kvstow.memory.arena import Arena
@@ -173,7 +173,9 @@ class RankPulls:
     def _blocks(self, pull: PullBlocks) -> dict[int, Blocks]:
         groups = self.arena.layout.groups
         return {
-            g: held(ids, pull.start_token, pull.num_tokens, groups[g].group.block_tokens)
+            g: blocks_with_tokens(
+                ids, pull.start_token, pull.num_tokens, groups[g].group.block_tokens
+            )
             for g, ids in enumerate(pull.ids)
         }
 

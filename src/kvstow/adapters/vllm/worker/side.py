@@ -90,8 +90,8 @@ class WorkerSide:
         """The step that has begun, until its loads have."""
         self._beside_steps = arena.device.type != "cpu"
         """Whether the device computes a step while the engine's thread goes on."""
-        self._unsaved: tuple[StoreBlocks, ...] = ()
-        """Stores of the last step, until it has computed."""
+        self._unsaved: StoreBlocks | None = None
+        """What the last step stores, until it has computed."""
         self._lender = self._lending(options, transport)
         self.agent.start()
         self._asker = self._asking(options)
@@ -155,7 +155,7 @@ class WorkerSide:
         """
         self.load()
         self._store_unsaved()
-        self._step, self._unsaved = step, step.stores
+        self._step, self._unsaved = step, step.store
         with self._lock:
             for offer in step.offers:
                 self._leases.order(offer)
@@ -193,10 +193,9 @@ class WorkerSide:
         self._store_unsaved()
 
     def _store_unsaved(self) -> None:
-        stores, self._unsaved = self._unsaved, ()
-        if self._offload is not None:
-            for store in stores:
-                self._offload.store(store)
+        store, self._unsaved = self._unsaved, None
+        if self._offload is not None and store is not None:
+            self._offload.store(store)
 
     def kept(self) -> KeyLevels:
         """Where rows are kept, as far as no step's results have told."""
