@@ -11,7 +11,7 @@ ARGUMENTS = "vllm_xargs"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ClientRequest:
     """A client's request: where to, its body without tickets, headers that are passed on, and
     what is known of its prompt."""
 

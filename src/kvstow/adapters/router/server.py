@@ -31,7 +31,7 @@ from kvstow.adapters.router.prefixes import EventSource, Prefixes
 from kvstow.adapters.router.requests import (
     PARAMS,
     PATHS,
-    Asked,
+    ClientRequest,
     is_tokens,
     prefill_request,
     without_tickets,
@@ -108,7 +108,7 @@ class Router:
         """A completion: prefill, then decode, streamed as it comes."""
         self._probe()
         asked = await self._with_prefix(
-            Asked(request.path, without_tickets(await _json(request)), _passed_on(request))
+            ClientRequest(request.path, without_tickets(await _json(request)), _passed_on(request))
         )
         params = await self._tickets(asked)
         full = {**asked.body, PARAMS: params} if params else asked.body
@@ -152,7 +152,7 @@ class Router:
 
     # ── prefixes ──────────────────────────────────────────────────────────────────
 
-    async def _with_prefix(self, asked: Asked) -> Asked:
+    async def _with_prefix(self, asked: ClientRequest) -> ClientRequest:
         """The request with its length and what each instance holds of it, where that is known."""
         if self.prefixes is None or self.prefixes.is_empty:
             return asked
@@ -162,9 +162,9 @@ class Router:
         words = {name: asked.body.get(name) for name in ("model", "cache_salt")}
         model, salt = (value if isinstance(value, str) else "" for value in words.values())
         held = self.prefixes.held(tokens, model=model, salt=salt)
-        return Asked(asked.path, asked.body, asked.headers, len(tokens), held)
+        return ClientRequest(asked.path, asked.body, asked.headers, len(tokens), held)
 
-    async def _tokenized(self, asked: Asked) -> list[int] | None:
+    async def _tokenized(self, asked: ClientRequest) -> list[int] | None:
         """The prompt's token ids, from an instance where the request has text; None where it does
         not say in time. One that hangs is not asked by the next request."""
         prompt = asked.body.get("prompt")
@@ -185,7 +185,7 @@ class Router:
                 return None
         return None
 
-    async def _tokens_from(self, instance: Instance, asked: Asked) -> list[int] | None:
+    async def _tokens_from(self, instance: Instance, asked: ClientRequest) -> list[int] | None:
         timeout = ClientTimeout(total=self._options.tokenize)
         async with self._session.post(
             instance.url + "/tokenize", json=asked.body, headers=asked.headers, timeout=timeout
@@ -194,7 +194,7 @@ class Router:
         tokens = found.get("tokens")
         return tokens if is_tokens(tokens) else None
 
-    def _count_tokens(self, asked: Asked, instance: Instance) -> None:
+    def _count_tokens(self, asked: ClientRequest, instance: Instance) -> None:
         if asked.num_tokens is not None and asked.held is not None:
             held = asked.held.get(instance.url, 0)
             self._metrics.tokens.labels("held").inc(held)
@@ -202,7 +202,7 @@ class Router:
 
     # ── instances ─────────────────────────────────────────────────────────────────
 
-    async def _tickets(self, asked: Asked) -> Mapping[str, Any] | None:
+    async def _tickets(self, asked: ClientRequest) -> Mapping[str, Any] | None:
         """Tickets from the first prefill instance that gives some; None where none does."""
         body = prefill_request(asked.body)
         for instance in self._prefill.ordered(asked.num_tokens, asked.held):
@@ -231,7 +231,7 @@ class Router:
 
     @asynccontextmanager
     async def _opened(
-        self, instance: Instance, asked: Asked, body: Mapping[str, Any]
+        self, instance: Instance, asked: ClientRequest, body: Mapping[str, Any]
     ) -> AsyncGenerator[Any]:
         """An answer whose status is known; NoAnswer where the instance is at fault."""
         timeout = ClientTimeout(total=None, sock_connect=self._options.connect)
@@ -369,7 +369,7 @@ async def _read(answer: Any, most: int) -> bytes:
     return b"".join(parts)
 
 
-Handler = Callable[[Router, Any], Awaitable[Any]]
+Endpoint = Callable[[Router, Any], Awaitable[Any]]
 ROUTER = web.AppKey("router", Router)
 
 
@@ -385,7 +385,7 @@ def application(
             yield
             await router.close()
 
-    def to(method: Handler) -> Any:
+    def to(method: Endpoint) -> Any:
         async def handler(request: web.Request) -> web.StreamResponse:
             return await method(app[ROUTER], request)
 

@@ -21,9 +21,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvstow.adapters.transformers.attention import noted
 from kvstow.adapters.transformers.batch.sequences import Sequences
-from kvstow.adapters.transformers.batch.states import put
 from kvstow.adapters.transformers.model.watch import eager
-from kvstow.errors import ModelError
+from kvstow.errors import BlockError, ModelError
 
 Tensor = torch.Tensor
 
@@ -187,7 +186,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def put(self, field: str, value: Tensor) -> None:
         """Overwrite the state of all sequences."""
-        put(self.lent(field), value, f"{self.state_name!r}: {field!r}")
+        lent = self.lent(field)
+        if lent is None or lent.shape != value.shape or lent.dtype != value.dtype:
+            raise BlockError(
+                f"{self.state_name!r}: {field!r} cannot hold {value.dtype} {tuple(value.shape)}"
+            )
+        lent.copy_(value)
 
     @eager
     def update_conv_state(

@@ -204,10 +204,3 @@ def torn(seen: Sequence[int], num_tokens: int) -> BlockError:
         "hint: begin again with a new cache, or cache.reset(); crop() takes tokens back where no "
         "layer is recurrent"
     )
-
-
-def put(lent: Tensor | None, states: Tensor, name: str) -> None:
-    """Overwrite a lent state."""
-    if lent is None or lent.shape != states.shape or lent.dtype != states.dtype:
-        raise BlockError(f"{name} cannot hold {states.dtype} {tuple(states.shape)}")
-    lent.copy_(states)
