@@ -18,13 +18,16 @@ import pytest
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk import opening
+from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.format import decode_header
-from kvstow.offload.disk.index import Transaction
+from kvstow.offload.disk.index import IndexBroken, Transaction
 from kvstow.offload.disk.inspect import survey
 from kvstow.offload.disk.segments import Segments
 from kvstow.offload.disk.tier import DiskTier
+from kvstow.offload.tier import Counts, Usage
 from kvstow.testing.faulty import FaultyFiles
 from offloading import hybrid, numbered_key, numbered_row
+from waiting import wait_for
 
 MIB = 1 << 20
 ROWS = 200
@@ -92,6 +95,98 @@ def test_an_index_that_breaks_under_two_processes_is_made_again_when_both_have_l
     assert second.contains(0, [numbered_key(777)]).all()
     first.close()
     second.close()
+
+
+class MarkedMeanwhile(Files):
+    """While rows are made durable, seconds pass and another process finds the index broken."""
+
+    def __init__(self, path, now):
+        self.path, self.now, self.is_armed = path, now, False
+
+    def sync(self, fd):
+        if self.is_armed:
+            self.is_armed = False
+            self.now[0] += 2
+            (self.path / "index.rebuild").touch(mode=0o600)
+        super().sync(fd)
+
+
+def in_time(work):
+    """The result of `work`, or a failed test where it hangs."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+    return results[0]
+
+
+def test_a_store_that_tells_its_figures_does_not_wait_for_itself(tmp_path):
+    now = [0.0]
+    files = MarkedMeanwhile(tmp_path, now)
+    tier = made(tmp_path, files=files, threads=0, clock=lambda: now[0])
+    files.is_armed = True
+    new = [numbered_row(tier, 0, 900)]
+    assert in_time(lambda: tier.store(0, [numbered_key(900)], new)).all()
+    assert right_rows(tier) == ROWS  # the index is made again by then
+    assert not (tmp_path / "index.rebuild").exists()
+    tier.close()
+
+
+def test_a_beat_does_not_wait_for_a_thread_that_found_the_index_broken(tmp_path):
+    tier = made(tmp_path)
+    found_broken = threading.Event()
+
+    class Beside:
+        name = "beside"
+        counts = Counts()
+
+        @property
+        def usage(self):
+            found_broken.set()
+            wait_for(lambda: tier._attachment._gate._taken)
+            return Usage(rows=0, nbytes=0, capacity=0)
+
+    def break_index():
+        with suppress(IndexBroken), tier._attachment.using():
+            assert found_broken.wait(20)
+            raise IndexBroken("on purpose")
+
+    tier.publish(Beside())
+    other = threading.Thread(target=break_index, daemon=True)
+    other.start()
+    in_time(tier.beat)
+    other.join(20)
+    assert right_rows(tier) == ROWS
+    tier.close()
+
+
+def test_two_threads_that_find_one_broken_index_make_it_again_once(tmp_path, monkeypatch):
+    tier = made(tmp_path)
+    attached, both = [], threading.Barrier(2)
+    attach = tier._open.attach
+    monkeypatch.setattr(tier._open, "attach", lambda **seconds: attached.append(attach(**seconds)))
+    first_tries = [True, True]
+
+    def work():
+        if first_tries:
+            first_tries.pop()
+            both.wait(20)
+            raise IndexBroken("on purpose")
+        return tier.index.num_rows()
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(tier._attachment.retried(work)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [ROWS, ROWS]
+    assert len(attached) == 1
+    tier.close()
 
 
 def test_the_lock_is_exclusive_until_a_broken_index_has_been_replaced(tmp_path, monkeypatch):

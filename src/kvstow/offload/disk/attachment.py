@@ -34,6 +34,8 @@ class Attachment:
         self._gate = _Gate()
         self._looked = clock()
         self.is_attached = True
+        self._tries = 0
+        """How often somebody has let go of the index, to make it again."""
 
     def retried(self, work: Callable[[], _T]) -> _T:
         """Do something with the index; once more if it broke and was made again.
@@ -53,16 +55,19 @@ class Attachment:
     def using(self) -> Generator[None]:
         """The index is usable meanwhile, unless it breaks."""
         check_process(self._opener, f"store {self._store.path}")
+        seen = self._tries
         if self._is_due() and (not self.is_attached or self._store.is_marked):
-            self._reattach(found_broken=False)
+            self._reattach(seen, found_broken=False)
+        was_usable = False
         try:
             with self._gate.entered(f"store {self._store.path} is closed"):
                 if not self.is_attached:
                     raise IndexBroken(f"store {self._store.path}: the index is being made again")
+                seen, was_usable = self._tries, True
                 yield
         except IndexBroken:
-            if self.is_attached:
-                self._reattach(found_broken=True)
+            if was_usable:
+                self._reattach(seen, found_broken=True)
             raise
 
     def close(self) -> bool:
@@ -77,11 +82,15 @@ class Attachment:
         self._looked = now
         return True
 
-    def _reattach(self, *, found_broken: bool) -> None:
-        """Let go of a broken index and, if no other process has it, make it again."""
+    def _reattach(self, seen: int, *, found_broken: bool) -> None:
+        """Let go of a broken index and, if no other process has it, make it again.
+
+        Nothing happens where another thread has done so after so many tries were `seen`.
+        """
         with self._gate.alone() as is_open:
-            if not is_open:
+            if not is_open or self._tries != seen:
                 return
+            self._tries += 1
             if self.is_attached:
                 log.warning("store %s: the index is broken and is made again", self._store.path)
                 self._store.detach(mark=found_broken)

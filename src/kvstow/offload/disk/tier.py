@@ -49,6 +49,7 @@ from kvstow.offload.tier import (
     Usage,
     checked_keys,
     checked_rows,
+    facts,
     known_identity,
     note_unverified,
 )
@@ -178,13 +179,14 @@ class DiskTier:
     @property
     def usage(self) -> Usage:
         try:
-            rows, files = self._attachment.retried(
-                lambda: (self.index.num_rows(), self.index.segments())
-            )
+            return self._attachment.retried(self._usage_now)
         except IndexBroken:
-            rows, files = 0, []
-        nbytes = sum(self.segments.used(segment) for segment, _, _ in files)
-        return Usage(rows=rows, nbytes=nbytes, capacity=self._open.capacity)
+            return Usage(rows=0, nbytes=0, capacity=self._open.capacity)
+
+    def _usage_now(self) -> Usage:
+        """The usage, asked by somebody who uses the index already."""
+        nbytes = sum(self.segments.used(segment) for segment, _, _ in self.index.segments())
+        return Usage(rows=self.index.num_rows(), nbytes=nbytes, capacity=self._open.capacity)
 
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         checked_keys(self.layout, group, keys)
@@ -384,8 +386,7 @@ class DiskTier:
     def _beat(self, write: Transaction) -> None:
         if self._beat_is_due():
             self._beaten = self._clock()
-            tiers = [
-                {"tier": tier.name, **asdict(tier.counts), **asdict(tier.usage)}
-                for tier in (*self._beside, self)
-            ]
+            tiers = [{"tier": tier.name, **facts(tier)} for tier in self._beside]
+            mine = {**asdict(self.counts), **asdict(self._usage_now())}
+            tiers.append({"tier": self.name, **mine})
             owners.beat(write, self._open.owner, json.dumps(tiers))
