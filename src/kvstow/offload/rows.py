@@ -176,8 +176,10 @@ class RowMapping:
     def _routed(self, way: Route, source: Ints, destination: Ints) -> Copies:
         """Rows as if they were one request's blocks, one after the other; a summary or an
         encoding is a request of its own."""
+        if not len(source):
+            return Copies.none()
         group = self._here.groups[self._group].group
-        step = 1 if isinstance(group.retention, State | Encoder) else max(1, len(source))
+        step = 1 if isinstance(group.retention, State | Encoder) else len(source)
         parts: list[Copies] = []
         for lo in range(0, len(source), step):
             part: tuple[Mapping[int, Blocks], ...] = tuple(

@@ -12,7 +12,7 @@ from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.plan.layout import Order
-from offloading import hybrid, key, row_bytes
+from offloading import hybrid, key, numbered_row, row_bytes
 
 STEPWISE = Limits(workers=0)
 
@@ -91,12 +91,37 @@ def test_rows_stored_again_are_compared_with_what_was_stored_last():
     assert mover.direct.load(0, keys, np.array([6])).moved.all()
 
 
-def test_sums_of_keys_that_are_long_gone_are_forgotten():
-    _, _, mover = made()
-    assert mover._checks is not None
-    for n in range(20_000, 20_000 + 3 * mover._checks._room):
-        mover._checks.note(0, [key(0, n)], np.array([1]))
-    assert len(mover._checks._sums[0]) <= 2 * mover._checks._room + 1
+def test_a_row_that_came_from_below_is_not_compared_with_one_that_left_before(tmp_path: Path):
+    """Another instance has stored the same tokens first, with bytes that differ by rounding."""
+    arena, host, mover = made(folder=tmp_path)
+    theirs = numbered_row(host, 0, 3)
+    disk = DiskTier(tmp_path, threads=0)
+    disk.store(0, [key(0, 3)], [theirs])
+    disk.close()
+    keys = stored(mover, 0, [3])
+    mover.drain()
+    host.evict(0, keys)
+    for _ in range(2):  # from the disk, then from host memory
+        job = mover.load(0, keys, [6])
+        mover.drain()
+        assert job.moved.all()
+        assert job.num_damaged == 0
+    assert (row_bytes(arena.layout, 0, 6, arena.bytes.numpy()) == theirs).all()
+    assert host.contains(0, keys).all()
+    assert host.counts.failures == 0
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
+def test_nothing_to_copy_is_no_error(order: Order):
+    """Rows that the host has are not stored again; rows that it has not are not loaded."""
+    _, host, mover = made(order)
+    keys = stored(mover, 0, [3])
+    assert stored(mover, 0, [3]) == keys
+    job = mover.direct.load(0, [key(0, 99)], np.array([6]))
+    assert job.over
+    assert job.error is None
+    assert job.moved.tolist() == [False]
+    assert host.contains(0, keys).all()
 
 
 def test_the_kernel_sums_words_weighted_by_their_place_in_the_row():

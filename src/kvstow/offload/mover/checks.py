@@ -17,9 +17,9 @@ import torch
 
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.format import checksum
-from kvstow.offload.host.tier import HostTier
+from kvstow.offload.host.tier import HostTier, Reservation
 from kvstow.offload.rows import starts
-from kvstow.offload.tier import Bools, Bytes, chosen
+from kvstow.offload.tier import Bools, Bytes
 from kvstow.plan.view import Ints
 
 Sums = npt.NDArray[np.int64]
@@ -47,12 +47,17 @@ class PendingSums:
 
 
 class RowChecks:
-    """Sums by key of one host tier's rows, taken in one arena. Call from any thread."""
+    """Sums of one host tier's rows, taken in one arena. Call from any thread.
+
+    A row that is reserved belongs to whoever reserved it, so `note` and `forget` come before
+    `HostTier.keep`.
+    """
 
     def __init__(self, arena: Arena, host: HostTier) -> None:
         self._arena, self._host = arena, host
-        self._sums: tuple[dict[bytes, int], ...] = tuple({} for _ in host.layout.groups)
-        self._room = sum(host.layout.num_blocks(g) for g in range(len(host.layout.groups)))
+        groups = host.layout.groups
+        self._sums: tuple[dict[int, tuple[bytes, int]], ...] = tuple({} for _ in groups)
+        """Per group and row of the tier, the key that it had and the sum."""
         if arena.device.type == "cuda":
             self._on_device(np.zeros((4, 1), np.int64), 1).result()  # compiled before it is needed
 
@@ -97,17 +102,18 @@ class RowChecks:
 
         return PendingSums(event, taken, (on_device, sums))
 
-    def note(self, group: int, keys: Sequence[bytes], sums: Sums) -> None:
-        """The rows of these keys left with these sums."""
-        noted = self._sums[group]
-        noted.update(zip(keys, sums.tolist(), strict=True))
-        if len(noted) > 2 * self._room:
-            kept = self._host.contains(group, old := list(noted))
-            for key in chosen(old, ~kept):
-                noted.pop(key, None)
+    def note(self, reserved: Reservation, sums: Sums) -> None:
+        """Reserved rows were filled, and had these sums where they came from."""
+        noted = zip(reserved.keys, sums.tolist(), strict=True)
+        self._sums[reserved.group].update(zip(reserved.ids.tolist(), noted, strict=True))
 
-    def good(self, group: int, keys: Sequence[bytes], sums: Sums) -> Bools:
-        """Which rows have come back as they left, as far as that is known."""
-        noted = self._sums[group]
-        pairs = zip(keys, sums.tolist(), strict=True)
-        return np.array([noted.get(key, found) == found for key, found in pairs], bool)
+    def forget(self, reserved: Reservation) -> None:
+        """Reserved rows are filled from elsewhere, so nothing is known of their sums."""
+        for row in reserved.ids.tolist():
+            self._sums[reserved.group].pop(row, None)
+
+    def good(self, group: int, keys: Sequence[bytes], rows: Ints, sums: Sums) -> Bools:
+        """Which rows, held meanwhile, have come back as they left, as far as that is known."""
+        noted = [self._sums[group].get(row, (b"", 0)) for row in rows.tolist()]
+        found = zip(keys, noted, sums.tolist(), strict=True)
+        return np.array([known != key or left == back for key, (known, left), back in found], bool)

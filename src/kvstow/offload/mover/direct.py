@@ -83,7 +83,7 @@ class DirectCopies:
             if sums is None:
                 self._host.abandon(reservation)
                 return
-            self._checks.note(there, reservation.keys, sums)
+            self._checks.note(reservation, sums)
             self._host.keep(reservation)
             job.moved[:] = self._host.contains(there, job.keys)
             self._on_stored(job, slice(0, len(job.keys)))
@@ -101,9 +101,10 @@ class DirectCopies:
         moves = self._mappings[group].back(rows, ids[mask])
 
         def finish(sums: Sums | None) -> None:
+            if sums is not None:
+                job.moved[mask] = self._checks.good(there, chosen(keys, mask), rows, sums)
             holding.close()
             if sums is not None:
-                job.moved[mask] = self._checks.good(there, chosen(keys, mask), sums)
                 self._discard(job, there, chosen(keys, mask & ~job.moved))
             self._host.count_load(there, len(keys), int(job.moved.sum()))
 

@@ -103,8 +103,10 @@ class Mover:
             _check_identity(host, below)
             check_same_rows(host.layout, below.name, below.layout)
         self._fences: StreamOrder = fences(arena)
-        self._promoter = Promoter(arena, host, below, self._fences) if below is not None else None
         self._checks = RowChecks(arena, host) if checked else None
+        self._promoter: Promoter | None = None
+        if below is not None:
+            self._promoter = Promoter(arena, host, below, self._fences, self._checks)
         self._direct = self._direct_copies(self._checks) if self._checks is not None else None
         self._queues = {kind.inward: _queue(kind, limits) for kind in (JobKind.LOAD, JobKind.STORE)}
         self._runs = {
@@ -290,7 +292,7 @@ class Mover:
                 moves = self._mappings[job.group].out(sources, reservation.ids)
                 sums = self._copied(job, moves, reservation.ids)
                 if self._checks is not None and sums is not None:
-                    self._checks.note(group, reservation.keys, sums)
+                    self._checks.note(reservation, sums)
         except BaseException:
             self._host.abandon(reservation)
             raise
@@ -322,7 +324,7 @@ class Mover:
                 sums = self._copied(job, moves, rows)
                 moved |= mask
                 if self._checks is not None and sums is not None:
-                    moved[mask] = self._checks.good(group, chosen(keys, mask), sums)
+                    moved[mask] = self._checks.good(group, chosen(keys, mask), rows, sums)
         damaged = chosen(keys, mask & ~moved)
         if damaged:
             self._host.discard(group, damaged)

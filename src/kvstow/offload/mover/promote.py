@@ -7,6 +7,7 @@ import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.checks import RowChecks
 from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.streams import StreamOrder
 from kvstow.offload.staging import RowStage
@@ -17,9 +18,16 @@ from kvstow.plan.view import Ints
 class Promoter:
     """Brings rows up for one arena. Call from any thread."""
 
-    def __init__(self, arena: Arena, host: HostTier, below: Tier, fences: StreamOrder) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        host: HostTier,
+        below: Tier,
+        fences: StreamOrder,
+        checks: RowChecks | None,
+    ) -> None:
         self._arena, self._host, self._below = arena, host, below
-        self._fences = fences
+        self._fences, self._checks = fences, checks
         self._lock = Lock()
         self._under_way: dict[tuple[int, bytes], Event] = {}
         self._window_lock = Lock()
@@ -52,6 +60,8 @@ class Promoter:
         there = self._below.contains(group, keys)
         reservation = self._host.reserve(group, chosen(keys, there))
         filled = np.zeros(len(reservation.ids), bool)
+        if self._checks is not None:
+            self._checks.forget(reservation)
         try:
             rows = self._host.views(group, reservation.ids)
             filled = self._below.load(group, reservation.keys, rows)
