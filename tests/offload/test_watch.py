@@ -3,7 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.errors import StoreError
 from kvstow.offload.watch import LOOKS, TierChange, TierWatch
+from waiting import wait_for
 
 
 class Keys:
@@ -12,9 +14,12 @@ class Keys:
     def __init__(self) -> None:
         self.rows: set[bytes] = set()
         self.asked = 0
+        self.fails = False
 
     def contains(self, group: int, keys: list[bytes]) -> npt.NDArray[np.bool_]:
         self.asked += len(keys)
+        if self.fails:
+            raise StoreError("the index is locked")
         return np.array([key in self.rows for key in keys], bool)
 
 
@@ -124,3 +129,20 @@ def test_the_thread_turns_by_itself_and_ends():
         changes = watch.take()
     watch.close()
     assert changes == [TierChange("host", 0, (b"a",), True)]
+
+
+def test_a_tier_that_fails_for_a_while_is_asked_again_and_the_others_meanwhile():
+    clock = Clock()
+    watch, tiers = watch_of(clock, "host", "disk", "remote")
+    for tier in tiers.values():
+        tier.rows.add(b"a")
+    tiers["disk"].fails = tiers["remote"].fails = True
+    watch.note(0, [b"a"])
+    watch.start()
+    wait_for(lambda: tiers["remote"].asked, 20)
+    tiers["disk"].fails = tiers["remote"].fails = False
+    clock.now = LOOKS[1]
+    told: list[TierChange] = []
+    wait_for(lambda: told.extend(watch.take()) or len(told) == 3, 20)
+    watch.close()
+    assert [change.tier for change in told] == ["host", "disk", "remote"]

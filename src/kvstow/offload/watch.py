@@ -7,6 +7,7 @@ only: its answers cost requests, and every instance finds the same there.
 """
 
 import heapq
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -14,7 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+from kvstow.errors import StoreError
 from kvstow.offload.tier import Tier
+
+log = logging.getLogger("kvstow.offload")
 
 SLICE = 2048
 """Known keys that one turn looks at in every tier."""
@@ -129,7 +133,11 @@ class TierWatch:
         known = self._known[group]
         for name in tiers if keys else ():
             changed: dict[bool, list[bytes]] = {False: [], True: []}
-            present: list[bool] = self._tiers[name].contains(group, keys).tolist()
+            try:
+                present: list[bool] = self._tiers[name].contains(group, keys).tolist()
+            except StoreError as error:  # the next look may succeed
+                log.debug("tier %s: not looked at: %s", name, error)
+                continue
             for key, there in zip(keys, present, strict=True):
                 if there != (name in known[key].tiers):
                     changed[there].append(key)

@@ -1,5 +1,6 @@
 """A host tier in shared memory: what the next process finds, and what its neighbours read."""
 
+import errno
 import os
 import platform
 import threading
@@ -362,3 +363,20 @@ def test_what_cannot_be_shared_is_refused(name):
     with pytest.raises(StoreError, match="must have room"):
         tier_of(name, capacity=1 << 44)
     assert not [file for file in os.listdir("/dev/shm") if file.startswith(name)]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENOSPC])
+def test_a_folder_in_which_no_file_can_be_made_is_an_error(name, monkeypatch, number):
+    opened, refused = os.open, []
+
+    def refusing(path, flags, *mode, **options):
+        if flags & os.O_CREAT and name in str(path):
+            refused.append(path)
+            assert len(refused) < 10, "it tries for ever"
+            raise OSError(number, os.strerror(number))
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(StoreError, match=os.strerror(number)) as caught:
+        tier_of(name)
+    assert "hint:" in str(caught.value)

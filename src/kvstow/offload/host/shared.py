@@ -292,14 +292,19 @@ def _unlock(fd: int) -> None:
 
 def _locked(path: Path, *, create: bool = False) -> int | None:
     """A descriptor that holds the file's lock; None where somebody else does, where there is no
-    file, or one that is not ours alone."""
+    file, or one that is not ours alone. StoreError where one is to be made and cannot be."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
-    except FileNotFoundError:
-        return None
     except OSError as error:
-        log.warning("%s is not used: %s", path, error.strerror)
+        is_there = os.path.lexists(path)
+        if create and not is_there:
+            raise StoreError(
+                f"shared host tier: {path} cannot be made: {error.strerror}\n\n"
+                f"hint: this process must be able to make files in {path.parent}"
+            ) from error
+        if is_there:
+            log.warning("%s is not used: %s", path, error.strerror)
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
