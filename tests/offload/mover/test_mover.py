@@ -298,6 +298,20 @@ def test_a_full_queue_refuses_and_changes_nothing(setting):
     assert first.result(20).all()
 
 
+def test_a_slow_disk_does_not_keep_rows_from_host_memory(setting):
+    layout, _, host, below, make = setting
+    row = host.layout.row_bytes(0)
+    mover = make(limits=Limits(workers=2, max_bytes=3 * row, max_parts=4))
+    below.go.clear()
+    ids = ids_of(layout, 0, 10)
+    for i in ids[:8]:
+        assert mover.store(0, [i], keys_of(0, [i])).result(20).all()
+    assert mover.store(0, ids[8:], keys_of(0, ids[8:])).result(20).all()
+    below.go.set()
+    assert mover.drain(20)
+    assert 1 <= len(below.stores) < 10  # what the queue had no room for is in host memory alone
+
+
 def line_of(urgent=JobKind.LOAD, *, others=2):
     return JobQueue(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
 
@@ -319,7 +333,7 @@ def test_a_queue_serves_the_urgent_kind_first_then_the_smaller_job_then_the_olde
             order.append((part.job.kind, len(part.job.keys)))
             line.done(part)
         assert order == [(urgent, 2), (urgent, 9), (urgent, 9), (other, 1), (other, 5)]
-        assert line.nbytes == 0
+        assert line.wait_empty(0)
 
 
 def test_a_small_job_overtakes_a_large_one_that_has_begun():
@@ -336,7 +350,8 @@ def test_a_small_job_overtakes_a_large_one_that_has_begun():
     ]
     for part in taken:
         line.done(part)
-    assert line.nbytes == len(line) == 0
+    assert len(line) == 0
+    assert line.wait_empty(0)
 
 
 def test_a_large_job_is_overtaken_by_no_more_bytes_than_it_has():

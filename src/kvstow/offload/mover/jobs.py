@@ -159,7 +159,8 @@ class _Waiting:
 
 
 class JobQueue:
-    """Jobs of one direction, the most urgent first, within bounds."""
+    """Jobs of one direction, the most urgent first. Each kind has bounds of its own: a disk that
+    is slow to take rows in keeps none from host memory."""
 
     def __init__(self, *, urgent: JobKind, others: int, max_parts: int, max_bytes: int) -> None:
         self._urgent = urgent
@@ -168,8 +169,9 @@ class JobQueue:
         self._max_parts = max_parts
         self._max_bytes = max_bytes
         self._heap: list[_Waiting] = []
-        self._num_parts = 0
-        self._nbytes = 0
+        self._num_parts = dict.fromkeys(JobKind, 0)
+        self._nbytes = dict.fromkeys(JobKind, 0)
+        """Per kind, bytes that stand in line or are on their way."""
         self._busy = 0
         self._taken_bytes = dict.fromkeys(JobKind, 0)
         self._numbers = count()
@@ -178,14 +180,9 @@ class JobQueue:
         self._ready = Condition(self._lock)
         self._empty = Condition(self._lock)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that stand in line or are on their way."""
-        return self._nbytes
-
     def __len__(self) -> int:
         """Parts that stand in line."""
-        return self._num_parts
+        return sum(self._num_parts.values())
 
     def put(self, job: MoverJob, row_bytes: int, rows_per_part: int) -> None:
         """The whole job stands in line, or none of it: raises StoreError when it is full."""
@@ -194,12 +191,13 @@ class JobQueue:
         with self._lock:
             if self._closed:
                 raise StoreError("the mover is closed", blocks=job.blocks)
-            if self._num_parts + len(starts) > self._max_parts or (
-                self._nbytes and self._nbytes + nbytes > self._max_bytes
+            parts, waiting = self._num_parts[job.kind], self._nbytes[job.kind]
+            if parts + len(starts) > self._max_parts or (
+                waiting and waiting + nbytes > self._max_bytes
             ):
                 raise StoreError(
-                    f"the mover's queue is full: {self._num_parts} of {self._max_parts} parts, "
-                    f"{self._nbytes} of {self._max_bytes} bytes\n\n"
+                    f"the mover's queue is full: {parts} of {self._max_parts} parts, "
+                    f"{waiting} of {self._max_bytes} bytes\n\n"
                     "hint: wait for jobs, or give the mover larger limits",
                     blocks=job.blocks,
                 )
@@ -211,8 +209,8 @@ class JobQueue:
             heapq.heappush(
                 self._heap, _Waiting(job.kind, due, next(self._numbers), job, row_bytes, cuts)
             )
-            self._num_parts += len(cuts)
-            self._nbytes += nbytes
+            self._num_parts[job.kind] += len(cuts)
+            self._nbytes[job.kind] += nbytes
             self._ready.notify(len(cuts))
 
     def take(self, *, wait: bool = True) -> JobPart | None:
@@ -235,7 +233,7 @@ class JobQueue:
         part = first.cut()
         if not first.cuts:
             heapq.heappop(self._heap)
-        self._num_parts -= 1
+        self._num_parts[first.kind] -= 1
         self._taken_bytes[first.kind] += part.nbytes
         self._busy += first.kind > self._urgent
         return part
@@ -244,9 +242,9 @@ class JobQueue:
         """A part that was taken is over."""
         with self._lock:
             self._busy -= part.job.kind > self._urgent
-            self._nbytes -= part.nbytes
+            self._nbytes[part.job.kind] -= part.nbytes
             self._ready.notify()
-            if not self._nbytes:
+            if not any(self._nbytes.values()):
                 self._empty.notify_all()
 
     def close(self) -> list[JobPart]:
@@ -254,11 +252,11 @@ class JobQueue:
         with self._lock:
             self._closed = True
             left = [standing.cut() for standing in self._heap for _ in tuple(standing.cuts)]
-            self._heap, self._num_parts = [], 0
+            self._heap, self._num_parts = [], dict.fromkeys(JobKind, 0)
             self._ready.notify_all()
             return left
 
     def wait_empty(self, timeout: float | None = None) -> bool:
         """Whether nothing stands in line or runs, within so many seconds."""
         with self._lock:
-            return self._empty.wait_for(lambda: self._nbytes == 0, timeout)
+            return self._empty.wait_for(lambda: not any(self._nbytes.values()), timeout)

@@ -57,7 +57,7 @@ class Limits:
     """How much may be under way at a time in each direction.
 
     `workers` parts of about `part_bytes` are on their way, at least half of them loads or
-    stores where there are any; `max_parts` and `max_bytes` may wait in a queue. Without
+    stores where there are any; `max_parts` and `max_bytes` of each kind of job may wait. Without
     workers nothing moves but by `Mover.step`.
     """
 
