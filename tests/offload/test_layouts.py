@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import RouteError, StoreError
 from kvstow.memory.arena import Arena
@@ -267,6 +269,23 @@ def test_conversion_keeps_chains_so_that_it_can_be_repeated(tmp_path):
     assert end.contains(0, block_keys(IDENTITY, PROMPT, 24)).all()
     for tier in (old, mid, end):
         tier.close()
+
+
+@pytest.mark.parametrize("host", [None, "1MiB"])
+def test_a_store_with_host_memory_can_be_converted_to_larger_blocks(tmp_path, host):
+    layout = layout_of()
+    arena, ledger = Arena(layout), Ledger(Pool(layout))
+    with Store(host=host, disk=tmp_path / "old", disk_bytes=4 * MIB) as store:
+        blocks = ledger.blocks(ledger.admit(len(PROMPT)).request)
+        store.save(arena, blocks, PROMPT)
+        assert store.flush(20)
+    old = DiskTier(tmp_path / "old")
+    new = DiskTier(tmp_path / "new", layout_of(block_tokens=8), capacity=4 * MIB)
+    convert([old], new)
+    full = next(g for g, r in enumerate(new.layout.groups) if r.group.retention == Full())
+    assert new.contains(full, block_keys(IDENTITY, PROMPT, 8)).all()
+    old.close()
+    new.close()
 
 
 def test_smaller_blocks_cannot_be_converted_to(tmp_path):

@@ -59,7 +59,7 @@ class ArenaRows:
         if links and len(links) != len(keys):
             raise StoreError(f"{len(links)} links for {len(keys)} keys")
         if self._host is not None:
-            return self._mover(arena, self._host).store(group, blocks, keys).result()
+            return self._mover(arena, self._host).store(group, blocks, keys, links).result()
         with self._lock:
             stage = self._staged(arena, group)
             kept = np.zeros(len(blocks), bool)

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import compress
 from operator import add, attrgetter
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.rows import check_same_rows
 from kvstow.plan.identity import HINT, Identity
 from kvstow.plan.layout import Layout
@@ -27,6 +28,8 @@ from kvstow.plan.layout import Layout
 log = logging.getLogger("kvstow.offload")
 
 MAX_KEY_BYTES = 32
+
+_T = TypeVar("_T")
 
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
@@ -96,8 +99,18 @@ class Tier(Protocol):
         """Which rows are here now. A row may be gone a moment later."""
         ...
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
-        """Keep rows; which of them are kept now. A row already there counts as kept."""
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
+        """Keep rows; which of them are kept now. A row already there counts as kept.
+
+        `links`, one per row or none, say where blocks stand in their sequences. Only a disk keeps
+        them, for `kvstow store convert`.
+        """
         ...
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
@@ -148,10 +161,16 @@ class TierChain:
     def contains(self, group: int, keys: Sequence[bytes]) -> Bools:
         return held_by_any(self.tiers, group, keys)
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
         kept = np.zeros(len(keys), bool)
         for tier in reversed(self.tiers):
-            kept |= tier.store(group, keys, rows)
+            kept |= tier.store(group, keys, rows, links)
         return kept
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
@@ -239,9 +258,10 @@ def firsts(keys: Sequence[bytes], wanted: Bools) -> list[int]:
     return positions
 
 
-def chosen(keys: Sequence[bytes], which: Bools) -> list[bytes]:
-    """The keys at the positions that are true."""
-    return list(compress(keys, which.tolist()))
+def chosen(each: Sequence[_T], which: Bools) -> list[_T]:
+    """Those of the keys, or whatever there is one of per row, whose positions are true; none of
+    none."""
+    return list(compress(each, which.tolist()))
 
 
 def held_by_any(tiers: Sequence[Tier], group: int, keys: Sequence[bytes]) -> Bools:

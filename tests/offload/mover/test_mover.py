@@ -38,7 +38,7 @@ class Slow:
     def contains(self, group, keys):
         return np.array([(group, k) in self.rows for k in keys], bool)
 
-    def store(self, group, keys, rows):
+    def store(self, group, keys, rows, links=()):
         assert self.go.wait(20)
         if self.fail:
             raise self.fail

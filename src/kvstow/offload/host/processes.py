@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstow.errors import KvstowError, StoreError
 from kvstow.memory.allocate import open_shared
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.host.shared import SharedIndex, key_table, parts
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.rows import check_same_rows, same_rows
@@ -144,7 +145,13 @@ class SharedReader:
             self._keys[number] = key
         self._seen = head
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
         """Keeps nothing: only its own process writes a part."""
         return self.contains(group, keys)
 
@@ -235,10 +242,16 @@ class SharedTiers:
         if left:
             found[left] = tier.load(group, [keys[i] for i in left], [rows[i] for i in left])
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
         if self._below is None:
             return np.zeros(len(keys), bool)
-        return self._below.store(group, keys, rows)
+        return self._below.store(group, keys, rows, links)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         return 0 if self._below is None else self._below.evict(group, keys)

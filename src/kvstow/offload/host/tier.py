@@ -19,6 +19,7 @@ import torch
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.numa import bind, on_node
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.eviction import policies
 from kvstow.offload.eviction.policies import Policy, PolicyName, mark
 from kvstow.offload.host.shared import opened
@@ -201,7 +202,13 @@ class HostTier:
         """The rows were not filled."""
         self.keep(reservation, np.zeros(len(reservation.ids), bool))
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
         checked_rows(self.layout, group, keys, rows)
         reservation = self.reserve(group, keys)
         where = {key: i for i, key in reversed(list(enumerate(keys)))}

@@ -19,6 +19,7 @@ from threading import Condition, Event, Lock
 import numpy as np
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
 
@@ -50,10 +51,19 @@ class JobState(StrEnum):
 class MoverJob:
     """Rows on their way between tiers. Ask from any thread."""
 
-    def __init__(self, kind: JobKind, group: int, keys: Sequence[bytes], ids: Ints) -> None:
+    def __init__(
+        self,
+        kind: JobKind,
+        group: int,
+        keys: Sequence[bytes],
+        ids: Ints,
+        links: Sequence[ChainLink] = (),
+    ) -> None:
         self.kind = kind
         self.group = group
         self.keys = tuple(keys)
+        self.links = tuple(links)
+        """Where the blocks stand in their sequences: one per key, or none."""
         self.ids = ids
         self.moved: Bools = np.zeros(len(keys), bool)
         """Per key, whether its row has arrived. Complete when the job is over."""

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.memory.copy import copy
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import mark
 from kvstow.offload.host.tier import HostTier
@@ -152,12 +153,19 @@ class Mover:
 
     # ── commands ──────────────────────────────────────────────────────────────────
 
-    def store(self, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]) -> MoverJob:
+    def store(
+        self,
+        group: int,
+        ids: npt.ArrayLike,
+        keys: Sequence[bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> MoverJob:
         """Bring blocks to the host tier, after what the current stream has been given.
 
-        Nobody may write to the blocks until the job is over.
+        Nobody may write to the blocks until the job is over. `links`, one per key or none, say
+        where they stand in their sequences, for a disk below (`kvstow store convert`).
         """
-        return self._submit(JobKind.STORE, group, ids, keys)
+        return self._submit(JobKind.STORE, group, ids, keys, links)
 
     def load(self, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> MoverJob:
         """Bring rows from wherever they are to blocks; `result()` says which arrived."""
@@ -211,12 +219,19 @@ class Mover:
         self.reap()
 
     def _submit(
-        self, kind: JobKind, group: int, ids: npt.ArrayLike, keys: Sequence[bytes]
+        self,
+        kind: JobKind,
+        group: int,
+        ids: npt.ArrayLike,
+        keys: Sequence[bytes],
+        links: Sequence[ChainLink] = (),
     ) -> MoverJob:
         blocks = self._arena.checked(group, ids)
         if len(blocks) != len(keys):
             raise StoreError(f"{len(keys)} keys for {len(blocks)} blocks")
-        job = MoverJob(kind, group, keys, blocks)
+        if links and len(links) != len(keys):
+            raise StoreError(f"{len(links)} links for {len(keys)} keys")
+        job = MoverJob(kind, group, keys, blocks, links)
         self._fences.record(job)
         if self._pool is not None and len(blocks):
             self._pool.share(group, blocks)
@@ -346,23 +361,26 @@ class Mover:
         if self._below is None:
             return
         keys: Sequence[bytes] = job.keys[positions]
+        links: Sequence[ChainLink] = job.links[positions]
         if self._admission is not None:
             with self._lock:
                 admitted = self._admission.admits(np.array([mark(k) for k in keys], np.uint64))
-            keys = chosen(keys, admitted)
+            keys, links = chosen(keys, admitted), chosen(links, admitted)
         if not keys:
             return
         try:
-            self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64)))
+            self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64), links))
         except StoreError:  # the queue is full: a cache may forget
             self.skipped_demotions += len(keys)
 
     def _demote(self, job: MoverJob, positions: slice) -> None:
         assert self._below is not None
         group = self._host_group[job.group]
-        keys = job.keys[positions]
+        keys, links = job.keys[positions], job.links[positions]
         with self._host.held(group, keys) as (mask, rows):
-            kept = self._below.store(group, chosen(keys, mask), self._host.views(group, rows))
+            kept = self._below.store(
+                group, chosen(keys, mask), self._host.views(group, rows), chosen(links, mask)
+            )
         job.moved[positions][mask] = kept
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.observe import Reasons
+from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.remote.calls import Breaker, Calls, Tallies
 from kvstow.offload.remote.clients.base import Blob, BlobClient, StoreUnreachable
 from kvstow.offload.remote.collect import Quota, last_usage
@@ -247,7 +248,13 @@ class RemoteTier:
             self._counter.add(Counts(failures=len(bad)))
             self._calls.start(lambda: self.client.delete(bad))
 
-    def store(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:
+    def store(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        links: Sequence[ChainLink] = (),
+    ) -> Bools:
         """Take copies of rows, to be written soon; which of them were taken or are there.
 
         Never waits for the store. Rows that do not fit the queue or a limit are dropped, and
