@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.inspect import survey, verify
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import Fails, FaultyFiles
@@ -29,6 +30,26 @@ def made(path):
     assert tier.store(0, KEYS, [numbered_row(tier, 0, n) for n in range(10)]).all()
     tier.close()
     return path
+
+
+class NoStatvfs(Files):
+    def total(self, path):
+        raise OSError(errno.EIO, "on purpose")
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "fifo"}, {"files": NoStatvfs()}], ids=["policy", "statvfs"]
+)
+def test_a_store_that_cannot_be_used_is_not_left_open(tmp_path, options):
+    made(tmp_path)
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+    with pytest.raises(StoreError):
+        DiskTier(tmp_path, **options)
+    assert os.listdir("/proc/self/fd") == files
+    assert threading.active_count() == threads
+    tier = DiskTier(tmp_path)
+    assert tier.index.ask("SELECT COUNT(*) FROM owners") == [(1,)]
+    tier.close()
 
 
 def right_rows(tier):

@@ -371,6 +371,44 @@ def test_slots_are_given_back_when_a_store_ends_in_any_error(tmp_path, monkeypat
     tier.close()
 
 
+def test_a_write_error_gives_back_the_slots_of_the_rows_that_were_not_written(
+    tmp_path, monkeypatch
+):
+    """A slot whose row was entered may have been evicted and leased again by another thread."""
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB, threads=0)
+    given_back = set()
+    release, finish = tier._writer._release, tier.segments.finish
+
+    def noted(places):
+        given_back.update(places)
+        release(places)
+
+    def half_written(writing):
+        return [*finish(writing)[:5], *[OSError(errno.EIO, "on purpose")] * 5]
+
+    monkeypatch.setattr(tier._writer, "_release", noted)
+    monkeypatch.setattr(tier.segments, "finish", half_written)
+    with pytest.raises(StoreError, match="5 of 10 rows were not written"):
+        tier.store(0, KEYS[:10], [numbered_row(tier, 0, n) for n in range(10)])
+    entered = {place for (place,) in tier.index.ask("SELECT place FROM rows")}
+    assert len(entered) == len(given_back) == 5
+    assert not entered & given_back
+    assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(0,)]
+    tier.close()
+
+
+def test_evictions_are_counted_on_when_the_index_is_made_again(tmp_path):
+    tier = made(tmp_path, capacity=MIB)
+    numbers = range(1000, 1400)
+    tier.store(0, [numbered_key(n) for n in numbers], [numbered_row(tier, 0, n) for n in numbers])
+    evicted = tier.counts.evicted_rows
+    assert evicted > 0
+    with suppress(IndexBroken), tier._attachment.using():
+        raise IndexBroken("on purpose")
+    assert tier.counts.evicted_rows == evicted
+    tier.close()
+
+
 def test_a_read_that_ends_in_an_error_keeps_no_row_from_being_given_up(tmp_path, monkeypatch):
     tier = made(tmp_path)
     monkeypatch.setattr(tier.segments, "read", lambda group, wanted: 1 // 0)

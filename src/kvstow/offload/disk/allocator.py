@@ -20,7 +20,7 @@ from kvstow.offload.disk.files import BLOCK, LOST, store_errors
 from kvstow.offload.disk.index import SLOT_BITS, StoreIndex, Transaction
 from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.eviction.policies import Policy, PolicyName, policy
-from kvstow.offload.tier import Bools
+from kvstow.offload.tier import Bools, Counter, Counts
 from kvstow.plan.view import Ints
 
 log = logging.getLogger("kvstow.offload")
@@ -113,10 +113,10 @@ Reading = Sequence[Collection[int]]
 class SlotAllocator:
     """Who may write where. All decisions are made inside one transaction of the index."""
 
-    def __init__(self, store: OpenStore, recency: Recency) -> None:
+    def __init__(self, store: OpenStore, recency: Recency, counter: Counter) -> None:
         self._store = store
         self._recency = recency
-        self.evicted = 0
+        self._counter = counter
         self._is_full = False
 
     def lease(self, group: int, marks: Sequence[int], reading: Reading) -> tuple[list[int], int]:
@@ -245,7 +245,7 @@ class SlotAllocator:
                 break
             gone = [at for at in victims if write.drop(group, [at])]
             write.lease(group, gone, self._store.owner)
-            self.evicted += len(gone)
+            self._counter.add(Counts(evicted_rows=len(gone)))
             found += gone
         return found
 
@@ -261,7 +261,7 @@ class SlotAllocator:
         if not coldest or (older and (oldest is None or coldest[0][1] >= oldest)):
             return False
         segment = coldest[0][0]
-        self.evicted += write.remove_segment(segment)
+        self._counter.add(Counts(evicted_rows=write.remove_segment(segment)))
         self._store.segments.hand_over(segment, group)
         write.add_segment(segment, group, self._store.segments.slots[group])
         return True

@@ -61,8 +61,13 @@ def beat(write: Transaction, owner: int, counts: str) -> None:
 def bury(write: Transaction, processes: Processes) -> None:
     """Remove dead owners, and free the slots that they were writing."""
     for owner in _dead(write, processes):
-        write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, owner)
-        write.tell("DELETE FROM owners WHERE id = ?", owner)
+        remove(write, owner)
+
+
+def remove(write: Transaction, owner: int) -> None:
+    """Remove an owner, and free the slots that it was writing."""
+    write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, owner)
+    write.tell("DELETE FROM owners WHERE id = ?", owner)
 
 
 def any_died(index: StoreIndex, processes: Processes) -> bool:

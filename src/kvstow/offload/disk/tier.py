@@ -12,8 +12,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from itertools import chain, count
 from pathlib import Path
 from threading import Lock
@@ -116,9 +116,14 @@ class DiskTier:
         self._counter = Counter()
         self._beaten = float("-inf")
         self._beside: tuple[Tier, ...] = ()
-        self._make_allocator()
-        if identity is not None and layout is None:
-            self._check_identity(identity)
+        try:
+            self._make_allocator()
+            if identity is not None and layout is None:
+                known_identity(self.layout, identity, f"store {path}")
+        except BaseException:
+            with closing(self._open), suppress(StoreError), self.index.write() as write:
+                owners.remove(write, self._open.owner)
+            raise
         if layout is not None:
             note_unverified(self.layout.identity, f"store {path}")
 
@@ -126,7 +131,7 @@ class DiskTier:
         self._recency = Recency(
             self._open.index, self._policy, self.segments.slots, self._open.max_segments
         )
-        self._allocator = SlotAllocator(self._open, self._recency)
+        self._allocator = SlotAllocator(self._open, self._recency, self._counter)
         self._writer = RowWriter(
             self._open, self._allocator, self._counter, busy=self._busy, entered=self._beat
         )
@@ -141,13 +146,6 @@ class DiskTier:
         for dropped in self._open.dropped:
             log.warning("store %s: %s", self.path, dropped)
 
-    def _check_identity(self, identity: Identity) -> None:
-        try:
-            known_identity(self.layout, identity, f"store {self.path}")
-        except StoreError:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Write down what was used, and give up everything that is held; once is enough."""
         if not self._attachment.close():
@@ -156,8 +154,7 @@ class DiskTier:
             if self._attachment.is_attached:
                 with self.index.write() as write:
                     self._recency.flush(write)
-                    write.tell("UPDATE slots SET owner = ? WHERE owner = ?", FREE, self._open.owner)
-                    write.tell("DELETE FROM owners WHERE id = ?", self._open.owner)
+                    owners.remove(write, self._open.owner)
         finally:
             self._open.close()
 
@@ -173,8 +170,7 @@ class DiskTier:
 
     @property
     def counts(self) -> Counts:
-        now = self._counter.now
-        return replace(now, evicted_rows=now.evicted_rows + self._allocator.evicted)
+        return self._counter.now
 
     @property
     def usage(self) -> Usage:

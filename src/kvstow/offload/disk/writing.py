@@ -72,14 +72,12 @@ class RowWriter:
                 part = missing[start : start + step]
                 under_way.append(self._start(group, keys, rows, links, part))
                 if len(under_way) > PARTS:
-                    done |= self._finish(group, under_way[0])
-                    del under_way[0]
+                    done |= self._finish(group, under_way.pop(0))
             while under_way:
-                done |= self._finish(group, under_way[0])
-                del under_way[0]
+                done |= self._finish(group, under_way.pop(0))
         finally:
             for left in under_way:
-                self._abandon(left)
+                self._abandon(left, [row.place for row in left.rows])
         return kept | np.array([key in done for key in keys], bool)
 
     def _start(
@@ -104,25 +102,30 @@ class RowWriter:
             raise
 
     def _finish(self, group: int, writing: PendingWrite) -> set[bytes]:
-        """Enter what has reached the medium; its keys. Raises where something has not."""
-        slotted, records = writing.rows, self._store.segments.finish(writing)
-        good = [
-            (s.place, r) for s, r in zip(slotted, records, strict=True) if isinstance(r, SlotRecord)
-        ]
-        entered = self._enter(group, good)
-        bad = {s.place: r for s, r in zip(slotted, records, strict=True) if isinstance(r, OSError)}
+        """Enter what has reached the medium; its keys. Raises where something has not, and the
+        slots of what was not entered are given back."""
+        left = {row.place for row in writing.rows}
+        try:
+            records = self._store.segments.finish(writing)
+            results = [(row.place, r) for row, r in zip(writing.rows, records, strict=True)]
+            good = [(at, r) for at, r in results if isinstance(r, SlotRecord)]
+            entered = self._enter(group, good)
+            left.difference_update(at for at, _ in good)
+        finally:
+            if left:
+                self._abandon(writing, left)
+        bad = [r for _, r in results if isinstance(r, OSError)]
         if bad:
             self._counter.add(Counts(failures=len(bad)))
             raise StoreError(
-                f"{self._store.path}: {len(bad)} of {len(slotted)} rows were not written: "
-                f"{next(iter(bad.values()))}"
+                f"{self._store.path}: {len(bad)} of {len(records)} rows were not written: {bad[0]}"
             )
         return entered
 
-    def _abandon(self, writing: PendingWrite) -> None:
-        """Wait until nothing writes any more, then give back the slots that are no rows."""
+    def _abandon(self, writing: PendingWrite, places: Iterable[int]) -> None:
+        """Wait until nothing writes any more, then give back slots that are no rows."""
         wait(writing.futures)
-        self._release([row.place for row in writing.rows])
+        self._release(places)
 
     def _record(self, group: int, key: bytes, generation: int, link: ChainLink) -> SlotRecord:
         return SlotRecord(
