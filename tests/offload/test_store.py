@@ -442,6 +442,22 @@ def test_a_broken_journal_does_not_stop_a_load_whose_end_is_logged(make, tmp_pat
     assert "cannot be read" in caplog.text
 
 
+def test_a_disk_that_fails_when_it_is_closed_keeps_nothing_else_open(tmp_path, monkeypatch):
+    store = Store(host="1MiB", disk=tmp_path, disk_bytes="4MiB").bind(layout_of())
+    journal, closed = store.journal, []
+
+    def fails():
+        raise StoreError("on purpose")
+
+    monkeypatch.setattr(store.disk, "close", fails)
+    monkeypatch.setattr(journal, "close", lambda: closed.append(True))
+    with pytest.raises(StoreError, match="on purpose"):
+        store.close()
+    assert closed == [True]
+    with pytest.raises(StoreError, match="closed"):
+        _ = store.tiers
+
+
 def test_a_store_lets_go_of_arenas_that_are_closed(make):
     layout = layout_of()
     with make("both") as store:

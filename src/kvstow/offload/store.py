@@ -10,6 +10,7 @@ same prefix and nothing else.
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -412,18 +413,14 @@ class Store:
         """
         if os.getpid() != self._opener:
             return
-        self.flush()
-        if self._rows is not None:
-            self._rows.close()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-        for tier in (self.host, self.disk, self.remote):
-            if tier is not None:
-                tier.close()
-        self.host = self.disk = self.remote = self._rows = None
-        self._is_closed = True
-        if self.journal is not None:
-            self.journal.close()
+        used = (self.journal, self.remote, self.disk, self.host, self._heartbeat, self._rows)
+        with ExitStack() as closing:  # the last first, and all of them whatever fails
+            for each in used:
+                if each is not None:
+                    closing.callback(each.close)
+            self.flush()
+            self.host = self.disk = self.remote = self._rows = None
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from threading import Event, Thread
+from time import sleep
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from kvstow.observe import Telemetry
 from kvstow.offload.keys import block_keys
 from kvstow.offload.remote.clients.base import NO_ROOM, Blob, whole_objects
 from kvstow.offload.remote.directory import WriterLayout
-from kvstow.offload.remote.tier import RemoteTier, loadable
+from kvstow.offload.remote.objects import RowObjects
+from kvstow.offload.remote.tier import RemoteTier, _Room, loadable
 from kvstow.offload.remote.url import RemoteOptions, opened
 from kvstow.offload.store import Store
 from kvstow.testing.servers import Mooncake, Seaweed, Valkey
@@ -88,6 +90,47 @@ def test_threads_live_on_after_an_error_that_nobody_foresaw(valkey_url):
     assert all(loaded(tier, [0, 1, 2, 4]))
     assert tier.writes.dropped["failed"] >= 1
     tier.close()
+
+
+@pytest.mark.parametrize("what", ["memory", "bytes"])
+def test_a_row_that_could_not_be_copied_is_not_waited_for(valkey_url, monkeypatch, what):
+    tier = tier_of(valkey_url)
+    keys, rows = KEYS[:3], [numbered_row(tier, 0, n) for n in range(3)]
+    made = []
+    target, name = (_Room, "take") if what == "memory" else (RowObjects, "written")
+    true = getattr(target, name)
+
+    def fails(*arguments):
+        made.append(arguments)
+        if len(made) == 2:
+            raise MemoryError("on purpose")
+        return true(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, fails)
+        with pytest.raises(MemoryError):
+            tier.store(0, keys, rows)
+    assert tier.flush(10)
+    assert tier.counts.stored_rows == 1
+    assert tier.store(0, keys, rows).all()
+    assert tier.flush(10)
+    assert loaded(tier, range(3)) == [True] * 3
+    tier.close()
+
+
+def test_rows_that_are_asked_for_again_and_again_are_looked_for_again(valkey_url, monkeypatch):
+    monkeypatch.setattr("kvstow.offload.remote.lookup.FOUND_SECONDS", 0.5)
+    tier, other = tier_of(valkey_url), tier_of(valkey_url)
+    stored(tier, range(3))
+    other.refresh()
+    assert other.contains(0, KEYS[:3]).all()
+    assert tier.evict(0, KEYS[:3]) == 3
+    for _ in range(4):
+        sleep(0.2)
+        found = other.contains(0, KEYS[:3])
+    assert not found.any()
+    tier.close()
+    other.close()
 
 
 # ── dead and slow ─────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ S3-FIFO keep of rows long gone, by a 64-bit mark of the row's key. Its tier tell
 All operations take arrays; each row costs O(1), amortised.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Literal, Protocol, get_args
 
@@ -95,7 +96,7 @@ class _Ghosts:
     """Marks of rows long gone, oldest first."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, None] = {}
+        self._marks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -104,8 +105,8 @@ class _Ghosts:
         return mark in self._marks
 
     def add(self, mark: int) -> None:
-        self._marks.pop(mark, None)
         self._marks[mark] = None
+        self._marks.move_to_end(mark)
 
     def discard(self, mark: int) -> None:
         self._marks.pop(mark, None)
@@ -113,7 +114,7 @@ class _Ghosts:
     def shrink(self, count: int) -> None:
         """Forget the oldest until at most `count` are left."""
         while len(self._marks) > max(0, count):
-            del self._marks[next(iter(self._marks))]
+            self._marks.popitem(last=False)
 
 
 class Arc:

@@ -96,7 +96,7 @@ class LookUps:
         found = self._remembered(group, keys)
         left = [i for i, parts in enumerate(found) if parts is None]
         self._look(group, keys, left, found, monotonic() + seconds)
-        self._remember(group, keys, found)
+        self._remember(group, keys, left, found)
         return found
 
     def to_fetch(self, group: int, keys: Sequence[bytes], seconds: float) -> list[Parts | None]:
@@ -116,7 +116,7 @@ class LookUps:
             self._misses.add("unreachable", len(rest))
         elif found[first] is None:
             self._look(group, keys, rest, found, deadline)
-        self._remember(group, keys, found)
+        self._remember(group, keys, left, found)
         if found[first] is not None:
             for i in rest:
                 found[i] = readers[0].parts(keys[i], self._prompt_of(keys[i]))
@@ -192,12 +192,20 @@ class LookUps:
             known = [self._found.get((group, key)) for key in keys]
         return [None if one is None or one[0] < now else one[1] for one in known]
 
-    def _remember(self, group: int, keys: Sequence[bytes], found: Sequence[Parts | None]) -> None:
+    def _remember(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        asked: Sequence[int],
+        found: Sequence[Parts | None],
+    ) -> None:
+        """Remember what the store has said; what was remembered before is not new."""
         until = monotonic() + FOUND_SECONDS
         with self._lock:
-            for key, parts in zip(keys, found, strict=True):
+            for i in asked:
+                parts = found[i]
                 if parts is not None:
-                    self._found[group, key] = until, parts
+                    self._found[group, keys[i]] = until, parts
             while len(self._found) > MOST_FOUND:
                 self._found.popitem(last=False)
 

@@ -265,16 +265,19 @@ class RemoteTier:
         objects = self._objects[group]
         room = self._rooms[objects.nbytes]
         blobs: list[Blob] = []
-        for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
-            name = self._name(group, key)
-            admission = self.writes.admit(name, objects.nbytes)
-            taken[i] = admission is not WriteAdmission.DROPPED
-            if admission is WriteAdmission.TAKEN:
-                blobs.append(Blob(name, objects.written(key, row, room.take())))
-            if len(blobs) * objects.nbytes >= SOME_BYTES:
-                self.writes.put(blobs)
-                blobs = []
-        self.writes.put(blobs)
+        try:
+            for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+                name = self._name(group, key)
+                admission = self.writes.admit(name, objects.nbytes)
+                taken[i] = admission is not WriteAdmission.DROPPED
+                if admission is WriteAdmission.TAKEN:
+                    with self.writes.withdrawn_on_error(name, objects.nbytes):
+                        blobs.append(Blob(name, objects.written(key, row, room.take())))
+                if len(blobs) * objects.nbytes >= SOME_BYTES:
+                    self.writes.put(blobs)
+                    blobs = []
+        finally:
+            self.writes.put(blobs)
         return taken
 
     def _name(self, group: int, key: bytes) -> str:

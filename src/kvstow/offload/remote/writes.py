@@ -6,7 +6,8 @@ what is there already is not sent again. What is refused, and why, is counted.
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from threading import Condition, Lock, Thread
 from time import monotonic
@@ -132,6 +133,15 @@ class WriteQueue:
             return "queue full", f"{self._nbytes} of {self._max_bytes} bytes wait already"
         return "", ""
 
+    @contextmanager
+    def withdrawn_on_error(self, name: str, nbytes: int) -> Generator[None]:
+        """A blob that was taken is made meanwhile; if that fails, its place is free again."""
+        try:
+            yield
+        except BaseException:
+            self._leave([(name, nbytes)])
+            raise
+
     def put(self, blobs: Sequence[Blob]) -> None:
         """Write blobs that were taken, unless the store fails. Never waits."""
         with self._lock:
@@ -235,10 +245,14 @@ class WriteQueue:
 
     def _done(self, batch: Sequence[Blob]) -> None:
         self._after(batch)
+        self._leave([(blob.name, blob.data.nbytes) for blob in batch])
+
+    def _leave(self, blobs: Sequence[tuple[str, int]]) -> None:
+        """Blobs, by name and bytes, are in the queue no more."""
         with self._lock:
-            for blob in batch:
-                self._names.discard(blob.name)
-                self._nbytes -= blob.data.nbytes
+            for name, nbytes in blobs:
+                self._names.discard(name)
+                self._nbytes -= nbytes
             self._changed.notify_all()
 
 
