@@ -167,7 +167,6 @@ class DirectCopies:
         cause: Exception | None,
     ) -> None:
         finish(sums)
-        self._order.forget(job)
         what = f"{job.kind.name.lower()} of group {job.group}, {len(job.keys)} rows: {cause}"
         error = None if cause is None else StoreError(what, blocks=job.blocks)
         job.ended(ran=True, error=error)

@@ -17,6 +17,7 @@ from itertools import count
 from threading import Condition, Event, Lock
 
 import numpy as np
+import torch
 
 from kvstow.errors import StoreError
 from kvstow.offload.disk.format import ChainLink
@@ -70,6 +71,8 @@ class MoverJob:
         self.num_damaged = 0
         """Rows that had not come back as they left; they were forgotten."""
         self.error: StoreError | None = None
+        self.fence: torch.cuda.Event | None = None
+        """Its copies start after this; None where they may start at once."""
         self._lock = Lock()
         self._over = Event()
         self._parts = 0

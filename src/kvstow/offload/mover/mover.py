@@ -37,7 +37,7 @@ from kvstow.offload.mover.checks import PendingSums, RowChecks, Sums
 from kvstow.offload.mover.direct import DirectCopies
 from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
-from kvstow.offload.mover.streams import StreamOrder, fences
+from kvstow.offload.mover.streams import StreamOrder
 from kvstow.offload.rows import RowMapping, check_same_rows, matching_group
 from kvstow.offload.tier import Bools, Tier, check_process, chosen
 from kvstow.plan.view import Ints
@@ -103,11 +103,11 @@ class Mover:
         if below is not None:
             _check_identity(host, below)
             check_same_rows(host.layout, below.name, below.layout)
-        self._fences: StreamOrder = fences(arena)
+        self._order = StreamOrder(arena.device)
         self._checks = RowChecks(arena, host) if checked else None
         self._promoter: Promoter | None = None
         if below is not None:
-            self._promoter = Promoter(arena, host, below, self._fences, self._checks)
+            self._promoter = Promoter(arena, host, below, self._order, self._checks)
         self._direct = self._direct_copies(self._checks) if self._checks is not None else None
         self._queues = {kind.inward: _queue(kind, limits) for kind in (JobKind.LOAD, JobKind.STORE)}
         self._runs = {
@@ -130,7 +130,7 @@ class Mover:
             self._host,
             host_group=self._host_group,
             mappings=self._mappings,
-            order=self._fences,
+            order=self._order,
             checks=checks,
             on_stored=self._begin_demotion,
         )
@@ -184,7 +184,6 @@ class Mover:
         for job in finished:
             if self._pool is not None and len(job.ids):
                 self._pool.release(job.group, job.ids)
-            self._fences.forget(job)
         return tuple(finished)
 
     def step(self) -> bool:
@@ -232,7 +231,7 @@ class Mover:
         if links and len(links) != len(keys):
             raise StoreError(f"{len(links)} links for {len(keys)} keys")
         job = MoverJob(kind, group, keys, blocks, links)
-        self._fences.record(job)
+        self._order.record(job)
         if self._pool is not None and len(blocks):
             self._pool.share(group, blocks)
         try:
@@ -240,7 +239,6 @@ class Mover:
         except BaseException:
             if self._pool is not None and len(blocks):
                 self._pool.release(group, blocks)
-            self._fences.forget(job)
             raise
         return job
 
@@ -289,7 +287,7 @@ class Mover:
         if not outward:
             here, there = there, here
         sums: PendingSums | None = None
-        with self._fences.after(job) as stream:
+        with self._order.after(job) as stream:
             under_way = copy(ends[0], ends[1], moves, stream=stream)
             if self._checks is not None:
                 group = self._host_group[job.group]

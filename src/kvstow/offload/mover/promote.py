@@ -23,11 +23,11 @@ class Promoter:
         arena: Arena,
         host: HostTier,
         below: Tier,
-        fences: StreamOrder,
+        order: StreamOrder,
         checks: RowChecks | None,
     ) -> None:
         self._arena, self._host, self._below = arena, host, below
-        self._fences, self._checks = fences, checks
+        self._order, self._checks = order, checks
         self._lock = Lock()
         self._under_way: dict[tuple[int, bytes], Event] = {}
         self._window_lock = Lock()
@@ -82,6 +82,6 @@ class Promoter:
                 part = slice(lo, min(lo + window.num_rows, len(keys)))
                 rows = window.room(ids[part])
                 found[part] = self._below.load(window.tier_group, keys[part], rows)
-                self._fences.wait(job)
+                self._order.wait(job)
                 window.deliver(ids[part], found[part])
         return found

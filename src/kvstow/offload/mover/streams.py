@@ -5,85 +5,48 @@ there before the last one is over, and never behind a copy of the other directio
 """
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock
-from typing import Protocol
 
 import torch
 
-from kvstow.memory.arena import Arena
 from kvstow.offload.mover.jobs import MoverJob
 
 
-class StreamOrder(Protocol):
-    """Remembers, per job, after which work its copies may start."""
+class StreamOrder:
+    """One event per job, one stream per direction, for an arena on that device.
 
-    def record(self, job: MoverJob) -> None:
-        """The job comes after what the current stream has been given by now."""
-        ...
-
-    def after(self, job: MoverJob) -> AbstractContextManager["torch.cuda.Stream | None"]:
-        """The stream of the job's direction, the thread's current one meanwhile, behind the
-        job's fence. Submit inside, wait outside: others of the direction submit after it."""
-        ...
-
-    def wait(self, job: MoverJob) -> None:
-        """Return when what the job comes after is over."""
-        ...
-
-    def forget(self, job: MoverJob) -> None:
-        """The job is over."""
-        ...
-
-
-def fences(arena: Arena) -> StreamOrder:
-    """For a CUDA arena, events on streams; on the host, copies happen when they are called."""
-    return CudaFences(arena.device) if arena.device.type == "cuda" else NoFences()
-
-
-class NoFences:
-    """Host memory: what the submitter wrote is there."""
-
-    def record(self, job: MoverJob) -> None:
-        pass
-
-    def after(self, job: MoverJob) -> AbstractContextManager["torch.cuda.Stream | None"]:
-        return nullcontext(None)
-
-    def wait(self, job: MoverJob) -> None:
-        pass
-
-    def forget(self, job: MoverJob) -> None:
-        pass
-
-
-class CudaFences:
-    """One event per job, one stream per direction."""
+    On the host, copies happen when they are called, and what the submitter wrote is there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: dict[int, torch.cuda.Event] = {}
-        self._streams = {inward: torch.cuda.Stream(device) for inward in (True, False)}
-        self._turns = {inward: Lock() for inward in (True, False)}
+        self._is_cuda = device.type == "cuda"
+        directions = (True, False) if self._is_cuda else ()
+        self._streams = {inward: torch.cuda.Stream(device) for inward in directions}
+        self._turns = {inward: Lock() for inward in directions}
 
     def record(self, job: MoverJob) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._events[id(job)] = event
+        """The job comes after what the current stream has been given by now."""
+        if self._is_cuda:
+            job.fence = torch.cuda.Event()
+            job.fence.record(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def after(self, job: MoverJob) -> Generator["torch.cuda.Stream | None"]:
-        stream, event = self._streams[job.kind.inward], self._events.get(id(job))
+    def after(self, job: MoverJob) -> Generator[torch.cuda.Stream | None]:
+        """The stream of the job's direction, the thread's current one meanwhile, behind the
+        job's fence. Submit inside, wait outside: others of the direction submit after it."""
+        if not self._is_cuda:
+            yield None
+            return
+        stream = self._streams[job.kind.inward]
         with self._turns[job.kind.inward]:
-            if event is not None:
-                stream.wait_event(event)
+            if job.fence is not None:
+                stream.wait_event(job.fence)
             with torch.cuda.stream(stream):
                 yield stream
 
     def wait(self, job: MoverJob) -> None:
-        event = self._events.get(id(job))
-        if event is not None:
-            event.synchronize()
-
-    def forget(self, job: MoverJob) -> None:
-        self._events.pop(id(job), None)
+        """Return when what the job comes after is over."""
+        if job.fence is not None:
+            job.fence.synchronize()
