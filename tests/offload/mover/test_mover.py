@@ -312,6 +312,21 @@ def test_a_slow_disk_does_not_keep_rows_from_host_memory(setting):
     assert 1 <= len(below.stores) < 10  # what the queue had no room for is in host memory alone
 
 
+def test_a_load_waits_for_the_stream_unless_told_otherwise(setting, monkeypatch):
+    layout, _, _, _, make = setting
+    mover = make()
+    recorded = []
+    monkeypatch.setattr(mover._order, "record", recorded.append)
+    ids = ids_of(layout, 0, 2)
+    stored = mover.store(0, ids, keys_of(0, ids))
+    assert stored.result(20).all()
+    behind = mover.load(0, keys_of(0, ids), ids)
+    beside = mover.load(0, keys_of(0, ids), ids, after_stream=False)
+    assert behind.result(20).all()
+    assert beside.result(20).all()
+    assert recorded == [stored, behind]
+
+
 def line_of(urgent=JobKind.LOAD, *, others=2):
     return JobQueue(urgent=urgent, others=others, max_parts=100, max_bytes=1 << 40)
 

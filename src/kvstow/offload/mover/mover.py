@@ -167,9 +167,20 @@ class Mover:
         """
         return self._submit(JobKind.STORE, group, ids, keys, links)
 
-    def load(self, group: int, keys: Sequence[bytes], ids: npt.ArrayLike) -> MoverJob:
-        """Bring rows from wherever they are to blocks; `result()` says which arrived."""
-        return self._submit(JobKind.LOAD, group, ids, keys)
+    def load(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        ids: npt.ArrayLike,
+        *,
+        after_stream: bool = True,
+    ) -> MoverJob:
+        """Bring rows from wherever they are to blocks; `result()` says which arrived.
+
+        The copies start after what the current stream has been given. With `after_stream=False`
+        they do not wait for it, so none of that work may use the blocks.
+        """
+        return self._submit(JobKind.LOAD, group, ids, keys, after_stream=after_stream)
 
     def prefetch(self, group: int, keys: Sequence[bytes]) -> MoverJob:
         """Bring rows from below to the host tier, as far as there is room."""
@@ -224,6 +235,8 @@ class Mover:
         ids: npt.ArrayLike,
         keys: Sequence[bytes],
         links: Sequence[ChainLink] = (),
+        *,
+        after_stream: bool = True,
     ) -> MoverJob:
         blocks = self._arena.checked(group, ids)
         if len(blocks) != len(keys):
@@ -231,7 +244,8 @@ class Mover:
         if links and len(links) != len(keys):
             raise StoreError(f"{len(links)} links for {len(keys)} keys")
         job = MoverJob(kind, group, keys, blocks, links)
-        self._order.record(job)
+        if after_stream:
+            self._order.record(job)
         if self._pool is not None and len(blocks):
             self._pool.share(group, blocks)
         try:

@@ -352,7 +352,7 @@ class WorkerTiers:
         is_near = self._host.contains(self._groups[group], keys).all()
         if self._direct and not self._after_steps and is_near:
             return self._mover.direct.load(group, keys, ids)
-        return self._mover.load(group, keys, ids)
+        return self._mover.load(group, keys, ids, after_stream=self._after_steps)
 
     def stored(self) -> list[StoreJob]:
         """Stores that are over since the last time."""
