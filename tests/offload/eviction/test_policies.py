@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvstow.offload.eviction.admission import SecondTouch
 from kvstow.offload.eviction.policies import Arc, Lru, S3Fifo, policy
-from kvstow.offload.eviction.queue import EvictionQueue
 
 
 class Cache:
@@ -209,44 +208,6 @@ def test_touching_what_is_not_there_changes_nothing(kind):
     policy.touch(np.array([0, 1, 2, 1]))
     assert len(policy) == 1
     assert policy.victims([1, 2], np.zeros(3, bool)).tolist() == [1]
-
-
-@given(st.data())
-def test_a_queue_is_an_ordered_dictionary(data):
-    queue, model = EvictionQueue(8), OrderedDict()
-    slots = st.lists(st.integers(0, 7), unique=True, max_size=8)
-    for _ in range(data.draw(st.integers(1, 40))):
-        match data.draw(st.sampled_from(["push", "drop", "pop"])):
-            case "push":
-                chosen = data.draw(slots)
-                queue.push(np.array(chosen, np.int64))
-                for slot in chosen:
-                    model.pop(slot, None)
-                    model[slot] = None
-            case "drop":
-                chosen = data.draw(slots)
-                queue.drop(np.array(chosen, np.int64))
-                for slot in chosen:
-                    model.pop(slot, None)
-            case "pop":
-                count, pinned = data.draw(st.integers(0, 9)), data.draw(slots)
-                mask = np.zeros(8, bool)
-                mask[pinned] = True
-                expected = [slot for slot in model if slot not in pinned][:count]
-                for slot in expected:
-                    del model[slot]
-                assert queue.pop(count, mask).tolist() == expected
-        assert len(queue) == len(model)
-        assert queue.has(np.arange(8)).tolist() == [slot in model for slot in range(8)]
-
-
-def test_a_queue_stays_small_however_often_its_slots_move():
-    queue = EvictionQueue(4)
-    for _ in range(10_000):
-        queue.push(np.arange(4))
-    assert len(queue) == 4
-    assert queue.pop(9, np.zeros(4, bool)).tolist() == [0, 1, 2, 3]
-    assert len(queue._slots) <= 256
 
 
 def test_the_second_touch_passes_and_the_first_seldom_does():

@@ -8,12 +8,12 @@ All operations take arrays; each row costs O(1), amortised.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from kvstow.errors import StoreError
-from kvstow.offload.eviction.queue import EvictionQueue
 from kvstow.offload.tier import Bools
 from kvstow.plan.view import Ints
 
@@ -69,12 +69,42 @@ def policy(name: PolicyName, num_slots: int) -> Policy:
             raise StoreError(f"no eviction policy {name!r}\n\nhint: one of {known}")
 
 
+class _Queue:
+    """Slots in the order they were pushed; pushing one again moves it to the end."""
+
+    def __init__(self) -> None:
+        self._slots: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def has(self, slots: Ints) -> Bools:
+        return np.fromiter(map(self._slots.__contains__, slots.tolist()), bool, len(slots))
+
+    def push(self, slots: Ints) -> None:
+        for slot in slots.tolist():
+            self._slots[slot] = None
+            self._slots.move_to_end(slot)
+
+    def drop(self, slots: Ints) -> None:
+        """Slots are out; those that were not in stay out."""
+        for slot in slots.tolist():
+            self._slots.pop(slot, None)
+
+    def pop(self, count: int, pinned: Bools) -> Ints:
+        """The first `count` slots that are not pinned, out of the queue."""
+        free = (slot for slot in self._slots if not pinned[slot])
+        taken = np.fromiter(islice(free, count), np.int64)
+        self.drop(taken)
+        return taken
+
+
 class Lru:
     """The row that was not used for longest goes first."""
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._queue = EvictionQueue(num_slots)
+        self._queue = _Queue()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -83,7 +113,7 @@ class Lru:
         self._queue.push(slots)
 
     def touch(self, slots: Ints) -> None:
-        self._queue.push(_last_uses(slots[self._queue.has(slots)]))
+        self._queue.push(slots[self._queue.has(slots)])
 
     def remove(self, slots: Ints) -> None:
         self._queue.drop(slots)
@@ -126,7 +156,7 @@ class Arc:
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._once, self._again = EvictionQueue(num_slots), EvictionQueue(num_slots)
+        self._once, self._again = _Queue(), _Queue()
         self._once_ghosts, self._again_ghosts = _Ghosts(), _Ghosts()
         self._marks = np.zeros(num_slots, np.uint64)
         self._returning: set[int] = set()
@@ -144,7 +174,7 @@ class Arc:
         self._again.push(slots[again])
 
     def touch(self, slots: Ints) -> None:
-        used = _last_uses(slots[self._once.has(slots) | self._again.has(slots)])
+        used = slots[self._once.has(slots) | self._again.has(slots)]
         self._once.drop(used)
         self._again.push(used)
 
@@ -214,7 +244,7 @@ class S3Fifo:
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
-        self._small, self._main = EvictionQueue(num_slots), EvictionQueue(num_slots)
+        self._small, self._main = _Queue(), _Queue()
         self._ghosts = _Ghosts()
         self._uses = np.zeros(num_slots, np.uint8)
         self._marks = np.zeros(num_slots, np.uint64)
@@ -284,12 +314,3 @@ def _remember(returning: set[int], mark: int, limit: int) -> None:
     if len(returning) >= max(1, limit):
         returning.clear()
     returning.add(mark)
-
-
-def _last_uses(slots: Ints) -> Ints:
-    """Each slot once, in the order of its last mention."""
-    if len(slots) < 2:
-        return slots
-    backwards = slots[::-1]
-    _, first = np.unique(backwards, return_index=True)
-    return backwards[np.sort(first)][::-1]

@@ -12,6 +12,7 @@ computation: another checkpoint, adapter or rope finds an empty directory.
 
 import logging
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from threading import Lock
 
@@ -57,7 +58,13 @@ class WriterLayout:
 
     def objects(self, group: int) -> RowObjects:
         """Row objects of a group."""
-        return RowObjects(self.layout, bytes.fromhex(self.fingerprint), group)
+        return self._objects[group]
+
+    @cached_property
+    def _objects(self) -> tuple[RowObjects, ...]:
+        fingerprint = bytes.fromhex(self.fingerprint)
+        groups = range(len(self.layout.groups))
+        return tuple(RowObjects(self.layout, fingerprint, group) for group in groups)
 
 
 class Directory:

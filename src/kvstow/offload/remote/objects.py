@@ -112,13 +112,12 @@ class RowObjects:
     @cached_property
     def _spans(self) -> list[Range]:
         """Per band where it lies in the row; empty where some band is not a single run."""
+        if not all(n == 1 or token == cell for _, (_, n, cell), (_, token, _) in self._pages):
+            return []
         return [
             (offset + h * head, offset + h * head + states * cell)
             for offset, (heads, states, cell), (head, _, _) in self._pages
             for h in range(heads)
-            if all(
-                token == cell or count == 1 for _, (_, count, cell), (_, token, _) in self._pages
-            )
         ]
 
     # ── bands ─────────────────────────────────────────────────────────────────────
