@@ -109,7 +109,7 @@ def test_prune_removes_rows_and_leaves_the_count(url, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "ftp://host/x"), "names no store"),
+        (("inspect", "ftp://host/x"), "not a store URL"),
         (("verify", "s3://b/p?what=1"), "no option 'what'"),
         (("prune", "redis://h:1/0", "--older-than", "soon"), "no age"),
         (

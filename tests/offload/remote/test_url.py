@@ -28,9 +28,9 @@ def test_a_url_carries_the_options_of_its_store_and_of_every_store():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("ftp://host/x", "names no store"),
-        ("s3://", "names no store"),
-        ("nothing", "names no store"),
+        ("ftp://host/x", "not a store URL"),
+        ("s3://", "not a store URL"),
+        ("nothing", "not a store URL"),
         ("redis://h:99999/0", "Port out of range"),
         ("redis://[::1/0", "Invalid IPv6 URL"),
         ("redis://h:1/0?endpoint=x", "no option 'endpoint'"),

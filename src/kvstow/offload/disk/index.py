@@ -405,7 +405,7 @@ class Transaction:
 def _key(value: Any) -> bytes:
     """A value of the index that must be a key; IndexBroken where it is not."""
     if not isinstance(value, bytes) or not value:
-        raise IndexBroken(f"it holds a key that is none: {value!r:.80}")
+        raise IndexBroken(f"not a key: {value!r:.80}")
     return value
 
 
@@ -414,7 +414,7 @@ def _numbers(values: Sequence[Any]) -> Ints:
     try:
         return np.array(values, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise IndexBroken(f"it holds numbers that are none: {error}") from None
+        raise IndexBroken(f"not whole numbers: {error}") from None
 
 
 def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:

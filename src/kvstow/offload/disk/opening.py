@@ -377,4 +377,4 @@ def _check_size(layout: Layout, size: object) -> None:
     longest = max(slot_bytes(layout.row_bytes(g)) for g in range(len(layout.groups)))
     most = BLOCK << SLOT_BITS
     if not isinstance(size, int) or size % BLOCK or not BLOCK + longest <= size <= most:
-        raise IndexBroken(f"data files of {size} bytes cannot be")
+        raise IndexBroken(f"{size} is not a valid data file size")

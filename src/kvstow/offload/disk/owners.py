@@ -43,7 +43,7 @@ def start_time(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
-def enlist(write: Transaction, processes: Processes) -> int:
+def register(write: Transaction, processes: Processes) -> int:
     """Enter this process among the owners; its number."""
     write.tell(
         "INSERT INTO owners (pid, started, host, beat) VALUES (?, ?, ?, ?)",
@@ -58,7 +58,7 @@ def beat(write: Transaction, owner: int, counts: str) -> None:
     write.tell("UPDATE owners SET beat = ?, counts = ? WHERE id = ?", write.now(), counts, owner)
 
 
-def bury(write: Transaction, processes: Processes) -> None:
+def remove_dead(write: Transaction, processes: Processes) -> None:
     """Remove dead owners, and free the slots that they were writing."""
     for owner in _dead(write, processes):
         remove(write, owner)

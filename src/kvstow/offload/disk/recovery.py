@@ -59,7 +59,7 @@ def recovered(
         files = segments.numbers()
         if files and not write.ask("SELECT id FROM segments LIMIT 1"):
             dropped += _rebuilt(write, segments, files, broken=broken)
-        owners.bury(write, processes)
+        owners.remove_dead(write, processes)
         _check_possible(write, segments)
         for segment, group in write.ask("SELECT id, grp FROM segments"):
             dropped += _checked_file(write, segments, segment, group)
@@ -70,7 +70,7 @@ def recovered(
         _account(write)
         for drop in dropped:
             write.note(drop.what, drop.rows)
-        return owners.enlist(write, processes), tuple(dropped)
+        return owners.register(write, processes), tuple(dropped)
 
 
 def _check_possible(write: Transaction, segments: Segments) -> None:

@@ -168,17 +168,17 @@ class HostTier:
     def keep(self, reservation: Reservation, filled: Bools | None = None) -> None:
         """The rows hold what their keys say; those not `filled` are given back."""
         group, rows, keys = reservation.group, reservation.ids, reservation.keys
-        nobodys = rows[:0]
+        unused = rows[:0]
         with self._lock:
             self._slots.pins[group][rows] -= 1
             if filled is not None or not self._ids[group].keys().isdisjoint(keys):
                 good = self._still_wanted(reservation, filled)
                 keys = tuple(key for key, wanted in zip(keys, good, strict=True) if wanted)
-                rows, nobodys = rows[good], rows[~good]
+                rows, unused = rows[good], rows[~good]
             if self._part is not None:
                 self._part.index.publish(group, rows, keys)
             self._enter(group, keys, rows)
-            self._slots.give_back(group, nobodys)
+            self._slots.give_back(group, unused)
         nbytes = len(keys) * self.layout.row_bytes(group)
         self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
 

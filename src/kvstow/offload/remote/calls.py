@@ -53,7 +53,7 @@ class Breaker:
                 return
             self._reason, self._since = reason or "no reason given", monotonic()
             self.times_opened += 1
-        log.warning("%s is left alone until it answers: %s", self._where, reason)
+        log.warning("%s is not asked again until it responds: %s", self._where, reason)
         Thread(target=self._watch, name="kvstow-remote-probe", daemon=True).start()
 
     def _watch(self) -> None:

@@ -1,7 +1,7 @@
 """What loading costs and what computing costs, both measured.
 
-Rows whose loading would take longer than their tokens take to compute are not loaded. A price that
-is not known speaks for loading.
+Rows whose loading would take longer than their tokens take to compute are not loaded. Rows are
+loaded while either price is unknown.
 """
 
 from dataclasses import dataclass, field

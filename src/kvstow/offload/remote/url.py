@@ -79,9 +79,9 @@ def parse(url: str) -> tuple[SplitResult, dict[str, str], RemoteOptions]:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise StoreError(f"a URL that names no store: {error}\n\nhint: {FORMS}") from None
+        raise StoreError(f"not a store URL: {error}\n\nhint: {FORMS}") from None
     if parts.scheme not in _OWN or not parts.netloc:
-        raise StoreError(f"{_shown(parts)} names no store\n\nhint: {FORMS}")
+        raise StoreError(f"{_shown(parts)} is not a store URL\n\nhint: {FORMS}")
     own: dict[str, str] = {}
     common: dict[str, object] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):

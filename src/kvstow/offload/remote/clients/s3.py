@@ -188,7 +188,7 @@ class S3Client:
     ) -> list[T]:
         """The function's results for all items, some at a time; cancelled when one fails twice.
 
-        Once is nothing: servers close connections that were idle.
+        One retry: servers close idle connections.
         """
         passed = gate or asyncio.Semaphore(IN_FLIGHT)
 
