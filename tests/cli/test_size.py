@@ -103,3 +103,10 @@ def test_what_cannot_be_asked_is_refused_with_a_reason(arguments, code, words):
     assert result.exit_code == code
     assert result.stdout == ""
     assert all(word in result.stderr for word in words)
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("mamba2-2.7b", "h100"), ("qwen3-next-80b", "h200")])
+def test_recurrent_layers_have_no_kv_heads_to_repeat(model, gpu):
+    arguments = (model, "--gpu", gpu, "--tp", "2")
+    assert size(*arguments)["head_copies"] == 1
+    assert "Every kv head" not in invoke(*arguments).stdout

@@ -12,7 +12,7 @@ from kvstow.plan.alignment import Alignment, whole_number
 from kvstow.plan.group import Group, grouped
 from kvstow.plan.layout import Layout, Order
 from kvstow.plan.models import Model, load_model, model_layers
-from kvstow.plan.models.config import Config, Source
+from kvstow.plan.models.config import Config, Source, as_unicode
 from kvstow.plan.models.serving import precision
 from kvstow.plan.pack import PACKINGS, Packing, Site, packed_as
 from kvstow.plan.retention import MAX_TOKENS
@@ -88,7 +88,7 @@ class Deployment:
         if self.kv_dtype is not None and str(self.kv_dtype).lower() != "auto":
             precision(str(self.kv_dtype))
         config = load_model(self.model)
-        return config if self.name is None else replace(config, name=self.name)
+        return config if self.name is None else replace(config, name=as_unicode(self.name))
 
     def on_rank(self, rank: int) -> "RankLayers":
         """What one rank holds, before it is placed."""

@@ -68,16 +68,16 @@ class Config:
         """The first of `keys` that has a value."""
         return next((key for key in keys if key in self), None)
 
-    def count(self, *keys: str, default: int | None = None) -> int:
-        """The positive whole number under the first of `keys` that has a value."""
+    def count(self, *keys: str, default: int | None = None, least: int = 1) -> int:
+        """The whole number, `least` or more, under the first of `keys` that has a value."""
         key = self.present(*keys)
         if key is None:
             if default is None:
                 raise self.missing(*keys)
             return default
         value = self.facts[key]
-        if not is_count(value) or cast(int, value) < 1:
-            raise self.error(f"{key} is {value!r}, not a whole number > 0")
+        if not is_count(value) or cast(int, value) < least:
+            raise self.error(f"{key} is {value!r}, not a whole number >= {least}")
         if cast(int, value) > _MOST:
             raise self.error(f"{key} is {value!r}, more than {_MOST}")
         return cast(int, value)
@@ -181,7 +181,9 @@ def _from_file(path: Path) -> Config:
         with file.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
         if len(data) > MAX_CONFIG_BYTES:
-            raise ModelError(f"{file}: above {MAX_CONFIG_BYTES} bytes, no config.json is")
+            raise ModelError(
+                f"{file}: too large for a config.json: more than {MAX_CONFIG_BYTES} bytes"
+            )
         facts: object = json.loads(data)
     except OSError as error:
         shadowed = is_known(str(path))
@@ -219,5 +221,9 @@ def _from_facts(name: str, facts: object) -> Config:
             merged |= {k: v for k, v in part.items() if v is not None}
     kind = merged.get("model_type")
     defaults = CLASS_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
-    shown = name.encode(errors="replace").decode()  # a manifest holds no text that is no Unicode
-    return Config(name=shown, facts=defaults | merged)
+    return Config(name=as_unicode(name), facts=defaults | merged)
+
+
+def as_unicode(name: str) -> str:
+    """The name with a question mark for each byte that is not text: manifests hold only text."""
+    return name.encode(errors="replace").decode()

@@ -113,7 +113,9 @@ def latent_decoder(config: Config, serving: ServingOptions) -> Stack:
     precision = serving.precision(config)
     total = num_layers(config)
     if set(retentions(config, total)) != {Full()}:
-        raise config.error("some of its layers see a window, which latent attention has not here")
+        raise config.error(
+            "some of its layers see a window, which is not supported with latent attention"
+        )
     names = (f"model.layers.{i}.self_attn" for i in range(total))
     return Stack(tuple((latent_layer(name, config, serving, precision),) for name in names))
 

@@ -73,38 +73,38 @@ def model_weights(model: Source) -> Weights:
     if nbytes:
         return Weights(nbytes=nbytes, how="the size of the weight files")
     config = load_model(model)
-    count = parameters(config)
-    if count is not None:
-        layers, embeddings = count
-        own = Fraction(own_dtype(config).bits, 8)
+    own = Fraction(own_dtype(config).bits, 8)
+    try:
+        layers, embeddings = parameters(config)
+    except ModelError as error:
+        why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
+    else:
         nbytes = round(layers * _layer_bytes(config, own) + embeddings * own)
         return Weights(nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config")
     known = published(config.name)
     if "parameters" not in known:
-        lacks = "vocab_size" not in config
-        why = "no 'vocab_size' to count them by" if lacks else "no formula for such layers"
         raise config.error(
-            f"how large the weights are is not known: no weight files, and {why}",
+            f"the size of the weights is not known: no weight files, and {why}",
             "say --weights-bytes SIZE",
         )
-    own = Fraction(own_dtype(config).bits, 8)
     nbytes = known.get("weights_bytes") or round(known["parameters"] * own)
     return Weights(nbytes=nbytes, how=f"{_spoken(known['parameters'])} as published")
 
 
-def parameters(config: Config) -> tuple[int, int] | None:
-    """Parameters of all layers, and of the embeddings; None where the formula does not apply."""
-    if "vocab_size" not in config or any(config.facts.get(key) for key in _NOT_COUNTED):
-        return None
-    try:
-        width = config.count("hidden_size", "n_embd")
-        num_layers = config.count("num_hidden_layers", "n_layer")
-        forward = sum(_forward(config, width, layer) for layer in range(num_layers))
-        attention = num_layers * _attention(config, width)
-        heads = 1 if config.flag("tie_word_embeddings", default=False) else 2
-        return forward + attention, heads * config.count("vocab_size") * width
-    except ModelError:
-        return None
+def parameters(config: Config) -> tuple[int, int]:
+    """Parameters of all layers, and of the embeddings.
+
+    Raises ModelError where the formula does not apply, or lacks a fact.
+    """
+    if any(config.facts.get(key) for key in _NOT_COUNTED):
+        raise config.error("no formula for such layers")
+    vocabulary = config.count("vocab_size")
+    width = config.count("hidden_size", "n_embd")
+    num_layers = config.count("num_hidden_layers", "n_layer")
+    forward = sum(_forward(config, width, layer) for layer in range(num_layers))
+    attention = num_layers * _attention(config, width)
+    heads = 1 if config.flag("tie_word_embeddings", default=False) else 2
+    return forward + attention, heads * vocabulary * width
 
 
 def _attention(config: Config, width: int) -> int:
@@ -129,7 +129,7 @@ def _forward(config: Config, width: int, layer: int) -> int:
         return (2 if config.model_type in _NOT_GATED else 3) * width * dense
     experts = config.count(routed)
     size = config.count("moe_intermediate_size", "intermediate_size")
-    shared = config.count("n_shared_experts", default=0) * size
+    shared = config.count("n_shared_experts", default=0, least=0) * size
     if config.model_type.startswith("llama4"):
         shared = size
     if "shared_expert_intermediate_size" in config:

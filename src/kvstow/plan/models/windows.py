@@ -65,7 +65,8 @@ def _retention(config: Config, kind: str) -> Retention:
             return Chunk(config.count("attention_chunk_size"))
         case _:
             raise config.error(
-                f"layer_types has {kind!r}, which model_type {config.model_type!r} is not known for"
+                f"layer_types has {kind!r}, which is not supported for model_type "
+                f"{config.model_type!r}"
             )
 
 

@@ -17,6 +17,7 @@ from fractions import Fraction
 from kvstow.errors import KvstowError, PlanError
 from kvstow.plan.deployment import Deployment, RankLayers
 from kvstow.plan.layout import NULL_SLABS, Layout
+from kvstow.plan.retention import State
 from kvstow.plan.sizing.capacity import max_requests, request_bytes, slabs_needed
 from kvstow.plan.words import parse_size
 
@@ -68,7 +69,7 @@ def gpu_bytes(text: str) -> int:
     if not name[:1].isdigit():
         close = get_close_matches(name, GPUS, n=3, cutoff=0.5)
         raise PlanError(
-            f"{text!r} is no known GPU\n\nhint: "
+            f"{text!r} is not a known GPU\n\nhint: "
             + (f"did you mean {', '.join(close)}? " if close else f"one of {', '.join(GPUS)}, ")
             + "or its memory, such as 80GiB"
         )
@@ -185,9 +186,11 @@ def _in_memory(held: RankLayers, nbytes: int) -> Layout | None:
 
 
 def _head_copies(held: RankLayers) -> int:
-    """Ranks that hold the same head, of the layer that is repeated most."""
+    """Ranks that hold the same kv head, of the layer that is repeated most; 1 where there are
+    recurrent states only."""
     tp = held.deployment.tp
-    return max(layer.heads.size * tp // layer.heads.total for layer in held.model.layers)
+    attention = (each for each in held.model.layers if not isinstance(each.retention, State))
+    return max((each.heads.size * tp // each.heads.total for each in attention), default=1)
 
 
 # ── what a load needs ─────────────────────────────────────────────────────────────────
