@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -138,6 +139,16 @@ def test_a_printed_page_has_no_controls(opened, pages):
 
 
 # ── plan ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_on_the_page_makes_the_same_layout(opened, tmp_path):
+    asked = [MODEL, *MEMORY, "--align", "page=256", "--align", "*.0.*=512", "--name", "it's mine"]
+    manifest = run("plan", *asked, "--html", f"{tmp_path}/plan.html", "--manifest", "-").stdout
+    with opened(f"file://{tmp_path}/plan.html") as page:
+        command = page.locator("code", has_text="kvstow plan").first.text_content()
+    words = shlex.split(command)
+    assert words[:3] == ["kvstow", "plan", MODEL]
+    assert run(*words[1:], "--manifest", "-").stdout == manifest
 
 
 def test_rows_are_drawn_to_scale(opened, pages):

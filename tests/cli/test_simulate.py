@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,32 @@ def test_the_page_tells_memory_requests_seed_and_command(tmp_path: Path) -> None
     assert (data["requests"], data["arena_bytes"], data["seed"]) == (5, 2 << 30, 7)
     assert data["command"].startswith("kvstow simulate gpt-oss-20b --trace chat")
     assert "--seed 7" in data["command"]
+
+
+def test_the_command_on_the_page_makes_the_page_again(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shape = ["--requests", "20", "--seconds", "1", "--rank", "1", "--tp", "2"]
+    aligned = ["--align", "page=256", "--align", "*.0.*=12288"]
+    first = simulated(*shape, *aligned, "--html", str(page))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    words = shlex.split(data["command"])
+    assert all(each in words for each in ("--seconds", "--rank", "page=256", "*.0.*=12288"))
+    assert simulated(*words[3:]) == first
+
+
+def test_what_was_never_measured_is_not_0_milliseconds() -> None:
+    shape = ["simulate", "llama-3.1-8b", "--requests", "20", "--seconds", "1"]
+    shown = CliRunner().invoke(app, shape).stdout
+    assert re.search(r"time per output token, mean +–", shown)
+    assert re.search(r"first token after, median +[1-9][0-9,]* ms", shown)
+
+
+def test_a_request_too_long_for_the_arena_is_answered_with_what_helps(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TraceRequest(arrival=0.0, prompt_tokens=10**6, output_tokens=1)])
+    result = CliRunner().invoke(
+        app, ["simulate", "llama-3.1-8b", "--memory", "1GiB", "--trace", str(trace)]
+    )
+    assert result.exit_code == 1
+    assert "release a request" not in result.stderr
+    assert "hint: " in result.stderr

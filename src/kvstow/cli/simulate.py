@@ -43,26 +43,28 @@ TraceName = Annotated[
 ]
 PolicyName = Annotated[
     Policy,
-    typer.Option("--policy", help="Ours alone, or what engines do today (union) beside it."),
+    typer.Option("--policy", help="slab: kvstow's packing; union: both, side by side."),
 ]
-NumRequests = Annotated[int, typer.Option("--requests", min=1, help="Requests of a made-up trace.")]
+NumRequests = Annotated[
+    int, typer.Option("--requests", min=1, help="Requests of a synthetic trace.")
+]
 Rate = Annotated[
     float | None,
     typer.Option(
         "--rate",
         min=0.001,
-        help="Requests per second of a made-up trace.",
+        help="Requests per second of a synthetic trace.",
         show_default="all at once",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Another seed, another made-up trace.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the synthetic trace.")]
 MaxSeconds = Annotated[
     float | None,
     typer.Option(
         "--seconds",
         min=0.1,
         max=MAX_SECONDS,
-        help="Simulated seconds after which to stop.",
+        help="Stop after so many simulated seconds.",
         show_default="the end of the trace",
     ),
 ]
@@ -71,7 +73,7 @@ Chunk = Annotated[
     typer.Option(
         "--chunk-tokens",
         min=1,
-        help="Tokens of a prompt computed in one step.",
+        help="Most tokens of a prompt computed in one step.",
         show_default="2048",
     ),
 ]
@@ -100,7 +102,7 @@ StepSeconds = Annotated[
     typer.Option(
         "--step-seconds",
         min=0.0001,
-        help="The least time that a step takes.",
+        help="Shortest time that a step takes.",
         show_default="0.025",
     ),
 ]
@@ -109,8 +111,8 @@ ProfileFile = Annotated[
     typer.Option(
         "--profile",
         metavar="FILE",
-        help="Rates of an engine as JSON, such as kvstow bench serving measures; the options "
-        "above go before it.",
+        help="An engine's rates as JSON, such as kvstow bench serving writes; the options "
+        "above override it.",
         show_default=False,
     ),
 ]
@@ -171,8 +173,9 @@ def simulate(
         trace=_trace(trace, **made),
         pace=_pace(profile, asked),
         policies=("slab",) if policy == "slab" else ("slab", policy),
+        seconds=seconds,
     )
-    replays = simulation.run(seconds)
+    replays = simulation.run()
     if html is not None:
         write_file(html, simulation.page(replays))
         note(f"page written to {html}")
@@ -190,12 +193,14 @@ class Simulation:
     held: RankLayers
     trace_name: str
     made: dict[str, Any]
-    """What shaped a trace that was made up: `requests`, `rate`, `seed`."""
+    """What shaped a synthetic trace: `requests`, `rate`, `seed`."""
     trace: "list[TraceRequest]"
     pace: "Pace"
     policies: tuple[Policy, ...]
+    seconds: float | None
+    """Simulated seconds after which to stop."""
 
-    def run(self, seconds: float | None) -> Replays:
+    def run(self) -> Replays:
         """Replay the trace under every policy, with bars on stderr."""
         from kvstow.plan.pack import Site
         from kvstow.simulate.replay import layout_of
@@ -209,7 +214,7 @@ class Simulation:
             for name in self.policies
         }
         return {
-            name: _replayed(name, layout, self.trace, self.pace, seconds)
+            name: _replayed(name, layout, self.trace, self.pace, self.seconds)
             for name, layout in layouts.items()
         }
 
@@ -234,6 +239,7 @@ class Simulation:
 
         made = self.made if self.trace_name in MIXES else {}
         settings = {"trace": self.trace_name, "policy": self.policies[-1], **made}
+        settings |= {"seconds": self.seconds, "rank": self.held.rank}
         about = _about(self.held.deployment, self.pace, settings)
         about |= {"requests": len(self.trace), "seed": made.get("seed")}
         reports = {name: report for name, (report, _) in replays.items()}
@@ -273,6 +279,7 @@ def _about(deployment: Deployment, pace: "Pace", settings: dict[str, Any]) -> di
         if value is not None
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
+    said += [part for wish in deployment.alignment.wishes() for part in ("--align", wish)]
     return {
         "arena_bytes": deployment.budget,
         "step": _step_words(pace),
@@ -346,7 +353,7 @@ def _table(reports: "Mapping[str, ReplayReport]") -> str:
         return f"{100 * value:.2f} %"
 
     def milliseconds(value: float) -> str:
-        return f"{1e3 * value:,.0f} ms"
+        return f"{1e3 * value:,.0f} ms" if value else "–"
 
     rows: dict[str, Callable[[ReplayReport], str]] = {
         "requests at once, mean": lambda r: f"{r.mean_requests:,.1f}",

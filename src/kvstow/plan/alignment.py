@@ -50,6 +50,18 @@ class Alignment:
         for what, value in (("page", self.page), ("row", self.row), ("base", self.base)):
             whole_number(f"{what} alignment", value, least=1)
 
+    def wishes(self) -> list[str]:
+        """What differs from the usual alignment, as `kvstow plan --align` takes it."""
+        said = [
+            f"{what}={getattr(self, what)}"
+            for what in ("page", "row")
+            if getattr(self, what) != getattr(USUAL, what)
+        ]
+        offsets = [demand.offset_multiple for demand in self.demands]
+        if self.base != lcm(USUAL.base, self.page, self.row, *offsets):
+            said.append(f"base={self.base}")
+        return said + [f"{demand.layers}={demand.offset_multiple}" for demand in self.demands]
+
     def of(self, layer: LayerSpec) -> int:
         """What the layer's pages must start at multiples of."""
         demands = [d.offset_multiple for d in self.demands if fnmatchcase(layer.name, d.layers)]

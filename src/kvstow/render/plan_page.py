@@ -65,7 +65,9 @@ def plan_data(held: RankLayers, order: Order, packing: Packing) -> dict[str, Any
     return {
         "kvstow": __version__,
         "model": held.model.name,
-        "source": asked.model,
+        "source": str(asked.model),
+        "name": asked.name,
+        "align": asked.alignment.wishes(),
         "rank": held.rank,
         "pp": asked.pp,
         "kv_dtype": held.kv_dtype,

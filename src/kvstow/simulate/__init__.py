@@ -1,6 +1,6 @@
 """A trace of requests, replayed on the block ledger under one or several packing policies.
 
-trace    TraceRequest: requests by time of arrival, read from a file or made up
+trace    TraceRequest: requests by time of arrival, read from a file or synthetic
 replay   Replay: a trace on a ledger, step by step, and the bytes that it wastes
 report   ReplayReport: what a replay says about a policy
 profile  Profile: an engine's measured rates

@@ -243,9 +243,11 @@ class Replay:
         try:
             self.ledger.pool.check_room(needs)
         except OutOfBlocks as error:
+            why = str(error).partition("\n")[0]
             raise TraceError(
                 f"a request of {longest.num_tokens} tokens does not fit into an empty pool of "
-                f"{self.layout.nbytes} bytes: {error}"
+                f"{self.layout.nbytes} bytes: {why}\n\n"
+                "hint: plan more memory, or take the request out of the trace"
             ) from error
 
     def _needs(self, num_tokens: int) -> dict[int, int]:

@@ -32,7 +32,7 @@ from kvstow.plan.retention import MAX_TOKENS
 
 MAX_SECONDS = 1e12
 MAX_REQUESTS = 10_000_000
-"""Of a made-up trace, which is held in memory."""
+"""Of a synthetic trace, which is held in memory."""
 MAX_LINE_BYTES = 16 << 20
 
 
@@ -194,7 +194,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     path.write_bytes(b"".join(encoder.encode(request) + b"\n" for request in requests))
 
 
-# ── made-up traces ──────────────────────────────────────────────────────────────────────
+# ── synthetic traces ────────────────────────────────────────────────────────────────────
 
 Mix = Literal["chat", "document", "agent"]
 MIXES: tuple[Mix, ...] = get_args(Mix)

@@ -322,10 +322,17 @@ function command() {
     packing: state.packing,
     memory: state.memory,
     "num-slabs": atlas.slabs_asked,
+    name: atlas.name,
   };
   const given = Object.entries(options).filter(([, value]) => value !== null);
-  return ["kvstow plan", atlas.source, ...given.map(([name, value]) => `--${name} ${value}`)].join(" ");
+  const aligned = atlas.align.map((wish) => ["align", wish]);
+  const words = [...given, ...aligned].flatMap(([name, value]) => [`--${name}`, String(value)]);
+  return ["kvstow", "plan", atlas.source, ...words].map(quoted).join(" ");
 }
+
+/** A word as a shell takes it. */
+const quoted = (word) =>
+  /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
 
 let drawn = null;
 const drawZoom = redrawn(levelsNode, (width) => {

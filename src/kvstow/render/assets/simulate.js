@@ -119,6 +119,9 @@ const asPercent = {
   yLabel: "of bytes in use",
 };
 
+/** A time; of what was never measured, a dash. */
+const milliseconds = (seconds) => (seconds ? `${count(1e3 * seconds)} ms` : "–");
+
 const ROWS = [
   ["requests at once, mean", (f) => f.mean_requests.toFixed(1)],
   ["requests at once, peak", (f) => count(f.peak_requests)],
@@ -131,9 +134,9 @@ const ROWS = [
   ["prompt tokens found cached", (f) => percent(f.hit_rate)],
   ["rows per run", (f) => f.mean_run_rows.toFixed(1)],
   ["output tokens per second", (f) => count(f.output_tokens_per_second)],
-  ["first token after, median", (f) => `${count(1e3 * f.first_token_seconds.p50)} ms`],
-  ["first token after, 95 of 100", (f) => `${count(1e3 * f.first_token_seconds.p95)} ms`],
-  ["time per output token, mean", (f) => `${count(1e3 * f.token_seconds.mean)} ms`],
+  ["first token after, median", (f) => milliseconds(f.first_token_seconds.p50)],
+  ["first token after, 95 of 100", (f) => milliseconds(f.first_token_seconds.p95)],
+  ["time per output token, mean", (f) => milliseconds(f.token_seconds.mean)],
 ];
 
 const [first] = policies;
