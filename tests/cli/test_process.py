@@ -226,3 +226,29 @@ def test_the_shell_completes_names_of_models_and_gpus():
     assert complete_model("GPT") == ["gpt-oss-20b", "gpt-oss-120b"]
     assert complete_gpu("a100") == ["a100-40", "a100-80"]
     assert "--install-completion" in run(*KVSTOW, "--help").stdout
+
+
+def test_a_name_that_is_no_unicode_is_shown_with_question_marks():
+    finished = run(*KVSTOW, "plan", "llama-3.1-8b", "--name", "\udcff", "--json")
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout)["model"] == "?"
+
+
+@pytest.mark.parametrize(
+    "command", [("plan",), ("route", "MODEL"), ("simulate", "--requests", "1", "--memory", "1GiB")]
+)
+def test_a_page_about_a_folder_whose_name_is_no_unicode_is_written(tmp_path, command):
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    words = [str(folder) if word == "MODEL" else word for word in command[1:]]
+    page = tmp_path / "page.html"
+    finished = run(*KVSTOW, command[0], str(folder), *words, "--html", str(page))
+    assert finished.returncode == 0, finished.stderr
+    assert "</html>" in page.read_text("utf-8")

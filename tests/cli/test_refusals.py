@@ -34,6 +34,15 @@ def test_peers_are_not_watched_without_a_pause(seconds):
     assert invoke("peers", "tcp://127.0.0.1:1", "--watch", seconds).exit_code == 2
 
 
+@pytest.mark.parametrize("seconds", ["1e300", "inf", "nan"])
+@pytest.mark.parametrize("arguments", [("peers", "--watch"), ("top", "--once", "--every")])
+def test_nobody_waits_longer_than_a_clock_counts(arguments, seconds):
+    command, *options = arguments
+    result = invoke(command, "tcp://127.0.0.1:1", *options, seconds)
+    assert result.exit_code == 2
+    assert options[-1] in result.stderr
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "99999"])
 def test_a_router_listens_on_ports_that_exist(port):
     urls = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")

@@ -102,7 +102,7 @@ def test_equal_rows_are_moved_as_they_are():
 def test_a_memory_that_is_none_is_refused(memory):
     result = invoke("llama-3.1-8b", "llama-3.1-8b", "--rows-in", memory)
     assert result.exit_code == 2
-    assert f"'{memory}' is no memory" in result.stderr
+    assert f"'{memory}' is not a kind of memory" in result.stderr
     assert "hint: device, host" in result.stderr
 
 
@@ -163,8 +163,9 @@ def test_differences_end_with_1_and_are_all_named():
         (("llama-3.1-8b@tp=" + "9" * 5000, "llama-3.1-8b"), "is not a whole number"),
         (("llama-3.1-8b@order=NHC", "llama-3.1-8b"), "not one of LBHNC"),
         (("llama-3.1-8b@colour=red", "llama-3.1-8b"), "colour=red is not a setting"),
+        (("llama-3.1-8b@kv_dtype=foo", "llama-3.1-8b"), "'foo'"),
         (("no-such-model", "llama-3.1-8b"), "no model is called"),
-        (("llama-3.1-8b", "llama-3.1-8b", "--link", "carrier-pigeon"), "is no link"),
+        (("llama-3.1-8b", "llama-3.1-8b", "--link", "carrier-pigeon"), "is not a link"),
         (("llama-3.1-8b", "llama-3.1-8b", "--link", "-1:0"), "a rate above 0"),
     ],
 )

@@ -230,6 +230,12 @@ def test_top_shows_the_others_when_an_agent_does_not_answer_and_ends_with_1(dire
     assert "did not answer" in found["errors"]["tcp://127.0.0.1:1"]
 
 
+def test_top_says_in_words_why_an_endpoint_does_not_answer():
+    done = look("http://127.0.0.1:1/metrics", "--once")
+    assert done.exit_code == 1
+    assert "http://127.0.0.1:1/metrics: Connection refused" in done.stdout
+
+
 def test_top_that_finds_nobody_says_how_processes_without_a_disk_are_found(directory):
     done = look(directory, "--once")
     assert done.exit_code == 0

@@ -26,7 +26,13 @@ from kvstow.cli.output import (
     write_file,
 )
 from kvstow.errors import ModelError, PlanError
-from kvstow.plan.deployment import USUAL_TOKENS, Deployment, RankLayers
+from kvstow.plan.deployment import (
+    MAX_BLOCK_TOKENS,
+    MAX_RANKS,
+    USUAL_TOKENS,
+    Deployment,
+    RankLayers,
+)
 from kvstow.plan.layout import ORDERS, Order
 from kvstow.plan.pack import PACKINGS, Packing
 from kvstow.plan.sizing.report import alike, compared_figures, mark_best
@@ -41,7 +47,7 @@ SWEPT = {"tp": "tp", "block_tokens": "tokens", "kv_dtype": "kv dtype"}
 """What may be given several values, and its column."""
 
 Tps = Annotated[
-    str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; several compared.")
+    str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; several are compared.")
 ]
 BlockTokens = Annotated[
     str | None,
@@ -72,7 +78,7 @@ CsvFile = Annotated[
     typer.Option(
         "--csv",
         metavar="FILE",
-        help="Write one line per layout there; - is stdout, in place of the table.",
+        help="Write one line per layout to FILE; - is stdout, in place of the table.",
         show_default=False,
     ),
 ]
@@ -96,7 +102,7 @@ def compare(
 ) -> None:
     """Layouts, splits and dtypes of a model, side by side.
 
-    Exit code 1 where no layout can be.
+    Exits with 1 if no layout is possible.
     """
     check_arena(memory, num_slabs)
     deployments = _deployments(
@@ -107,8 +113,10 @@ def compare(
             num_slabs=num_slabs,
             alignment=options.alignment(align or ()),
         ),
-        tps=_numbers("--tp", tp),
-        block_tokens=_numbers("--block-tokens", block_tokens) if block_tokens else [None],
+        tps=_numbers("--tp", tp, most=MAX_RANKS // pp),
+        block_tokens=_numbers("--block-tokens", block_tokens, most=MAX_BLOCK_TOKENS)
+        if block_tokens
+        else [None],
         kv_dtypes=list(kv_dtype.split(",")) if kv_dtype else [None],
     )
     choices: Choices = [(each, other) for each in _orders(order) for other in _packings(packing)]
@@ -128,19 +136,25 @@ def compare(
     elif csv != Path("-"):
         emit_text(*_report(first, layouts))
     if all(layout["error"] is not None for layout in layouts):
-        refuse("no order and packing can be" + HINT + "see each reason on stdout", code=FAILED)
+        refuse("no layout is possible" + HINT + "the reasons are on stdout", code=FAILED)
 
 
 # ── what is compared ──────────────────────────────────────────────────────────────────
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str, *, most: int) -> list[int]:
     values = text.split(",")
-    if not all(value.isdecimal() and 0 < int(value) < 1 << 20 for value in values):
+    if not all(value.isdecimal() and len(value) <= options.MAX_DIGITS for value in values):
         raise typer.BadParameter(
-            f"{text!r} is no list of whole numbers, such as 1,2,4", param_hint=f"'{name}'"
+            f"{text!r} is not a list of whole numbers, such as 1,2,4", param_hint=f"'{name}'"
         )
-    return [int(value) for value in values]
+    numbers = [int(value) for value in values]
+    if wrong := [number for number in numbers if not 1 <= number <= most]:
+        raise typer.BadParameter(
+            f"{wrong[0]} is not in the range from 1 to {most}, as 1,2,4 are",
+            param_hint=f"'{name}'",
+        )
+    return numbers
 
 
 def _orders(text: str) -> list[Order]:

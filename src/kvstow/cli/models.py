@@ -11,7 +11,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[WORD]",
-        help="Show the models with all of these in their name, alias or family.",
+        help="Show only models with every WORD in their name, alias or family.",
         show_default=False,
     ),
 ]
@@ -27,7 +27,7 @@ def models(words: Words = None, json: options.Json = False) -> None:
         close = close_names("-".join(words or ()))
         refuse(
             f"no model has {' and '.join(map(repr, words or ()))} in its name\n\nhint: "
-            + (f"did you mean {', '.join(close)}?" if close else "give the path of a config.json"),
+            + (f"did you mean {', '.join(close)}?" if close else UNKNOWN),
             code=FAILED,
         )
     known = [catalogue_figures(name) for name in names]
@@ -37,6 +37,7 @@ def models(words: Words = None, json: options.Json = False) -> None:
         emit_text(_table(known), LEGEND)
 
 
+UNKNOWN = "kvstow models, without a word, lists all; other commands take a config.json, too"
 LEGEND = (
     "kv bytes: per token of a request, in the model's own dtype; 0 where only windows\n"
     "or states are kept. context: the most tokens of a request, as published;\n"

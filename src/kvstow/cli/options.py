@@ -66,6 +66,8 @@ def alignment(wishes: Iterable[str]) -> Alignment:
 
 
 MAX_SLABS = (1 << 63) - 1
+MAX_WAIT = 86_400
+"""Seconds between two looks at a running process: a day."""
 MODEL_HELP = "A catalogue name, a config.json or a directory that holds one."
 
 
@@ -119,7 +121,8 @@ OrderName = Annotated[
 PackingName = Annotated[
     Packing,
     typer.Option(
-        "--packing", help="Tight rows in shared slabs, one row per slab, or nothing shared."
+        "--packing",
+        help="slab: tight rows in shared slabs; union: one row per slab; separate: nothing shared.",
     ),
 ]
 Memory = Annotated[
@@ -147,24 +150,21 @@ Align = Annotated[
     typer.Option(
         "--align",
         metavar="[WHAT=]SIZE",
-        help="Where pages start; with page=, row=, base= or a pattern of layer names and = in "
-        "front, where those do. May be given several times.",
+        help="Alignment of pages; or page=SIZE, row=SIZE, base=SIZE, LAYERS=SIZE. Repeatable.",
         show_default=f"page={_USUAL.page} row={_USUAL.row} base={_USUAL.base}",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Name = Annotated[
     str | None,
-    typer.Option(
-        "--name", help="What to call the model in place of its own name.", show_default=False
-    ),
+    typer.Option("--name", help="Name to show in place of the model's own.", show_default=False),
 ]
 ManifestFile = Annotated[
     Path | None,
     typer.Option(
         "--manifest",
         metavar="FILE",
-        help="Write the layout's manifest there; - is stdout, in place of the report.",
+        help="Write the layout's manifest to FILE; - is stdout, in place of the report.",
         show_default=False,
     ),
 ]
@@ -173,7 +173,7 @@ HtmlFile = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Draw it as a page there, all in one file.",
+        help="Write it as a self-contained page to FILE.",
         show_default=False,
     ),
 ]
@@ -269,7 +269,7 @@ def check_url(url: str) -> None:
     except ValueError:
         is_fine = False
     if not is_fine:
-        refuse(f"{url!r} is no URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
+        refuse(f"{url!r} is not a URL\n\nhint: for example http://127.0.0.1:8100", code=MISUSED)
 
 
 def check_store(path: Path) -> None:
@@ -380,6 +380,7 @@ def _deployment(text: str) -> tuple[Deployment, int | None]:
     rank = settings.pop("rank", None)
     settings.setdefault("num_slabs", NUM_SLABS)
     deployment = Deployment(model=config, **settings)
+    check_model(deployment)
     if rank is not None:
         check_rank(deployment, rank, f"{text}: rank={rank}")
     return deployment, rank

@@ -87,7 +87,7 @@ def refuse(message: str, *, code: int) -> NoReturn:
 def write_file(file: Path, text: str | bytes) -> None:
     """Write a file that was asked for; ends with 1 and its name where that fails."""
     try:
-        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        file.write_bytes(text.encode(errors="replace") if isinstance(text, str) else text)
     except OSError as error:
         refuse(f"{file}: cannot be written: {error.strerror}", code=FAILED)
 
@@ -140,10 +140,12 @@ def wrapped(text: str, *, indent: str = "  ") -> str:
 
 def human(nbytes: int | float) -> str:
     """`20 GiB`: four digits at most, so not exact."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{nbytes / 1024**power:.4g} {unit}"
-    return f"{nbytes:.4g} B"
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if float(f"{size:.4g}") < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} PiB"
 
 
 def exact(nbytes: int | float) -> str:

@@ -26,7 +26,12 @@ Agents = Annotated[
 Watch = Annotated[
     float | None,
     typer.Option(
-        "--watch", min=0.1, metavar="SECONDS", help="Ask again and again.", show_default=False
+        "--watch",
+        min=0.1,
+        max=options.MAX_WAIT,
+        metavar="SECONDS",
+        help="Refresh every SECONDS.",
+        show_default=False,
     ),
 ]
 
@@ -48,7 +53,7 @@ KeysFile = Annotated[
     typer.Option(
         "--keys-file",
         metavar="FILE",
-        help="Our keys, and those of the agents, where these use keys.",
+        help="Key file; needed if the agents use keys.",
         show_default=False,
     ),
 ]
@@ -62,7 +67,7 @@ def peers(
 ) -> None:
     """Show the status of running agents.
 
-    Agents on this machine that use no keys need none. Exit code 1 if one of them does not answer.
+    Exits with 1 if one of them does not answer.
     """
     addresses = [each for agent in agents for each in _found(agent)]
     documents: list[dict[str, Any]] = []

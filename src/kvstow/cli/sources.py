@@ -41,7 +41,7 @@ def check_source(source: str) -> None:
         return
     if rest:
         refuse(
-            f"{source}: nothing is asked through {scheme}://\n\n"
+            f"{source}: {scheme}:// addresses are not supported\n\n"
             "hint: tcp://127.0.0.1:PORT for an agent, http://… for a Prometheus endpoint, or the "
             "directory of a store",
             code=MISUSED,
@@ -76,7 +76,13 @@ def reading(ask: Ask, source: str) -> Reading:
             ],
         }
     except (KvstowError, OSError, ValueError) as error:
-        return {"at": time.time(), "error": str(error).partition("\n")[0]}
+        return {"at": time.time(), "error": _why(error).partition("\n")[0]}
+
+
+def _why(error: Exception) -> str:
+    """What went wrong; of a server that cannot be reached, what the system says of it."""
+    reason = getattr(error, "reason", None)
+    return (reason.strerror or str(reason)) if isinstance(reason, OSError) else str(error)
 
 
 def _plain(fact: Any) -> Any:

@@ -33,8 +33,13 @@ NOBODY = """no running process has told of its tiers here yet
 hint: processes without a store on disk are found by the address of their agent
   (tcp://HOST:PORT, which vLLM logs at its start) or of their metrics (http://HOST:PORT/metrics)"""
 
-Every = Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look again.")]
-Once = Annotated[bool, typer.Option("--once", help="One look, after one interval, and end.")]
+Every = Annotated[
+    float,
+    typer.Option(
+        "--every", min=0.1, max=options.MAX_WAIT, metavar="SECONDS", help="Refresh interval."
+    ),
+]
+Once = Annotated[bool, typer.Option("--once", help="Print once and exit.")]
 
 
 def top(
@@ -46,11 +51,11 @@ def top(
 ) -> None:
     """Show the tiers and transfers of running processes, live.
 
-    Rows, bytes, hits, rates, evictions, failures, and for how long a process has done nothing.
-    A store on disk knows the processes that have it open, and all their tiers. A process without
-    one is asked itself: name its agent, or its Prometheus endpoint; it tells of its transfers, too.
-    Of a remote store, rows and bytes are those that the process has written. Exit code 1 if a
-    source does not answer.
+    Shows rows, bytes, hits, rates, evictions, failures, and how long a process has been idle.
+    A store on disk knows the processes that have it open, and all their tiers. For a process
+    without one, name its agent or its Prometheus endpoint, which also tell of its transfers. For a
+    remote store, rows and bytes are those that the process has written. Exits with 1 if a source
+    does not answer.
     """
     from kvstow.transfer.channel.status import Asker
 
