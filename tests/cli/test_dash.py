@@ -258,4 +258,4 @@ def test_a_host_that_is_none_is_not_answered(host):
 def test_an_address_that_is_none_ends_with_2(listen):
     result = CliRunner().invoke(app, ["dash", "tcp://127.0.0.1:1", "--listen", listen])
     assert result.exit_code == 2
-    assert "is no HOST:PORT" in result.stderr
+    assert "is not HOST:PORT" in result.stderr

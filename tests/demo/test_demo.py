@@ -9,9 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from kvstow.demo.messages import Done, Pulled
+from kvstow.demo.options import DemoOptions
 from kvstow.demo.packaged import GEMMA3, SMOLLM2, WeightsMissing
 from kvstow.demo.parallel import check_heads
+from kvstow.demo.screen import Screen
+from kvstow.demo.story import DemoState, PromptState
 from kvstow.errors import ModelError
 from kvstow.testing.tiny_models import tiny_model
 from waiting import wait_for
@@ -150,6 +155,20 @@ def test_the_screen_shows_plan_text_transfers_and_verdict():
     tables = [line for line in run.stdout.splitlines() if "both" in line or "passed" in line]
     assert len(tables) == 3
     assert not any("…" in line for line in tables)
+
+
+def test_one_of_each_is_counted_as_one():
+    pull = Pulled(
+        prompt=0, nbytes=1, descriptors=1, regions=1, seconds=1.0, rows=1, per_layer=2,
+        fence="passed", digest="passed",
+    )  # fmt: skip
+    show = DemoState.of(DemoOptions(prompts=("a",)))
+    done = Done(prompt=0, tokens=(1,), to_first=1.0, seconds=1.0)
+    show.answers = [PromptState("a", pulled=[pull], decoded=done, judged=done)]
+    console = Console(width=200)
+    with console.capture() as capture:
+        Screen(console).finish(show)
+    assert "1 transfer, 1 B in 1 descriptor;" in capture.get()
 
 
 def test_an_interrupted_demo_leaves_no_process_behind():

@@ -130,7 +130,7 @@ def test_two_fields_of_one_name_cannot_share_a_cell() -> None:
 
 
 def test_a_layer_without_fields_cannot_be_built() -> None:
-    with pytest.raises(SpecError, match="must be some"):
+    with pytest.raises(SpecError, match="at least one field is needed"):
         layer(fields=())
 
 

@@ -27,18 +27,24 @@ bench = typer.Typer(
 
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Rows of one request.")]
 Layers = Annotated[
-    int, typer.Option("--layers", min=1, max=4096, help="Layers, K and V of 16 KiB each.")
+    int, typer.Option("--layers", min=1, max=4096, help="Layers, each with 16 KiB of K and of V.")
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often; the best counts.")]
-Tcp = Annotated[bool, typer.Option("--tcp", help="Over TCP on loopback, as between hosts.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Rounds; the best counts.")]
+Tcp = Annotated[bool, typer.Option("--tcp", help="Use TCP on loopback, as between hosts.")]
 Device = Annotated[str, typer.Option("--device", help="Where the arenas are: cpu, cuda:0 …")]
 Way = Annotated[
     Literal["read", "rows", "write", "staged"] | None,
-    typer.Option("--direction", help="Force a direction; measured if not.", show_default=False),
+    typer.Option(
+        "--direction",
+        help="Force a direction; without it, the fastest is measured.",
+        show_default=False,
+    ),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", metavar="FILE", help="Also write the JSON here.", show_default=False),
+    typer.Option(
+        "--output", metavar="FILE", help="Also write the JSON to FILE.", show_default=False
+    ),
 ]
 
 
@@ -60,8 +66,8 @@ def transfer(
 ) -> None:
     """Pull scattered rows between two processes over NIXL.
 
-    Against one contiguous buffer (the limit), and against per-layer pieces, through NIXL
-    alone, in the same run; and first contact for a layout of a million rows.
+    Compares with one contiguous buffer, with per-layer pieces, both through NIXL alone and in
+    the same run, and measures first contact for a layout of a million rows.
     """
     if tcp:  # has to be there before NIXL is loaded, here and in the other process
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
@@ -99,15 +105,22 @@ def _check_device(device: str) -> None:
 
 
 Url = Annotated[
-    str, typer.Argument(metavar="URL", help="The server, without /v1.", show_default=False)
+    str,
+    typer.Argument(metavar="URL", help="The server's address, without /v1.", show_default=False),
 ]
 Served = Annotated[
     str | None,
     typer.Option("--model", help="The model to ask.", show_default="the server's first"),
 ]
-PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=16, help="Of the long prompt.")]
-AtOnce = Annotated[int, typer.Option("--requests", min=1, max=4096, help="That decode at once.")]
-NewTokens = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens of an answer.")]
+PromptTokens = Annotated[
+    int, typer.Option("--prompt-tokens", min=16, help="Length of the long prompt.")
+]
+AtOnce = Annotated[int, typer.Option("--requests", min=1, max=4096, help="Concurrent requests.")]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens per answer.")]
+Prompts = Annotated[
+    int,
+    typer.Option("--repeats", min=1, help="Short and long prompts, of each; the median counts."),
+]
 
 
 @bench.command("serving")
@@ -117,11 +130,11 @@ def serving(
     prompt_tokens: PromptTokens = 4096,
     requests: AtOnce = 32,
     new_tokens: NewTokens = 64,
-    repeats: Repeats = 3,
+    repeats: Prompts = 3,
     output: Output = None,
     json: options.Json = False,
 ) -> None:
-    """Measure the rates of a server of the completions API.
+    """Measure the rates of a server with the completions API.
 
     `kvstow simulate --profile FILE` takes what --output writes. The server should have nothing
     else to do, and room for the long prompt.

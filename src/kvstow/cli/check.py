@@ -21,7 +21,7 @@ File = Annotated[
 def check(file: File, json: options.Json = False) -> None:
     """Check a manifest: bounds, overlaps, alignment, capacity.
 
-    Exit code 1 if it breaks one of the laws of a layout, or is no manifest.
+    Exits with 1 if it breaks one of the laws of a layout, or is not a manifest.
     """
     from kvstow.plan.manifest import decode
 

@@ -45,13 +45,15 @@ REMEMBERED = 600
 ANSWER_SECONDS = 10.0
 """A connection on which nothing comes for so long is closed."""
 
-Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve.")]
+Listen = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Address to serve the page on.")
+]
 PageKey = Annotated[
     Path | None,
     typer.Option(
         "--page-key",
         metavar="FILE",
-        help="A file with the key that readers of the page need; without one, only this machine is "
+        help="File with the key that readers of the page need; without it, only this machine is "
         "served.",
         show_default=False,
     ),
@@ -182,7 +184,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
 def _address(listen: str) -> tuple[str, int]:
     host, port = _host_and_port(listen)
     if not host or port is None:
-        refuse(f"{listen!r} is no HOST:PORT\n\nhint: for example 127.0.0.1:8643", code=MISUSED)
+        refuse(f"{listen!r} is not HOST:PORT\n\nhint: for example 127.0.0.1:8643", code=MISUSED)
     return host, port
 
 

@@ -23,10 +23,10 @@ Model = Annotated[
 Prompts = Annotated[
     list[str] | None,
     typer.Option(
-        "--prompt", metavar="TEXT", help="What to ask, once each.", show_default="five prompts"
+        "--prompt", metavar="TEXT", help="A prompt; repeatable.", show_default="five prompts"
     ),
 ]
-NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens of an answer at most.")]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Maximum tokens per answer.")]
 MOST_RANKS = 16
 """Each is a process with a model of its own."""
 TpPrefill = Annotated[
@@ -41,7 +41,7 @@ BlockTokensDecode = Annotated[
     typer.Option(
         "--block-tokens-decode",
         min=1,
-        help="Tokens per block where decoding.",
+        help="Tokens per block of the ranks that decode.",
         show_default="as --block-tokens",
     ),
 ]
@@ -51,7 +51,7 @@ OrderDecode = Annotated[
         "--order-decode",
         parser=options.order,
         metavar="ORDER",
-        help="Axes where decoding.",
+        help="Axes of the ranks that decode.",
         show_default="as --order",
     ),
 ]
@@ -61,7 +61,7 @@ Memory = Annotated[
         "--memory",
         parser=options.size,
         metavar="SIZE",
-        help="Memory for the rows of each rank.",
+        help="Memory for each rank's rows.",
         show_default="256MiB",
     ),
 ]
@@ -70,13 +70,13 @@ Offload = Annotated[
     typer.Option(
         "--offload",
         metavar="DIR",
-        help="Keep rows there, and answer again from them in a fresh process.",
+        help="Store rows in DIR, and answer again from them in a fresh process.",
         show_default=False,
     ),
 ]
 KillPrefill = Annotated[
     bool,
-    typer.Option("--kill-prefill", help="Kill the prefill process with a ticket in flight."),
+    typer.Option("--kill-prefill", help="Kill the prefill process while a ticket is in flight."),
 ]
 
 
@@ -97,8 +97,8 @@ def demo(
 ) -> None:
     """Prefill here, decode there, compare the answers.
 
-    They are compared token by token with those of a single process.
-    Ends with 1 if any token differs.
+    Answers are compared token by token with those of a single process.
+    Exits with 1 if any token differs.
     """
     from rich.console import Console
 

@@ -27,7 +27,7 @@ def age(text: str) -> float:
     """The seconds that `90s`, `30m`, `12h` or `7d` are."""
     match = _AGE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no age: for example 90s, 30m, 12h or 7d")
+        raise typer.BadParameter(f"{text!r} is not an age: for example 90s, 30m, 12h or 7d")
     return int(match[1]) * _SECONDS[match[2]]
 
 

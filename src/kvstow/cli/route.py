@@ -33,25 +33,28 @@ SPEC_HELP = "A manifest, or MODEL@tp=2,pp=1,rank=0,order=BHLNC,block_tokens=64,p
 
 From = Annotated[str, typer.Argument(metavar="FROM", help=SPEC_HELP, show_default=False)]
 To = Annotated[
-    str, typer.Argument(metavar="TO", help="The same; one rank of it.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="TO", help="Likewise; rank 0 unless rank= is given.", show_default=False
+    ),
 ]
 LinkName = Annotated[
     str,
     typer.Option(
         "--link",
         help="What the bytes travel on: pcie4, pcie5, nvlink, shm (one host), ib200, ib400, ib800, "
-        "tcp10, tcp25, tcp100, or GIGABYTES:MICROS, per second and per copy.",
+        "tcp10, tcp25, tcp100, or GB_PER_S:MICROS, the time per copy.",
     ),
 ]
 MemoryName = Annotated[
     str,
     typer.Option(
         "--rows-in",
-        help="The memory that rows of both sides are in: device or host, or at a price of your own "
-        "host:GIGABYTES:MICROS, per second and per copy.",
+        help="Memory that holds the rows of both sides: device or host; append :GB_PER_S:MICROS "
+        "to set its copy speed.",
     ),
 ]
-NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the request timed.")]
+NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="Request length in tokens.")]
 
 
 def route(

@@ -26,7 +26,10 @@ Prefill = Annotated[
     Urls | None, typer.Option("--prefill", metavar="URL", help="A prefill instance; repeatable.")
 ]
 By = Annotated[
-    ChooseBy, typer.Option(help="Take turns, or choose by the longest prefix and the least load.")
+    ChooseBy,
+    typer.Option(
+        help="turns: one after the other; prefix: by the longest prefix and the least load."
+    ),
 ]
 Events = Annotated[
     Urls | None,
@@ -36,35 +39,37 @@ Events = Annotated[
         help="Where an instance publishes KV events; repeatable, for --by prefix.",
     ),
 ]
-Host = Annotated[str, typer.Option(help="Where to listen.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any.")]
 LEAST, MOST = 0.001, 1e9
 """Seconds that can be waited for."""
 PrefillSeconds = Annotated[
     float,
     typer.Option(
-        min=LEAST, max=MOST, help="How long prefill may take before another one is tried."
+        min=LEAST, max=MOST, help="How long prefill may take before another instance is tried."
     ),
 ]
 SilenceSeconds = Annotated[
     float,
     typer.Option(
-        min=LEAST, max=MOST, help="How long an instance may be silent before its health is asked."
+        min=LEAST, max=MOST, help="How long an instance may be silent before its health is checked."
     ),
 ]
 IdleSeconds = Annotated[
     float,
     typer.Option(
-        min=LEAST, max=MOST, help="How long a healthy decode instance may be silent in mid-answer."
+        min=LEAST,
+        max=MOST,
+        help="How long a healthy decode instance may be silent within an answer.",
     ),
 ]
 RestSeconds = Annotated[
-    float, typer.Option(min=0, max=MOST, help="How long a failed instance is left out.")
+    float, typer.Option(min=0, max=MOST, help="How long a failed instance gets no requests.")
 ]
 MaxBody = Annotated[
     int,
     typer.Option(
-        parser=options.size, metavar="SIZE", help="The longest request.", show_default="16MiB"
+        parser=options.size, metavar="SIZE", help="Largest size of a request.", show_default="16MiB"
     ),
 ]
 

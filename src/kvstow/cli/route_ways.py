@@ -23,7 +23,7 @@ def link_named(text: str) -> "LinkSpeed":
 
     known = {link.name: link for link in LINKS}
     hint = f"one of {', '.join(known)}, or 12.5:5 for 12.5 GB/s and 5 µs per copy"
-    return known.get(text) or _speed(text, f"{text!r} is no link\n\nhint: {hint}", "--link")
+    return known.get(text) or _speed(text, f"{text!r} is not a link\n\nhint: {hint}", "--link")
 
 
 def prices_named(link: str, memory: str) -> "WayPrices":
@@ -37,7 +37,7 @@ def prices_named(link: str, memory: str) -> "WayPrices":
     if name not in known:
         name, price = "device", memory
     hint = "device, host, or host:12.5:5 for 12.5 GB/s and 5 µs per copy"
-    wrong = f"{memory!r} is no memory\n\nhint: {hint}"
+    wrong = f"{memory!r} is not a kind of memory\n\nhint: {hint}"
     speed = replace(_speed(price, wrong, "--rows-in"), name=memory) if price else known[name]
     return WayPrices.assumed(link_named(link), speed, on_device=name == "device")
 

@@ -41,13 +41,13 @@ def complete_gpu(start: str) -> list[str]:
     return [name for name in GPUS if name.startswith(start.lower())]
 
 
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a request.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of a request in tokens.")]
 Requests = Annotated[
     int | None,
     typer.Option(
         "--requests",
         min=1,
-        help="The load: requests at once. Asks what is needed for it.",
+        help="Concurrent requests; the answer is what they need.",
         show_default="as many as fit",
     ),
 ]
@@ -57,7 +57,7 @@ Gpu = Annotated[
         "--gpu",
         metavar="NAME|SIZE",
         autocompletion=complete_gpu,
-        help="h100, h200, b200, a100-80, a100-40, l40s, mi300x …, or the memory of one.",
+        help="h100, h200, b200, a100-80, a100-40, l40s, mi300x …, or a GPU's memory.",
         show_default=False,
     ),
 ]
@@ -67,14 +67,14 @@ WeightsBytes = Annotated[
         "--weights-bytes",
         parser=options.size,
         metavar="SIZE",
-        help="All weights together.",
+        help="Size of all weights together.",
         show_default="an estimate",
     ),
 ]
 Utilisation = Annotated[
     float,
     typer.Option(
-        "--utilisation", min=0.01, max=1.0, help="The part of a GPU for weights and cache."
+        "--utilisation", min=0.01, max=1.0, help="Fraction of a GPU's memory for weights and cache."
     ),
 ]
 MaybeTp = Annotated[
@@ -144,9 +144,9 @@ def size(
 ) -> None:
     """How many requests fit on GPUs, or what a load needs.
 
-    Weights and cache are both counted. With --gpu alone, how many requests fit. With
+    Weights and cache are both counted. With --gpu alone, shows how many requests fit. With
     --requests alone, how much memory they need. With both, the smallest cluster, searched
-    over tp, pp and replicas. Exit code 1 where not one request fits.
+    over tp, pp and replicas. Exits with 1 if not one request fits.
     """
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)

@@ -43,7 +43,13 @@ NewLayout = Annotated[
 ]
 Capacity = Annotated[
     int | None,
-    typer.Option("--capacity", parser=options.size, metavar="SIZE", show_default="the old one"),
+    typer.Option(
+        "--capacity",
+        parser=options.size,
+        metavar="SIZE",
+        help="Capacity of the new store.",
+        show_default="that of all old stores together",
+    ),
 ]
 PruneTo = Annotated[
     int | None,
@@ -51,7 +57,7 @@ PruneTo = Annotated[
         "--to",
         parser=options.size,
         metavar="SIZE",
-        help="Disk space of the data files, or bytes of all rows of a remote store.",
+        help="Largest size of the data files, or of all rows of a remote store.",
         show_default=False,
     ),
 ]
@@ -61,7 +67,7 @@ TenantTo = Annotated[
         "--tenant-to",
         parser=options.size,
         metavar="SIZE",
-        help="Bytes of the rows of each tenant (remote).",
+        help="Largest size of each tenant's rows (remote).",
         show_default=False,
     ),
 ]
@@ -71,7 +77,7 @@ OlderThan = Annotated[
         "--older-than",
         parser=remote_store.age,
         metavar="AGE",
-        help="Drop rows that are older, such as 12h or 7d (remote).",
+        help="Drop rows older than AGE, such as 12h or 7d (remote).",
         show_default=False,
     ),
 ]
@@ -101,7 +107,7 @@ def inspect(place: Place, json: options.Json = False) -> None:
 def verify(place: Place, json: options.Json = False) -> None:
     """Compare every row with its checksum, and drop damaged ones.
 
-    Exit code 1 if there were any, or if opening the store had to drop some.
+    Exits with 1 if there were any, or if opening the store had to drop some.
     """
     if "://" in place:
         remote_store.verify(place, json=json)
@@ -156,9 +162,9 @@ def convert(
 ) -> None:
     """Write a store's rows into a new store of another layout.
 
-    `kvstow plan --manifest FILE` makes the layout. Order, alignment, tensor parallelism
-    may differ, tokens per block may be a multiple. Rows that are in no block of the new size are
-    counted. Exit code 1 if rows could not be read and were left behind. A conversion that fails
+    `kvstow plan --manifest FILE` makes the layout. Order, alignment and tensor parallelism
+    may differ; tokens per block may be a multiple. Rows that fit in no block of the new size are
+    counted. Exits with 1 if rows could not be read and were left out. A conversion that fails
     leaves nothing behind.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -243,8 +249,8 @@ def prune(
 ) -> None:
     """Drop rows until the rest fits, those used longest ago first.
 
-    A remote store drops the oldest. It may be in use; writers with limits learn from this what it
-    holds, so let it run every few minutes.
+    A remote store drops the oldest, and may be in use meanwhile. Writers with limits learn from
+    this command how much it holds, so run it every few minutes.
     """
     from kvstow.offload.disk.tier import DiskTier
 

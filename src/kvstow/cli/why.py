@@ -45,7 +45,9 @@ TokenizerFolder = Annotated[
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="The model that asks, to compare identities.", show_default=False
+        metavar="DIR",
+        help="The model that asks; its identity is compared with the store's.",
+        show_default=False,
     ),
 ]
 Salt = Annotated[str, typer.Option(help="The request's cache salt.")]
@@ -54,7 +56,7 @@ JournalFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where stored prompts were noted, if not in the store.",
+        help="Journal of the stored prompts, if it is not in the store.",
         show_default=False,
     ),
 ]
@@ -62,7 +64,7 @@ IdentityDigits = Annotated[
     str,
     typer.Option(
         metavar="DIGITS",
-        help="Of a remote store of several computations, the one meant.",
+        help="First digits of the identity, if a remote store holds several.",
         show_default=False,
     ),
 ]
@@ -82,9 +84,10 @@ def why(
 ) -> None:
     """Say where reuse of a prompt ends in a store, and why.
 
-    The first token that differs, salt, adapter, a field of the identity with both values, evicted
-    or never stored. Looks at the rows on disk, or at those of a remote store: a running engine may
-    hold more in memory. Where every rank has a folder, the one with the fewest rows counts.
+    The reason is the first token that differs, the salt, the adapter, a field of the identity with
+    both values, eviction, or that it was never stored. Looks at the rows on disk or in a remote
+    store: a running engine may hold more in memory. Where every rank has a folder, the rank that
+    finds the fewest tokens counts.
     """
     prompt = _prompt(_token_ids(tokens, text, tokenizer))
     explained = [

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvstow.demo.messages import PlanFacts
 from kvstow.demo.story import DemoState, PromptState
+from kvstow.plan.words import counted
 
 QUESTION_WIDTH = 62
 
@@ -236,15 +237,20 @@ def _verdict(show: DemoState) -> RenderableType:
         if show.identical
         else Text("DIFFERENT: see above", style="bold red")
     ]
-    facts = f"{len(pulls)} transfers, {size(sum(p.nbytes for p in pulls))} in " + (
-        f"{sum(p.descriptors for p in pulls):,} descriptors; layer by layer, K and V apart, "
-        f"{sum(p.per_layer for p in pulls):,}"
+    descriptors = counted(sum(p.descriptors for p in pulls), "descriptor")
+    facts = (
+        f"{counted(len(pulls), 'transfer')}, {size(sum(p.nbytes for p in pulls))} in "
+        f"{descriptors}; layer by layer, K and V apart, {sum(p.per_layer for p in pulls):,}"
     )
     lines.append(Text(facts))
     if fell_back:
-        lines.append(Text(f"{fell_back} transfer failed and was computed instead", style="yellow"))
+        verb = "was" if fell_back == 1 else "were"
+        text = f"{counted(fell_back, 'transfer')} failed and {verb} computed instead"
+        lines.append(Text(text, style="yellow"))
     if again:
-        lines.append(Text(f"{again} prompts answered again from disk by a fresh process"))
+        lines.append(
+            Text(f"{counted(again, 'prompt')} answered again from disk by a fresh process")
+        )
     if show.seconds:
         lines.append(Text(f"{show.seconds:.0f} s in all", style="dim"))
     return Padding(Group(*lines), (0, 0, 0, 1))

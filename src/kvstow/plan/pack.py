@@ -201,7 +201,7 @@ class ArenaSize:
             least = (1 + NULL_SLABS) * slab_bytes + reserved
             raise PlanError(
                 f"a budget of {self.budget} bytes holds {max(0, count)} slabs of {slab_bytes}; "
-                f"{1 + NULL_SLABS} are the least (one is the null slab)\n\n"
+                f"at least {1 + NULL_SLABS} are needed (one is the null slab)\n\n"
                 f"hint: give at least {least} bytes"
             )
         return count

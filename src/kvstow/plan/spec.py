@@ -250,7 +250,10 @@ class LayerSpec:
         self._check_types()
         names = [field.name for field in self.fields]
         if not names or len(set(names)) < len(names):
-            raise SpecError(f"layer {self.name!r}: field names {names} must be some, and unique")
+            raise SpecError(
+                f"layer {self.name!r}: at least one field is needed, each with a unique name, "
+                f"not {names}"
+            )
         numbers = [field.section for field in self.fields]
         if numbers[0] != 0 or any(b - a not in (0, 1) for a, b in pairwise(numbers)):
             raise SpecError(

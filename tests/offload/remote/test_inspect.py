@@ -111,7 +111,7 @@ def test_prune_removes_rows_and_leaves_the_count(url, rows, monkeypatch):
     [
         (("inspect", "ftp://host/x"), "not a store URL"),
         (("verify", "s3://b/p?what=1"), "no option 'what'"),
-        (("prune", "redis://h:1/0", "--older-than", "soon"), "no age"),
+        (("prune", "redis://h:1/0", "--older-than", "soon"), "is not an age"),
         (
             (
                 "prune",
