@@ -13,13 +13,12 @@ In the order in which a request meets them:
     slabs       Slabs: which group owns which slab
     rows        GroupRows: the rows of one group, and the lists in which they are found
     runs        ids that follow one another
-    events      BlockEvents: what became cached and what is gone
 """
 
-from kvstow.blocks.events import BlockEvent
 from kvstow.blocks.ledger import Admission, Ledger
 from kvstow.blocks.placement import EvictionCandidates, EvictionPolicy, RowDemand, lru
 from kvstow.blocks.pool import Pool
+from kvstow.blocks.prefix import BlockEvent
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.slabs import SlabMap
 from kvstow.blocks.table import RowCopy

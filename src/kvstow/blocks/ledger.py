@@ -344,14 +344,13 @@ class Ledger:
         """Make blocks `[first, end)` of a request in one group known; it holds all of them."""
         assert self.prefixes is not None
         table = self._growing[g]
-        hashes = prompt.hashes(table.block_tokens)
-        parent = int(hashes[first - 1]) if first else 0
-        rows, hashes = table.ids(slot, first, end), hashes[first:end]
+        hashes = prompt.hashes(table.block_tokens)[first:end]
+        rows = table.ids(slot, first, end)
         if self.pool.num_suspect(g):
             usable = ~self.pool.suspect(g, rows)
             rows, hashes = rows[usable], hashes[usable]
         if len(rows):
-            stored = self.prefixes.store(g, rows, hashes, number, parent=parent)
+            stored = self.prefixes.store(g, rows, hashes, number)
             self.pool.keep(g, stored)
 
     # ── fork, release ─────────────────────────────────────────────────────────────

@@ -7,16 +7,15 @@ confirmed: the tokens they were computed from are compared (`SourceTokens`), so 
 prompts with one hash never share rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import lcm
 from operator import eq
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvstow.blocks.events import BlockEvents
 from kvstow.blocks.prompt import Extra, Hashes, Prompt, Tokens
 from kvstow.blocks.runs import NONE
 from kvstow.plan.group import Group
@@ -151,11 +150,22 @@ class PrefixHit:
 MISS = PrefixHit(0, {}, None)
 
 
+class BlockEvent(NamedTuple):
+    """Blocks of one group that can be found by their hashes from now on, or no longer."""
+
+    kind: Literal["stored", "removed"]
+    group: int
+    hashes: Hashes
+
+
 class PrefixCache:
-    """What every group has cached, by hash, with the tokens to confirm it."""
+    """What every group has cached, by hash, with the tokens to confirm it.
+
+    Whoever is in `on_change` is called, in the thread that changes it, with every change.
+    """
 
     def __init__(self, groups: Sequence[Group], num_rows: Sequence[int]) -> None:
-        self.events = BlockEvents()
+        self.on_change: list[Callable[[BlockEvent], None]] = []
         self._groups = tuple(groups)
         self._step = [group.block_tokens for group in groups]
         by_token = [g for g, part in enumerate(groups) if not isinstance(part.retention, Encoder)]
@@ -257,13 +267,13 @@ class PrefixCache:
         """The prompt's request is over; its tokens stay as long as rows need them."""
         self._unuse(number, 1)
 
-    def store(self, g: int, rows: Ints, hashes: Hashes, source: int, *, parent: int) -> Ints:
+    def store(self, g: int, rows: Ints, hashes: Hashes, source: int) -> Ints:
         """Make rows known by hashes; those that are known by this call."""
         added = self._index[g].add(rows, hashes, source)
         rows, hashes = rows[added], hashes[added]
         if len(rows):
             self._num_uses[source] += len(rows)
-            self.events.stored(g, self._step[g], hashes, rows, parent=parent)
+            self._tell(BlockEvent("stored", g, hashes))
         return rows
 
     def remove(self, g: int, rows: Ints) -> None:
@@ -275,10 +285,13 @@ class PrefixCache:
         if not len(rows):
             return
         numbers, counts = np.unique(index.source[rows], return_counts=True)
-        hashes = index.remove(rows)
-        self.events.removed(g, self._step[g], hashes, rows)
+        self._tell(BlockEvent("removed", g, index.remove(rows)))
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self._unuse(number, count)
+
+    def _tell(self, event: BlockEvent) -> None:
+        for listener in self.on_change:
+            listener(event)
 
     def _unuse(self, number: int, count: int) -> None:
         self._num_uses[number] -= count

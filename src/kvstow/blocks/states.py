@@ -171,5 +171,5 @@ class Checkpoints:
         if self._requests.num_known[due.slot] < (due.index + 1) * step or self._is_suspect(due):
             return
         rows = np.array([row])
-        stored = self._prefixes.store(due.group, rows, self._hash(due), number, parent=0)
+        stored = self._prefixes.store(due.group, rows, self._hash(due), number)
         self._pool.keep(due.group, stored)

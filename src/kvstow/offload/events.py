@@ -9,8 +9,8 @@ Events call a block by the prompt's 64-bit hash at its end.
 
 from collections.abc import Sequence
 
-from kvstow.blocks.events import BlockEvent
 from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.prefix import BlockEvent
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import SpecError
 from kvstow.events.announce import Announcer, GroupKind
@@ -53,7 +53,7 @@ class EngineEvents:
             self._watch = TierWatch({tier.name: tier for tier in store.tiers})
             groups = [g for g, _ in tokenwise_groups(layout)]
             self._engine_group = {matching_group(layout, g, store.layout): g for g in groups}
-        ledger.prefixes.events.on_event.append(self._heard)
+        ledger.prefixes.on_change.append(self._heard)
 
     def know(
         self,
