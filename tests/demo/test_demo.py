@@ -163,7 +163,7 @@ def test_one_of_each_is_counted_as_one():
         fence="passed", digest="passed",
     )  # fmt: skip
     show = DemoState.of(DemoOptions(prompts=("a",)))
-    done = Done(prompt=0, tokens=(1,), to_first=1.0, seconds=1.0)
+    done = Done(prompt=0, tokens=(1,), to_first=1.0)
     show.answers = [PromptState("a", pulled=[pull], decoded=done, judged=done)]
     console = Console(width=200)
     with console.capture() as capture:

@@ -140,17 +140,19 @@ def demo(
 
 def _check_model(model: str) -> None:
     """Ends with 2 on a model that is none, before any process is started."""
-    from kvstow.demo.options import RANDOM_FAMILIES
     from kvstow.demo.packaged import PACKAGED
 
     kind, _, family = model.partition(":")
-    if kind == "random" and family not in RANDOM_FAMILIES:
-        refuse(
-            f"no family {family!r} of random models\n\n"
-            f"hint: random: and one of {', '.join(RANDOM_FAMILIES)}",
-            code=MISUSED,
-        )
-    if kind != "random" and model not in PACKAGED and not Path(model).is_dir():
+    if kind == "random":
+        from kvstow.testing.tiny_models import FAMILIES
+
+        if family not in FAMILIES:
+            refuse(
+                f"no family {family!r} of random models\n\n"
+                f"hint: random: and one of {', '.join(FAMILIES)}",
+                code=MISUSED,
+            )
+    elif model not in PACKAGED and not Path(model).is_dir():
         refuse(
             f"no model {model!r}\n\nhint: {', '.join(PACKAGED)}, the directory of a "
             "checkpoint, or random:FAMILY such as random:falcon_h1",

@@ -89,7 +89,6 @@ class GroupFacts(DemoMessage, frozen=True, kw_only=True):
     layers: int
     block_tokens: int
     row_bytes: int
-    row_stride: int
     rows_per_slab: int
     tensors: int
 
@@ -97,21 +96,16 @@ class GroupFacts(DemoMessage, frozen=True, kw_only=True):
 class PlanFacts(DemoMessage, frozen=True, kw_only=True):
     """The layout that a child works with."""
 
-    model: str
     order: str
     groups: tuple[GroupFacts, ...]
     slab_bytes: int
-    num_slabs: int
     arena_bytes: int
-    fingerprint: str
-    heads: str
 
 
 class Ready(DemoMessage, frozen=True, kw_only=True):
     """The model is there; `plan` is missing where no rows are kept."""
 
     model: str
-    seconds: float
     plan: PlanFacts | None = None
     how: str = ""
 
@@ -129,7 +123,6 @@ class Prefilled(DemoMessage, frozen=True, kw_only=True):
     ticket: str
     first: int
     text: str
-    seconds: float
 
 
 class Pulled(DemoMessage, frozen=True, kw_only=True):
@@ -155,22 +148,10 @@ class Lost(DemoMessage, frozen=True, kw_only=True):
     seconds: float
 
 
-class Reloaded(DemoMessage, frozen=True, kw_only=True):
-    """Rows came back from the store."""
-
-    prompt: int
-    nbytes: int
-    rows: int
-    seconds: float
-
-
 class Stored(DemoMessage, frozen=True, kw_only=True):
     """Rows were written to the store."""
 
     prompt: int
-    nbytes: int
-    rows: int
-    seconds: float
 
 
 class Token(DemoMessage, frozen=True, kw_only=True):
@@ -187,7 +168,6 @@ class Done(DemoMessage, frozen=True, kw_only=True):
     prompt: int
     tokens: tuple[int, ...]
     to_first: float
-    seconds: float
 
 
 class ChildFailed(DemoMessage, frozen=True, kw_only=True):
@@ -199,17 +179,7 @@ class ChildFailed(DemoMessage, frozen=True, kw_only=True):
 
 ToChild = Load | Encode | Prefill | Finish | Continue | Reload | Judge
 FromChild = (
-    Progress
-    | Ready
-    | Encoded
-    | Prefilled
-    | Pulled
-    | Lost
-    | Reloaded
-    | Stored
-    | Token
-    | Done
-    | ChildFailed
+    Progress | Ready | Encoded | Prefilled | Pulled | Lost | Stored | Token | Done | ChildFailed
 )
 
 _encoder = msgspec.json.Encoder()

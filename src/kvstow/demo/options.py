@@ -25,40 +25,6 @@ Sunday: calm sea, slow swell from the west. Inspection by the district engineer,
 lamp in order, the log in order, and the cat asleep in the chart drawer, which is not in order.
 """
 
-RANDOM_FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "phi",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "mistral_full",
-    "mistral",
-    "phi3",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "llama4_text",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "deepseek_v32",
-    "deepseek_v4",
-    "qwen3_next",
-    "jamba",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "kimi_linear",
-    "mamba2",
-    "minimax",
-    "lfm2",
-)
-"""Families of tiny models with random weights, see `testing.tiny_models`."""
-
 PROMPTS: tuple[str, ...] = (
     "What is the capital of France? Answer in one sentence.",
     f"{_LOG}\nWhat was the name of the cat, and what did it catch on Thursday?",

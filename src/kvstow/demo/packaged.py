@@ -22,13 +22,14 @@ class Packaged:
     requirement: str
     sha256: str
 
-    def place(self, home: Path | None = None) -> Path:
+    @property
+    def place(self) -> Path:
         """The directory that they are unpacked into."""
-        return (home or cache_home()) / self.name
+        return cache_home() / self.name
 
-    def is_unpacked(self, home: Path | None = None) -> bool:
+    def is_unpacked(self) -> bool:
         """Whether that was done before: the packages are not needed then."""
-        return (self.place(home) / "config.json").is_file()
+        return (self.place / "config.json").is_file()
 
     def paths(self) -> list[Path]:
         """Where the pieces lie. The packages' own code, which may need more, is never run."""

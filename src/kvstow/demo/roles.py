@@ -21,7 +21,6 @@ from kvstow.demo.messages import (
     Prefilled,
     Pulled,
     Reload,
-    Reloaded,
     Stored,
     Token,
 )
@@ -51,32 +50,21 @@ class PromptStore:
         """The store in a directory, made if it is not there."""
         return cls(memory, Store.open(path, memory.layout, capacity=CAPACITY))
 
-    def save(self, prompt: int, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> Stored:
+    def save(self, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> None:
         """Keep all rows of a prompt."""
-        began = time.monotonic()
         for g, listed in blocks.items():
             keys = self._keys(g, tokens, listed)
             kept = self.store.save_rows(self.memory.arena, g, listed.ids, keys)
             if not kept.all():
                 raise StoreError(f"{int((~kept).sum())} of {len(keys)} rows were not kept")
-        return Stored(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))
 
-    def load(self, prompt: int, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> Reloaded:
+    def load(self, tokens: Sequence[int], blocks: Mapping[int, Blocks]) -> None:
         """Bring all rows of a prompt back."""
-        began = time.monotonic()
         for g, listed in blocks.items():
             keys = self._keys(g, tokens, listed)
             found = self.store.load_rows(self.memory.arena, g, keys, listed.ids)
             if not found.all():
                 raise StoreError(f"{int((~found).sum())} of {len(keys)} rows are not in the store")
-        return Reloaded(prompt=prompt, seconds=time.monotonic() - began, **self._size(blocks))
-
-    def _size(self, blocks: Mapping[int, Blocks]) -> dict[str, int]:
-        layout = self.memory.layout
-        return {
-            "rows": sum(len(listed) for listed in blocks.values()),
-            "nbytes": sum(layout.row_bytes(g) * len(listed) for g, listed in blocks.items()),
-        }
 
     def _keys(self, g: int, tokens: Sequence[int], listed: Blocks) -> list[bytes]:
         """A key says which tokens a row depends on: all up to its end, or to the prompt's."""
@@ -161,13 +149,11 @@ class Engine:
     def prefill(self, message: Prefill, *, reuse: bool) -> None:
         """Compute a prompt, say what follows it, offer its rows."""
         assert self.memory is not None
-        began = time.monotonic()
         tokens = torch.tensor([message.tokens])
         cache = Cache(self.memory, tokens=tokens if reuse else None)
         rest = tokens[:, cache.num_tokens :]
         outcome = self.model(input_ids=rest, use_cache=True, **{cache_name(self.model): cache})
         first = int(outcome.logits[0, -1].argmax())
-        seconds = time.monotonic() - began
         ticket = self.agent.offer_blocks(
             cache.blocks(0), len(message.tokens), readers=message.readers, lease_seconds=60.0
         )
@@ -178,7 +164,6 @@ class Engine:
                 ticket=str(ticket),
                 first=first,
                 text=self.language.decode([first]),
-                seconds=seconds,
             )
         )
 
@@ -251,7 +236,8 @@ class Engine:
     def _keep(self, message: Continue, cache: Cache) -> None:
         assert self.kept is not None
         if cache.num_tokens == len(message.tokens):
-            self.say(self.kept.save(message.prompt, message.tokens, cache.blocks(0)))
+            self.kept.save(message.tokens, cache.blocks(0))
+            self.say(Stored(prompt=message.prompt))
 
     def reload(self, message: Reload) -> None:
         """Take a prompt's rows from the store and generate from there."""
@@ -260,10 +246,7 @@ class Engine:
         began = time.monotonic()
         stream = self._stream(message.prompt, message.first, began)
         request = memory.ledger.admit(len(message.tokens)).request
-        loaded: Reloaded = self.kept.load(
-            message.prompt, message.tokens, memory.ledger.blocks(request)
-        )
-        self.say(loaded)
+        self.kept.load(message.tokens, memory.ledger.blocks(request))
         length = len(message.tokens)
         with Cache(memory, requests=[request], num_tokens=length) as cache:
             self._generate(message, cache, stream)
@@ -310,11 +293,4 @@ class Engine:
         return set(end) if isinstance(end, list) else {-1 if end is None else end}
 
     def _done(self, prompt: int, stream: Stream) -> None:
-        self.say(
-            Done(
-                prompt=prompt,
-                tokens=tuple(stream.tokens),
-                to_first=stream.to_first,
-                seconds=time.monotonic() - stream.began,
-            )
-        )
+        self.say(Done(prompt=prompt, tokens=tuple(stream.tokens), to_first=stream.to_first))

@@ -24,7 +24,6 @@ from kvstow.demo.messages import (
     Pulled,
     Ready,
     Reload,
-    Reloaded,
     Stored,
     Token,
 )
@@ -42,9 +41,7 @@ class PromptState:
     pulled: list[Pulled] = field(default_factory=list[Pulled])
     lost: list[Lost] = field(default_factory=list[Lost])
     stored: list[Stored] = field(default_factory=list[Stored])
-    reloaded: list[Reloaded] = field(default_factory=list[Reloaded])
     streamed: str = ""
-    again: str = ""
     decoded: Done | None = None
     judged: Done | None = None
     from_store: Done | None = None
@@ -272,7 +269,6 @@ class Story:
                 first=answer.prefilled[0].first,
                 limit=self.settings.new_tokens,
             )
-            answer.again = answer.prefilled[0].text
             self._send(self.decode, reload)
             self._wait(Done, set(self.decode))
 
@@ -327,21 +323,12 @@ class Story:
                 show.answers[message.prompt].lost.append(message)
             case Stored():
                 show.answers[message.prompt].stored.append(message)
-            case Reloaded():
-                show.answers[message.prompt].reloaded.append(message)
-            case Token() if name == "decode0":
-                self._add_text(message)
             case Token():
-                pass
+                answer = show.answers[message.prompt]
+                if name == "decode0" and answer.decoded is None:
+                    answer.streamed += message.text
             case Done():
                 self._finished(name, message)
-
-    def _add_text(self, message: Token) -> None:
-        answer = self.show.answers[message.prompt]
-        if answer.decoded is None:
-            answer.streamed += message.text
-        else:
-            answer.again += message.text
 
     def _finished(self, name: str, message: Done) -> None:
         answer = self.show.answers[message.prompt]

