@@ -12,8 +12,8 @@ from prometheus_client import Counter, start_http_server
 from typer.testing import CliRunner
 
 from kvstow.cli import app
-from kvstow.cli.dash import Answer, Watch, dashboard, is_local, totals
-from kvstow.cli.sources import read_store, samples, with_ranks
+from kvstow.cli.dash import Answer, Watch, dashboard, is_local
+from kvstow.cli.sources import places, read_store, samples, transfers_in
 from kvstow.observe import Telemetry, TransferMetrics
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.plan.group import grouped
@@ -187,9 +187,9 @@ def test_samples_are_what_a_registry_counted():
     assert told["kvstow_transfers_total", "accepted"] == 3
     assert told["kvstow_transfer_seconds_sum",] == 0.5
     assert not any(name[0].endswith("_bucket") for name in told)
-    summed = totals({"at": 1.0, "metrics": found})
-    assert (summed["transfers"], summed["failures"], summed["bytes"]) == (5, 2, 1000)
-    assert summed["served"] == 700
+    summed = transfers_in(found)
+    assert (summed["pulls"], summed["failures"], summed["pulled_bytes"]) == (5, 2, 1000)
+    assert summed["served_bytes"] == 700
 
 
 def test_a_prometheus_endpoint_is_read_and_a_silent_one_is_reported():
@@ -232,10 +232,10 @@ def test_a_directory_of_several_ranks_stands_for_their_stores(tmp_path):
         (tmp_path / name / "layout.json").touch()
     (tmp_path / "else").mkdir()
     first, second = (str(tmp_path / f"tp{rank}of2-pp0of1") for rank in (0, 1))
-    assert with_ranks(str(tmp_path)) == [first, second]
-    assert with_ranks(first) == [first]
-    assert with_ranks(str(tmp_path / "else")) == [str(tmp_path / "else")]
-    assert with_ranks("tcp://127.0.0.1:1") == ["tcp://127.0.0.1:1"]
+    assert places(str(tmp_path)) == [first, second]
+    assert places(first) == [first]
+    assert places(str(tmp_path / "else")) == [str(tmp_path / "else")]
+    assert places("tcp://127.0.0.1:1") == ["tcp://127.0.0.1:1"]
 
 
 def test_a_directory_that_is_no_store_is_reported(tmp_path):

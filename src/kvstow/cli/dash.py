@@ -25,9 +25,9 @@ from kvstow.cli.sources import (
     ASK_SECONDS,
     Reading,
     Sources,
-    check_source,
+    places,
     reading,
-    with_ranks,
+    transfers_in,
 )
 
 if TYPE_CHECKING:
@@ -73,15 +73,13 @@ def dash(
     if key_file is not None:
         note("--key-file is called --page-key now; the old name goes with the next version")
     key = _key(page_key or key_file)
-    for source in sources:
-        check_source(source)
+    asked = [place for source in sources for place in places(source)]
     if not key and not is_local(host):
         refuse(
             f"{listen} can be reached from other machines, and there is no key\n\n"
             "hint: --page-key FILE, or --listen 127.0.0.1:8643",
             code=MISUSED,
         )
-    asked = [each for source in sources for each in with_ranks(source)]
     watch = Watch(asked, keys=read_keys(keys_file))
     server = dashboard(watch, (host, port), key=key)
     watch.start()
@@ -262,27 +260,7 @@ class Watch:
     def _remember(self, source: str, said: Reading) -> None:
         with self._lock:
             self._latest[source] = said
-            if "metrics" in said:
-                said["totals"] = totals(said)
+            moved = transfers_in(said.get("metrics", []))
+            if moved is not None:
+                said["totals"] = {"at": said["at"], **moved}
                 self._history[source].append(said["totals"])
-
-
-def totals(said: Reading) -> Reading:
-    """The few sums that are drawn over time."""
-
-    def sum_of(name: str, *, without: str = "") -> float:
-        return sum(
-            sample["value"]
-            for sample in said["metrics"]
-            if sample["name"] == name and (not without or without not in sample["labels"].values())
-        )
-
-    return {
-        "at": said["at"],
-        "bytes": sum_of("kvstow_transfer_bytes_total"),
-        "served": sum_of("kvstow_transfer_served_bytes_total"),
-        "transfers": sum_of("kvstow_transfers_total"),
-        "failures": sum_of("kvstow_transfers_total", without="accepted"),
-        "leases": sum_of("kvstow_transfer_leases"),
-        "quarantined": sum_of("kvstow_transfer_quarantined_rows"),
-    }

@@ -32,13 +32,16 @@ Sources = Annotated[
 ]
 
 
-def check_source(source: str) -> None:
-    """Ends with 2 on what is neither an address nor a directory."""
+def places(source: str) -> list[str]:
+    """The address, or the directory; in place of one with several stores, these.
+
+    Ends with 2 on what is neither an address nor a directory.
+    """
     scheme, _, rest = source.partition("://")
     if rest and scheme == "tcp":
         options.check_agent(source)
     if rest and scheme in SCHEMES:
-        return
+        return [source]
     if rest:
         refuse(
             f"{source}: {scheme}:// addresses are not supported\n\n"
@@ -51,12 +54,7 @@ def check_source(source: str) -> None:
             f"{source or repr('')}: no such directory\n\nhint: name the directory of a store",
             code=MISUSED,
         )
-
-
-def with_ranks(source: str) -> list[str]:
-    """The source; in place of a directory of several stores, these."""
-    found = [] if "://" in source else options.stores_of_ranks(Path(source))
-    return [str(store) for store in found] or [source]
+    return [str(store) for store in options.stores_of_ranks(Path(source))] or [source]
 
 
 def reading(ask: Ask, source: str) -> Reading:

@@ -10,7 +10,7 @@ import typer
 from kvstow.cli import options
 from kvstow.cli.output import FAILED, WIDTH, emit_json, human, table
 from kvstow.cli.peers import KeysFile, read_keys
-from kvstow.cli.sources import Ask, Sources, check_source, reading, tiers_in, transfers_in
+from kvstow.cli.sources import Ask, Sources, places, reading, tiers_in, transfers_in
 
 SHOWS = "peers of an agent: kvstow peers; all of it as a page: kvstow dash"
 
@@ -59,25 +59,20 @@ def top(
     """
     from kvstow.transfer.channel.status import Asker
 
-    places = [place for source in sources for place in _places(source)]
+    asked = [place for source in sources for place in places(source)]
+    for place in asked:
+        if "://" not in place:
+            options.check_store(Path(place))
     asker = Asker(read_keys(keys_file))
     try:
-        before = _sample(places, asker.ask)
+        before = _sample(asked, asker.ask)
         time.sleep(every)
         if once or json:
-            _show_once(before, _sample(places, asker.ask), json=json)
+            _show_once(before, _sample(asked, asker.ask), json=json)
         else:
-            _watch(places, asker.ask, before, every)
+            _watch(asked, asker.ask, before, every)
     finally:
         asker.close()
-
-
-def _places(source: str) -> list[str]:
-    """The stores in a directory, or the address; ends with 2 on what is neither."""
-    if "://" not in source:
-        return [str(store) for store in options.stores_in(Path(source))]
-    check_source(source)
-    return [source]
 
 
 def _show_once(before: "_Sample", now: "_Sample", *, json: bool) -> None:
@@ -91,7 +86,7 @@ def _show_once(before: "_Sample", now: "_Sample", *, json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def _watch(places: list[str], ask: Ask, before: "_Sample", every: float) -> None:
+def _watch(asked: list[str], ask: Ask, before: "_Sample", every: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -100,7 +95,7 @@ def _watch(places: list[str], ask: Ask, before: "_Sample", every: float) -> None
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                now = _sample(places, ask)
+                now = _sample(asked, ask)
                 shown = _screen(before, now, console.width)
                 live.update(Text(shown, no_wrap=True), refresh=True)
                 before = now
@@ -134,9 +129,9 @@ class _Sample:
         return unanswered + [f"{address}: {nothing}" for address in self.without_any]
 
 
-def _sample(places: Iterable[str], ask: Ask) -> _Sample:
+def _sample(asked: Iterable[str], ask: Ask) -> _Sample:
     sample = _Sample()
-    for place in places:
+    for place in asked:
         if "://" in place:
             _add_process(sample, place, reading(ask, place))
         else:

@@ -64,7 +64,7 @@ function agentPart(source) {
     name.textContent = reading.agent ?? source;
     problem.textContent = reading.error ?? "";
     if (reading.error) return;
-    const moves = (reading.metrics ?? []).some(({ name }) => name.startsWith("kvstow_transfer"));
+    const moves = reading.totals?.leases != null; // vLLM's own endpoint counts pulls alone
     charts.hidden = !moves;
     words.textContent = [
       reading.model,
@@ -88,14 +88,14 @@ function agentPart(source) {
     const outcomes = byLabel(reading, "kvstow_transfers_total", "outcome");
     const failures = Object.entries(outcomes).filter(([kind]) => kind !== "accepted");
     const sums = reading.totals;
-    const [pulled, served] = [rates(part.history, "bytes"), rates(part.history, "served")];
+    const [pulled, served] = ["pulled_bytes", "served_bytes"].map((key) => rates(part.history, key));
     tiles.replaceChildren(
-      tile(human(sums.bytes), "pulled in all"),
-      tile(human(sums.served), "pulled from here by others"),
+      tile(human(sums.pulled_bytes), "pulled in all"),
+      tile(human(sums.served_bytes), "pulled from here by others"),
       tile(count(outcomes.accepted ?? 0), "transfers accepted"),
       tile(count(sums.failures), "transfers failed", sums.failures > 0),
       tile(count(sums.leases), "leases running"),
-      tile(count(sums.quarantined), "rows quarantined", sums.quarantined > 0),
+      tile(count(sums.quarantined_rows), "rows quarantined", sums.quarantined_rows > 0),
       ...(reading.transfers === undefined
         ? []
         : [tile(count(reading.transfers), "transfers running")]),
@@ -121,7 +121,7 @@ function agentPart(source) {
           label: "quarantined rows",
           colour: "--s1",
           step: true,
-          values: part.history.map(({ quarantined }) => quarantined),
+          values: part.history.map(({ quarantined_rows }) => quarantined_rows),
         },
       ],
     });
