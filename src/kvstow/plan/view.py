@@ -5,7 +5,6 @@ Everything counts in bytes from the start of the arena. Intervals are half-open.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -79,11 +78,6 @@ class View:
     @property
     def strides(self) -> tuple[int, ...]:
         return tuple(axis.stride for axis in self.axes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the elements take, gaps not counted."""
-        return prod(self.shape) * self.unit
 
     @property
     def end(self) -> int:

@@ -19,7 +19,7 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SERVING = ServingOptions(rank=TensorRank(), block_tokens=None, kv_dtype=None, checkpoint_tokens=512)
+SERVING = ServingOptions(rank=TensorRank(), block_tokens=None, kv_dtype=None)
 KEEPS_NOTHING = ("mlp", "moe")
 
 

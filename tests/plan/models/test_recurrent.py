@@ -10,7 +10,6 @@ WHOLE = Recurrence(
     rank=TensorRank(),
     conv_dtype=DType.BFLOAT16,
     state_dtype=DType.BFLOAT16,
-    checkpoint_tokens=512,
 )
 
 
@@ -46,7 +45,6 @@ def test_states_may_be_wider_than_convolutions() -> None:
         rank=TensorRank(),
         conv_dtype=DType.BFLOAT16,
         state_dtype=DType.FLOAT32,
-        checkpoint_tokens=512,
     )
     spec = recurrent.mamba1("s", wide, channels=8, state=4, kernel=4)
     assert spec.field("conv").nbytes == 8 * 3 * 2

@@ -22,7 +22,7 @@ def test_the_newer_key_for_the_dtype_is_read_too() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "16"])
-@pytest.mark.parametrize("key", ["block_tokens", "checkpoint_tokens", "tp", "pp"])
+@pytest.mark.parametrize("key", ["block_tokens", "tp", "pp"])
 def test_a_choice_that_is_not_a_whole_positive_number_is_refused(key: str, value: object) -> None:
     with pytest.raises(ModelError, match=f"{key} is {value!r}"):
         model_layers(LLAMA, **{key: value})  # type: ignore[arg-type]
@@ -47,9 +47,9 @@ def test_recurrent_pages_change_neither_with_tokens_per_block_nor_with_the_cache
     assert states() == states(block_tokens=544) == states(kv_dtype="fp8") == [1_097_728] * 36
 
 
-def test_recurrent_layers_are_checkpointed_at_the_distance_asked_for() -> None:
-    model = model_layers("mamba2-2.7b", checkpoint_tokens=1024, block_tokens=32)
-    assert {layer.block_tokens for layer in model.layers} == {1024}
+def test_recurrent_layers_are_checkpointed_at_a_distance_of_their_own() -> None:
+    model = model_layers("mamba2-2.7b", block_tokens=32)
+    assert {layer.block_tokens for layer in model.layers} == {512}
 
 
 def test_an_unknown_element_type_is_refused_with_those_close_to_it() -> None:

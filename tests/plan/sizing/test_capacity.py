@@ -40,9 +40,9 @@ def test_a_smaller_budget_is_planned_anew_not_scaled():
 @given(layer_lists(), st.integers(1, 60), st.integers(2, 6), st.sampled_from([packed, union]))
 def test_so_many_requests_fit_and_not_one_more(layers, num_tokens, num_slabs, pack):
     layout = pack(grouped(layers), num_slabs=num_slabs)
-    most = max_requests(layout, num_tokens, in_flight=4)
-    assert most == 0 or fits(layout, most, num_tokens, in_flight=4)
-    assert not fits(layout, most + 1, num_tokens, in_flight=4)
+    most = max_requests(layout, num_tokens)
+    assert most == 0 or fits(layout, most, num_tokens)
+    assert not fits(layout, most + 1, num_tokens)
 
 
 @given(layer_lists(), st.integers(1, 200))
@@ -80,7 +80,7 @@ def test_separate_groups_run_out_on_their_own():
     layers = [attention("a", tokens=4), attention("w", tokens=4, retention=Window(8))]
     layout = separate(grouped(layers), num_slabs=10, context_tokens=400)
     assert layout.sharing == ((0,), (1,))
-    short = max_requests(layout, 4, in_flight=1)
+    short = max_requests(layout, 4)
     window_blocks = layout.num_blocks(1) - layout.groups[1].rows_per_slab
     assert short == window_blocks
 

@@ -46,20 +46,14 @@ def model_layers(
     pp_rank: int = 0,
     block_tokens: int | None = None,
     kv_dtype: str | None = None,
-    checkpoint_tokens: int = 512,
 ) -> Model:
     """The layer specs of one (tp, pp) rank of a model.
 
-    `kv_dtype` None or `auto` is the model's own element type. `checkpoint_tokens` is the
-    distance between two recurrent states that are kept.
+    `kv_dtype` None or `auto` is the model's own element type.
     """
     config = load_model(source)
-    serving = ServingOptions(
-        rank=TensorRank(tp, tp_rank),
-        block_tokens=block_tokens,
-        kv_dtype=kv_dtype,
-        checkpoint_tokens=checkpoint_tokens,
-    )
+    rank = TensorRank(tp, tp_rank)
+    serving = ServingOptions(rank=rank, block_tokens=block_tokens, kv_dtype=kv_dtype)
     whole = stack(config, serving)
     mine = stage(len(whole.layers), pp=pp, pp_rank=pp_rank)
     layers = tuple(layer for i in mine for layer in whole.layers[i])

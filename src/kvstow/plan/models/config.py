@@ -36,11 +36,6 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
 }
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number (JSON's true and false are not)."""
-    return type(value) is int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One model's facts. A key that is absent and a key that is null are the same."""
@@ -76,11 +71,11 @@ class Config:
                 raise self.missing(*keys)
             return default
         value = self.facts[key]
-        if not is_count(value) or cast(int, value) < least:
+        if type(value) is not int or value < least:  # JSON's true and false are no numbers
             raise self.error(f"{key} is {value!r}, not a whole number >= {least}")
-        if cast(int, value) > _MOST:
+        if value > _MOST:
             raise self.error(f"{key} is {value!r}, more than {_MOST}")
-        return cast(int, value)
+        return value
 
     def text(self, key: str, default: str) -> str:
         """The string under `key`."""
@@ -110,7 +105,7 @@ class Config:
     def counts(self, key: str) -> list[int]:
         """The list of whole numbers >= 0 under `key`."""
         values = self.items(key)
-        bad = [v for v in values if not is_count(v) or cast(int, v) < 0]
+        bad = [v for v in values if type(v) is not int or v < 0]
         if bad:
             raise self.error(f"{key} holds {bad[0]!r}, not a whole number >= 0")
         return cast(list[int], values)

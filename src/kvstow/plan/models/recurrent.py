@@ -18,12 +18,15 @@ from kvstow.plan.models.serving import Recurrence
 from kvstow.plan.retention import State
 from kvstow.plan.spec import DType, Extent, Field, LayerSpec
 
+CHECKPOINT_TOKENS = 512
+"""From one recurrent state that is kept to the next."""
 
-def _layer(name: str, recurrence: Recurrence, *fields: Field) -> LayerSpec:
+
+def _layer(name: str, *fields: Field) -> LayerSpec:
     return LayerSpec(
         name=name,
         retention=State(),
-        block_tokens=recurrence.checkpoint_tokens,
+        block_tokens=CHECKPOINT_TOKENS,
         states=1,
         heads=ONE_HEAD,
         fields=fields,
@@ -45,7 +48,7 @@ def mamba1(
     """Selective scan: every channel has its own state vector."""
     held = split("channel", (AxisPart("mamba channels", channels),), recurrence.rank)
     ssm = Field("ssm", recurrence.state_dtype, (held, Extent.whole("state", state)))
-    return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype), ssm)
+    return _layer(name, _conv(held, kernel, recurrence.conv_dtype), ssm)
 
 
 def mamba2(
@@ -68,7 +71,7 @@ def mamba2(
         Extent.whole("state", state),
         recurrence,
     )
-    return _layer(name, recurrence, _conv(channels, kernel, recurrence.conv_dtype), ssm)
+    return _layer(name, _conv(channels, kernel, recurrence.conv_dtype), ssm)
 
 
 def gated_delta_net(
@@ -91,7 +94,7 @@ def gated_delta_net(
         Extent.whole("key", key_dim),
         recurrence,
     )
-    return _layer(name, recurrence, _conv(channels, kernel, recurrence.conv_dtype), ssm)
+    return _layer(name, _conv(channels, kernel, recurrence.conv_dtype), ssm)
 
 
 def linear_attention(name: str, recurrence: Recurrence, *, heads: int, head_dim: int) -> LayerSpec:
@@ -102,7 +105,7 @@ def linear_attention(name: str, recurrence: Recurrence, *, heads: int, head_dim:
         Extent.whole("value", head_dim),
         recurrence,
     )
-    return _layer(name, recurrence, ssm)
+    return _layer(name, ssm)
 
 
 def short_convolution(
@@ -110,4 +113,4 @@ def short_convolution(
 ) -> LayerSpec:
     """A gated convolution alone: its last inputs are all it remembers."""
     held = split("channel", (AxisPart("convolution channels", channels),), recurrence.rank)
-    return _layer(name, recurrence, _conv(held, kernel, recurrence.conv_dtype))
+    return _layer(name, _conv(held, kernel, recurrence.conv_dtype))

@@ -82,12 +82,11 @@ _DTYPE = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What all recurrent layers of a model share: rank, element types, checkpoint distance."""
+    """What all recurrent layers of a model share: rank and element types."""
 
     rank: TensorRank
     conv_dtype: DType
     state_dtype: DType
-    checkpoint_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +96,13 @@ class ServingOptions:
     rank: TensorRank
     block_tokens: int | None
     kv_dtype: str | None
-    checkpoint_tokens: int
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None and not isinstance(self.kv_dtype, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModelError(f"kv_dtype is {self.kv_dtype!r}, not a name")
-        for what, value in (
-            ("block_tokens", self.block_tokens),
-            ("checkpoint_tokens", self.checkpoint_tokens),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ModelError(f"{what} is {value!r}, not a whole number > 0")
+        tokens = self.block_tokens
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ModelError(f"block_tokens is {tokens!r}, not a whole number >= 1")
 
     @property
     def tokens(self) -> int:
@@ -142,7 +137,6 @@ class ServingOptions:
             rank=self.rank,
             conv_dtype=own,
             state_dtype=own if key is None else _dtype(config, key, own),
-            checkpoint_tokens=self.checkpoint_tokens,
         )
 
 

@@ -19,16 +19,16 @@ def request_rows(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> tupl
     return tuple(rows.group.rows_needed(num_tokens, in_flight=in_flight) for rows in layout.groups)
 
 
-def request_bytes(layout: Layout, num_tokens: int, *, in_flight: int = 1) -> int:
+def request_bytes(layout: Layout, num_tokens: int) -> int:
     """Bytes of those rows, padding included."""
-    rows = request_rows(layout, num_tokens, in_flight=in_flight)
+    rows = request_rows(layout, num_tokens)
     return sum(n * layout.row_stride(g) for g, n in enumerate(rows))
 
 
-def fixed_bytes(layout: Layout, *, in_flight: int = 1) -> int:
+def fixed_bytes(layout: Layout) -> int:
     """The part that does not grow: the most that windows, states and encoder rows take."""
     return sum(
-        (rows.group.rows_bound(in_flight=in_flight) or 0) * layout.row_stride(g)
+        (rows.group.rows_bound(in_flight=1) or 0) * layout.row_stride(g)
         for g, rows in enumerate(layout.groups)
     )
 
@@ -45,12 +45,10 @@ def bytes_per_token(layout: Layout) -> Fraction:
     )
 
 
-def slabs_needed(
-    layout: Layout, num_requests: int, num_tokens: int, *, in_flight: int = PREFILL_TOKENS
-) -> int:
+def slabs_needed(layout: Layout, num_requests: int, num_tokens: int) -> int:
     """Slabs that so many requests take at once, one of them in the middle of its prefill."""
     steady = request_rows(layout, num_tokens)
-    busiest = request_rows(layout, num_tokens, in_flight=in_flight)
+    busiest = request_rows(layout, num_tokens, in_flight=PREFILL_TOKENS)
     most = 0
     for sharing in layout.sharing:
         slabs = 0
@@ -61,25 +59,22 @@ def slabs_needed(
     return most
 
 
-def fits(
-    layout: Layout, num_requests: int, num_tokens: int, *, in_flight: int = PREFILL_TOKENS
-) -> bool:
+def fits(layout: Layout, num_requests: int, num_tokens: int) -> bool:
     """Whether so many requests fit at once, one of them in the middle of its prefill."""
-    slabs = slabs_needed(layout, num_requests, num_tokens, in_flight=in_flight)
-    return slabs <= layout.num_slabs - NULL_SLABS
+    return slabs_needed(layout, num_requests, num_tokens) <= layout.num_slabs - NULL_SLABS
 
 
-def max_requests(layout: Layout, num_tokens: int, *, in_flight: int = PREFILL_TOKENS) -> int:
+def max_requests(layout: Layout, num_tokens: int) -> int:
     """The most requests of `num_tokens` that fit at once."""
-    return _last(lambda k: fits(layout, k, num_tokens, in_flight=in_flight), _all_rows(layout))
+    return _last(lambda k: fits(layout, k, num_tokens), _all_rows(layout))
 
 
-def max_tokens(layout: Layout, *, in_flight: int = PREFILL_TOKENS) -> int | None:
+def max_tokens(layout: Layout) -> int | None:
     """The longest request that fits; None where length costs nothing (states, windows)."""
-    if not bytes_per_token(layout) and fits(layout, 1, 1 << 40, in_flight=in_flight):
+    if not bytes_per_token(layout) and fits(layout, 1, 1 << 40):
         return None
     longest = max(rows.group.block_tokens for rows in layout.groups) * _all_rows(layout)
-    return _last(lambda n: fits(layout, 1, n, in_flight=in_flight), longest)
+    return _last(lambda n: fits(layout, 1, n), longest)
 
 
 def _all_rows(layout: Layout) -> int:
