@@ -48,11 +48,6 @@ Output = Annotated[
 ]
 
 
-@bench.callback()
-def group() -> None:
-    """Measure transfers on this machine, or a server's rates."""
-
-
 @bench.command("transfer")
 def transfer(
     rows: Rows = 512,

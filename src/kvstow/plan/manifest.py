@@ -304,17 +304,7 @@ def _group(rows: PlacedGroup) -> _Group:
 def _identity(identity: Identity | None) -> _Identity | None:
     if identity is None:
         return None
-    return _Identity(
-        model=identity.model,
-        weights=identity.weights,
-        config=identity.config,
-        kv_dtype=identity.kv_dtype,
-        interior=identity.interior,
-        tokenizer=identity.tokenizer,
-        adapter=identity.adapter,
-        salt=identity.salt,
-        unverified_because=identity.unverified_because,
-    )
+    return _Identity(*(getattr(identity, name) for name in _Identity.__struct_fields__))
 
 
 def _extent(extent: Extent) -> _Extent:

@@ -59,16 +59,7 @@ class Index:
 
     def kind(self, layer: LayerSpec) -> int:
         """Layers that differ in nothing but their names have one kind."""
-        nameless = LayerSpec(
-            name="",
-            retention=layer.retention,
-            block_tokens=layer.block_tokens,
-            states=layer.states,
-            heads=layer.heads,
-            fields=layer.fields,
-            align=layer.align,
-        )
-        return self.kinds.setdefault(nameless, len(self.kinds))
+        return self.kinds.setdefault(replace(layer, name=""), len(self.kinds))
 
     def record(self) -> dict[str, Any]:
         """Names and kinds, in the order of their numbers."""

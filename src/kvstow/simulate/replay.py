@@ -26,14 +26,13 @@ from kvstow.blocks.runs import num_runs
 from kvstow.errors import OutOfBlocks, TraceError
 from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
-from kvstow.plan.pack import Site, packed, union
+from kvstow.plan.pack import ANYWHERE, Site, packed, union
 from kvstow.plan.retention import Encoder, State
 from kvstow.simulate.trace import TraceRequest, output_of, prompt_of
 
 # ── layouts ─────────────────────────────────────────────────────────────────────────────
 
 PackingPolicy = Literal["slab", "union"]
-USUAL_SITE = Site()
 POLICIES: tuple[PackingPolicy, ...] = get_args(PackingPolicy)
 
 
@@ -43,7 +42,7 @@ def layout_of(
     *,
     budget: int | None = None,
     num_slabs: int | None = None,
-    site: Site = USUAL_SITE,
+    site: Site = ANYWHERE,
 ) -> Layout:
     """The layout that a policy makes of the groups.
 

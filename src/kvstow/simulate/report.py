@@ -1,7 +1,7 @@
 """ReplayReport: what a replay says about a policy, as numbers with stable names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 from kvstow.simulate.replay import ReplayRecord, ReplaySample, shares
@@ -50,22 +50,8 @@ class ReplayReport:
 
     def figures(self) -> dict[str, object]:
         """Everything but the samples, ready for JSON."""
-        return {
-            "mean_requests": self.mean_requests,
-            "peak_requests": self.peak_requests,
-            "completed": self.completed,
-            "preemptions": self.preemptions,
-            "mean_bytes_in_use": self.mean_bytes_in_use,
-            "waste": dict(self.waste),
-            "hit_rate": self.hit_rate,
-            "mean_run_rows": self.mean_run_rows,
-            "runs_per_request": self.runs_per_request,
-            "runs_to_fewest": self.runs_to_fewest,
-            "seconds": self.seconds,
-            "output_tokens_per_second": self.output_tokens_per_second,
-            "first_token_seconds": dict(self.first_token_seconds),
-            "token_seconds": dict(self.token_seconds),
-        }
+        names = [field.name for field in fields(self) if field.name != "samples"]
+        return {name: getattr(self, name) for name in names}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

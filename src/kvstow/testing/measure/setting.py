@@ -9,8 +9,7 @@ from kvstow.plan.group import grouped
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
 from kvstow.plan.pack import packed
-from kvstow.plan.retention import Full
-from kvstow.plan.spec import DType, Extent, Field, LayerSpec
+from kvstow.plan.spec import LayerSpec
 from kvstow.route.blocks import Blocks
 
 BLOCK_TOKENS = 16
@@ -39,15 +38,13 @@ class Setting:
 
     def layout(self) -> Layout:
         """Packed rows: K and V of all layers side by side."""
-        head = (Extent.whole("content", self.piece // BLOCK_TOKENS // HEADS // 2),)
         layers = [
-            LayerSpec(
-                name=f"layers.{i}",
-                retention=Full(),
+            LayerSpec.attention(
+                f"layers.{i}",
+                heads=HEADS,
+                head_dim=self.piece // BLOCK_TOKENS // HEADS // 2,
+                dtype="bfloat16",
                 block_tokens=BLOCK_TOKENS,
-                states=BLOCK_TOKENS,
-                heads=Extent.whole("head", HEADS),
-                fields=(Field("k", DType.BFLOAT16, head), Field("v", DType.BFLOAT16, head)),
             )
             for i in range(self.layers)
         ]
