@@ -5,13 +5,6 @@ const WINDOW = 600;
 const agents = new Map();
 const where = el("div", {});
 const heard = el("p", { class: "soft", role: "status" });
-const tile = (value, text, worry) =>
-  el(
-    "div",
-    { class: "tile" },
-    el("b", { class: worry ? "bad" : null }, value),
-    el("span", {}, text),
-  );
 const ago = (seconds) =>
   seconds < 60
     ? `${seconds.toFixed(0)} s`

@@ -46,6 +46,18 @@ const facts = (pairs) =>
     pairs.flatMap(([what, value]) => [el("dt", {}, what), el("dd", {}, value)]),
   );
 
+/** A figure and what it is of; red where it is a reason to worry. */
+const tile = (value, text, worry) =>
+  el(
+    "div",
+    { class: "tile" },
+    el("b", { class: worry ? "bad" : null }, value),
+    el("span", {}, text),
+  );
+
+/** A group's name without what tells its parts apart: groups of one name have one colour. */
+const baseName = (name) => name.split("/")[0];
+
 const tip = {
   node: null,
   show(target, title, pairs, pointer) {

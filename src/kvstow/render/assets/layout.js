@@ -3,8 +3,6 @@
 // `look` is what is chosen: {slab, group, row, layer, head, cell, field}. In layouts without slabs
 // `row` counts from the start of the arena.
 
-const baseName = (name) => name.split("/")[0];
-
 /** `L3` for the third layer's caches; else the end of the name. */
 function shortName(name) {
   const parts = name.split(".");

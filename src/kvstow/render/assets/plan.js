@@ -189,8 +189,6 @@ const growth = lineChart("Memory of one request", {
 });
 const growthWords = el("p", {});
 
-const tile = (value, words) =>
-  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words));
 const atLength = (list, tokens) => list[atlas.lengths.indexOf(tokens)];
 
 function showTiles(layout) {

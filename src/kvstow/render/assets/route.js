@@ -6,8 +6,6 @@ const picture = el("div", {});
 const words = el("p", {});
 const tabs = el("div", { class: "choices" });
 
-const tile = (value, text) =>
-  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
 const seconds = (s) =>
   s >= 1
     ? `${s.toPrecision(3)} s`

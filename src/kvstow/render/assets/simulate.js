@@ -3,8 +3,6 @@
 const data = pageData();
 const policies = Object.entries(data.policies);
 const LINES = ["--s0", "--s1", "--s2", "--s3"];
-const tile = (value, text) =>
-  el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
 
 // ── the history ───────────────────────────────────────────────────────────────────────
 

@@ -7,7 +7,6 @@ const FULLNESS = [
   "every row held",
 ];
 const STRENGTH = [0.35, 0.6, 0.8, 1];
-const baseName = (name) => name.split("/")[0];
 const colourOf = {};
 const groupColour = (group) => (colourOf[baseName(group)] ??= Object.keys(colourOf).length % 8);
 

@@ -1,114 +1,90 @@
 // A layout as strips: arena, slab, row, page and cell, each the chosen piece of the one above.
 
-class Rows extends Drawn {
-  /** Rows side by side, each with the padding behind it; bins of rows where there are many. */
-  rowSegments(g, look, width, number, firstBlock, choose) {
-    const group = this.group(g);
-    const base = group.row[0] + firstBlock * group.row_stride;
-    const padding = group.row_stride - group.row_bytes;
-    return bins(number, width, 5).flatMap(([first, many]) => {
-      const [block, at] = [firstBlock + first, first * group.row_stride];
-      const row = {
-        at,
-        nbytes: many === 1 ? group.row_bytes : many * group.row_stride,
-        group: this.colour(g),
-        alt: (first / many) % 2 === 1,
-        names: many === 1 ? [`row ${first}`, String(first)] : [],
-        title:
-          many === 1
-            ? `${group.name}: block ${count(block)}${this.hasSlabs ? `, row ${count(first)} of its slab` : ""}`
-            : `${group.name}: blocks ${count(block)} to ${count(block + many - 1)}`,
-        facts: [
-          ["offset", bytes(base + at)],
-          ["row", bytes(group.row_bytes)],
-          ["padding", bytes(padding)],
-          ["keeps", group.keeps],
-          ["tokens", count(group.block_tokens)],
-          ["pages", count(group.num_layers)],
-        ],
-        chosen: look.group === g && look.row >= first && look.row < first + many,
-        act: () => choose({ group: g, row: first, layer: look.group === g ? look.layer : 0 }),
-      };
-      return padding && many === 1
-        ? [row, this.gap(at + group.row_bytes, padding, base + at + group.row_bytes)]
-        : [row];
-    });
+class Zoom extends Drawn {
+  levels(look, width, choose) {
+    const [kind, group] = [this.kind(look.group, look.layer), this.group(look.group)];
+    return [
+      ...(this.hasSlabs
+        ? [this.arena(look, width, choose), this.slab(look, width, choose)]
+        : [this.regions(look, choose), this.region(look, width, choose)]),
+      group.row ? this.row(look, choose) : null,
+      this.numCells(look) > 1 ? this.page(look, width, choose) : null,
+      kind.fields.length ? this.cell(look, choose) : null,
+    ].filter(Boolean);
   }
 
-  gap(at, nbytes, offset) {
+  // ── arena and slabs
+
+  arena(look, width, choose) {
+    const { slab_bytes: size, num_slabs: number, arena_bytes: nbytes } = this.layout;
+    const free = bins(number - 1, width, 7).map(([first, many]) => ({
+      at: (first + 1) * size,
+      nbytes: many * size,
+      kind: "plain",
+      alt: (first / many) % 2 === 1,
+      names: many === 1 ? [`slab ${first + 1}`, String(first + 1)] : [],
+      title:
+        many === 1
+          ? `Slab ${count(first + 1)}`
+          : `Slabs ${count(first + 1)} to ${count(first + many)}`,
+      facts: [
+        ["offset", bytes((first + 1) * size)],
+        ["each", bytes(size)],
+        ["owner", "one group at a time, any of them"],
+      ],
+      chosen: look.slab > first && look.slab <= first + many,
+      act: () => choose({ slab: first + 1 }),
+    }));
+    const nobody = {
+      at: 0,
+      nbytes: size,
+      kind: "null",
+      names: ["slab 0"],
+      title: "Slab 0 belongs to nobody",
+      facts: [
+        ["offset", "0"],
+        ["bytes", bytes(size)],
+        ["holds", "block 0 of every group: the null row"],
+      ],
+    };
+    const per = free[0]?.nbytes / size;
     return {
-      at,
+      id: "arena",
+      title: "Arena",
       nbytes,
-      kind: "padding",
-      title: "Padding",
-      names: [],
-      facts: [
-        ["offset", bytes(offset)],
-        ["bytes", bytes(nbytes)],
-      ],
+      detail: `${bytes(nbytes)}, one region, ${counted(number, "slab")}${per > 1 ? `; each mark is ${count(per)} of them` : ""}`,
+      lanes: [{ segments: [nobody, ...free] }],
     };
   }
 
-  row(look, choose) {
-    const group = this.group(look.group);
-    const [start, , stride] = group.row;
-    const base = start + this.block(look) * stride;
-    const found = group.layers
-      .flatMap((_, layer) =>
-        this.pieces(look.group, layer).map((piece, p) => ({ layer, p, piece })),
-      )
-      .sort((a, b) => a.piece.at - b.piece.at);
-    const segments = [];
-    let end = 0;
-    for (const [i, { layer, p, piece }] of found.entries()) {
-      const at = piece.at - start;
-      if (at > end) segments.push(this.gap(end, at - end, base + end));
-      segments.push(this.pageSegment(look, layer, p, piece, at, base + at, i % 2 === 1, choose));
-      end = at + piece.nbytes;
-    }
-    if (end < stride) segments.push(this.gap(end, stride - end, base + end));
+  slab(look, width, choose) {
+    const size = this.layout.slab_bytes;
     return {
-      id: "row",
-      title: `Row of block ${count(this.block(look))}`,
-      nbytes: stride,
-      detail: `${group.name}: ${counted(group.num_layers, "page")}, ${bytes(group.row_bytes)} in one piece${found.length > group.layers.length ? "; heads outermost, each of all layers" : ""}`,
-      lanes: [{ segments }],
+      id: "slab",
+      title: `Slab ${count(look.slab)}`,
+      nbytes: size,
+      detail:
+        this.layout.groups.length > 1
+          ? `${bytes(size)}; it belongs to one of these groups at a time, which cuts it into its own rows`
+          : bytes(size),
+      lanes: this.layout.groups.map((group, g) => ({
+        name: group.name,
+        swatch: el("span", { class: `swatch g${this.colour(g)}` }),
+        detail: `${counted(group.rows_per_slab, "row")} of ${count(group.block_tokens)} tokens`,
+        segments: this.rowSegments(
+          g,
+          look,
+          width,
+          group.rows_per_slab,
+          look.slab * group.rows_per_slab,
+          choose,
+        ),
+      })),
     };
   }
 
-  pageSegment(look, layer, p, piece, at, offset, alt, choose) {
-    const [kind, name] = [this.kind(look.group, layer), this.layerName(look.group, layer)];
-    const sliced = piece.heads < kind.heads;
-    return {
-      at,
-      nbytes: piece.nbytes,
-      group: this.colour(look.group),
-      alt,
-      names: sliced
-        ? [`${shortName(name)} h${piece.head}`, `h${piece.head}`]
-        : [name, shortName(name)],
-      title: sliced ? `${name}, head ${piece.head}` : name,
-      facts: [
-        ["offset", bytes(offset)],
-        ["in the row", bytes(at)],
-        ["bytes", bytes(piece.nbytes)],
-        ["fields", kind.fields.map((field) => field.name).join(", ")],
-        [
-          "cells",
-          `${counted(piece.heads, "head")} × ${counted(kind.states, cellWord(kind))} of ${bytes(kind.cell_bytes)}`,
-        ],
-        ["keeps", kind.keeps],
-      ],
-      chosen:
-        look.layer === layer &&
-        Math.min(look.head, this.pieces(look.group, layer).length - 1) === p,
-      act: () => choose({ layer, head: p }),
-    };
-  }
-}
+  // ── layouts without slabs: parts of the arena, then the blocks in one of them
 
-/** Layouts without slabs: parts of the arena, then the blocks in one of them. */
-class Regions extends Rows {
   regions(look, choose) {
     const nbytes = this.layout.arena_bytes;
     return {
@@ -216,88 +192,115 @@ class Regions extends Rows {
       lanes: [{ segments }],
     };
   }
-}
 
-class Zoom extends Regions {
-  levels(look, width, choose) {
-    const [kind, group] = [this.kind(look.group, look.layer), this.group(look.group)];
-    return [
-      ...(this.hasSlabs
-        ? [this.arena(look, width, choose), this.slab(look, width, choose)]
-        : [this.regions(look, choose), this.region(look, width, choose)]),
-      group.row ? this.row(look, choose) : null,
-      this.numCells(look) > 1 ? this.page(look, width, choose) : null,
-      kind.fields.length ? this.cell(look, choose) : null,
-    ].filter(Boolean);
+  // ── rows
+
+  /** Rows side by side, each with the padding behind it; bins of rows where there are many. */
+  rowSegments(g, look, width, number, firstBlock, choose) {
+    const group = this.group(g);
+    const base = group.row[0] + firstBlock * group.row_stride;
+    const padding = group.row_stride - group.row_bytes;
+    return bins(number, width, 5).flatMap(([first, many]) => {
+      const [block, at] = [firstBlock + first, first * group.row_stride];
+      const row = {
+        at,
+        nbytes: many === 1 ? group.row_bytes : many * group.row_stride,
+        group: this.colour(g),
+        alt: (first / many) % 2 === 1,
+        names: many === 1 ? [`row ${first}`, String(first)] : [],
+        title:
+          many === 1
+            ? `${group.name}: block ${count(block)}${this.hasSlabs ? `, row ${count(first)} of its slab` : ""}`
+            : `${group.name}: blocks ${count(block)} to ${count(block + many - 1)}`,
+        facts: [
+          ["offset", bytes(base + at)],
+          ["row", bytes(group.row_bytes)],
+          ["padding", bytes(padding)],
+          ["keeps", group.keeps],
+          ["tokens", count(group.block_tokens)],
+          ["pages", count(group.num_layers)],
+        ],
+        chosen: look.group === g && look.row >= first && look.row < first + many,
+        act: () => choose({ group: g, row: first, layer: look.group === g ? look.layer : 0 }),
+      };
+      return padding && many === 1
+        ? [row, this.gap(at + group.row_bytes, padding, base + at + group.row_bytes)]
+        : [row];
+    });
   }
 
-  arena(look, width, choose) {
-    const { slab_bytes: size, num_slabs: number, arena_bytes: nbytes } = this.layout;
-    const free = bins(number - 1, width, 7).map(([first, many]) => ({
-      at: (first + 1) * size,
-      nbytes: many * size,
-      kind: "plain",
-      alt: (first / many) % 2 === 1,
-      names: many === 1 ? [`slab ${first + 1}`, String(first + 1)] : [],
-      title:
-        many === 1
-          ? `Slab ${count(first + 1)}`
-          : `Slabs ${count(first + 1)} to ${count(first + many)}`,
-      facts: [
-        ["offset", bytes((first + 1) * size)],
-        ["each", bytes(size)],
-        ["owner", "one group at a time, any of them"],
-      ],
-      chosen: look.slab > first && look.slab <= first + many,
-      act: () => choose({ slab: first + 1 }),
-    }));
-    const nobody = {
-      at: 0,
-      nbytes: size,
-      kind: "null",
-      names: ["slab 0"],
-      title: "Slab 0 belongs to nobody",
-      facts: [
-        ["offset", "0"],
-        ["bytes", bytes(size)],
-        ["holds", "block 0 of every group: the null row"],
-      ],
-    };
-    const per = free[0]?.nbytes / size;
+  gap(at, nbytes, offset) {
     return {
-      id: "arena",
-      title: "Arena",
+      at,
       nbytes,
-      detail: `${bytes(nbytes)}, one region, ${counted(number, "slab")}${per > 1 ? `; each mark is ${count(per)} of them` : ""}`,
-      lanes: [{ segments: [nobody, ...free] }],
+      kind: "padding",
+      title: "Padding",
+      names: [],
+      facts: [
+        ["offset", bytes(offset)],
+        ["bytes", bytes(nbytes)],
+      ],
     };
   }
 
-  slab(look, width, choose) {
-    const size = this.layout.slab_bytes;
+  row(look, choose) {
+    const group = this.group(look.group);
+    const [start, , stride] = group.row;
+    const base = start + this.block(look) * stride;
+    const found = group.layers
+      .flatMap((_, layer) =>
+        this.pieces(look.group, layer).map((piece, p) => ({ layer, p, piece })),
+      )
+      .sort((a, b) => a.piece.at - b.piece.at);
+    const segments = [];
+    let end = 0;
+    for (const [i, { layer, p, piece }] of found.entries()) {
+      const at = piece.at - start;
+      if (at > end) segments.push(this.gap(end, at - end, base + end));
+      segments.push(this.pageSegment(look, layer, p, piece, at, base + at, i % 2 === 1, choose));
+      end = at + piece.nbytes;
+    }
+    if (end < stride) segments.push(this.gap(end, stride - end, base + end));
     return {
-      id: "slab",
-      title: `Slab ${count(look.slab)}`,
-      nbytes: size,
-      detail:
-        this.layout.groups.length > 1
-          ? `${bytes(size)}; it belongs to one of these groups at a time, which cuts it into its own rows`
-          : bytes(size),
-      lanes: this.layout.groups.map((group, g) => ({
-        name: group.name,
-        swatch: el("span", { class: `swatch g${this.colour(g)}` }),
-        detail: `${counted(group.rows_per_slab, "row")} of ${count(group.block_tokens)} tokens`,
-        segments: this.rowSegments(
-          g,
-          look,
-          width,
-          group.rows_per_slab,
-          look.slab * group.rows_per_slab,
-          choose,
-        ),
-      })),
+      id: "row",
+      title: `Row of block ${count(this.block(look))}`,
+      nbytes: stride,
+      detail: `${group.name}: ${counted(group.num_layers, "page")}, ${bytes(group.row_bytes)} in one piece${found.length > group.layers.length ? "; heads outermost, each of all layers" : ""}`,
+      lanes: [{ segments }],
     };
   }
+
+  pageSegment(look, layer, p, piece, at, offset, alt, choose) {
+    const [kind, name] = [this.kind(look.group, layer), this.layerName(look.group, layer)];
+    const sliced = piece.heads < kind.heads;
+    return {
+      at,
+      nbytes: piece.nbytes,
+      group: this.colour(look.group),
+      alt,
+      names: sliced
+        ? [`${shortName(name)} h${piece.head}`, `h${piece.head}`]
+        : [name, shortName(name)],
+      title: sliced ? `${name}, head ${piece.head}` : name,
+      facts: [
+        ["offset", bytes(offset)],
+        ["in the row", bytes(at)],
+        ["bytes", bytes(piece.nbytes)],
+        ["fields", kind.fields.map((field) => field.name).join(", ")],
+        [
+          "cells",
+          `${counted(piece.heads, "head")} × ${counted(kind.states, cellWord(kind))} of ${bytes(kind.cell_bytes)}`,
+        ],
+        ["keeps", kind.keeps],
+      ],
+      chosen:
+        look.layer === layer &&
+        Math.min(look.head, this.pieces(look.group, layer).length - 1) === p,
+      act: () => choose({ layer, head: p }),
+    };
+  }
+
+  // ── pages and cells
 
   page(look, width, choose) {
     const [kind, piece, name] = [
