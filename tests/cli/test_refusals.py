@@ -187,3 +187,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, option):
     result = invoke("plan", "llama-3.2-1b", option, "/dev/full")
     assert result.exit_code == 1
     assert "error: /dev/full: cannot be written: No space left on device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "truth"),
+    [
+        (("bench", "serving"), "the median counts"),
+        (("store", "convert"), "that of all old stores together"),
+    ],
+)
+def test_help_says_what_a_command_does(command, truth):
+    assert truth in " ".join(invoke(*command, "--help").stdout.split())

@@ -114,7 +114,9 @@ AtOnce = Annotated[int, typer.Option("--requests", min=1, max=4096, help="Concur
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens per answer.")]
 Prompts = Annotated[
     int,
-    typer.Option("--repeats", min=1, help="Short and long prompts, of each; the median counts."),
+    typer.Option(
+        "--repeats", min=1, help="Prompts of each length, short and long; the median counts."
+    ),
 ]
 
 
