@@ -576,3 +576,29 @@ def test_another_computation_of_the_same_shape_is_refused_in_words(scene):
         assert "another" in result["error"]
         a.endpoint.owner.release(0, ids[0].ids)
     scene.finish()
+
+
+def test_a_callback_of_a_quiet_pull_that_fails_harms_nobody(scene, caplog):
+    def fails() -> None:
+        raise RuntimeError("callback of a quiet pull")
+
+    other = scene.add("q")
+    for direction in ("read", "write"):
+        ticket = other.offer(OTHER_SOURCE, TOKENS)
+        assert "error" not in scene.pulled(ticket, direction=direction, on_quiet=fails)
+    assert "callback of a quiet pull" in caplog.text
+    scene.finish()
+
+
+def test_an_agent_closes_although_a_callback_of_a_quiet_pull_fails():
+    def fails() -> None:
+        raise RuntimeError("callback of a quiet pull")
+
+    scene = Scene()
+    number = scene.consumer.begin_pull(
+        [scene.producer.offer(SOURCE, TOKENS)], OTHER_TARGET, direction="read", on_quiet=fails
+    )
+    for node in reversed(scene.nodes):
+        node.close()
+    assert scene.consumer.end_pull(number)["kind"] == "aborted"
+    assert scene.consumer.held() == 0

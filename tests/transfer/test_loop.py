@@ -321,3 +321,81 @@ def test_a_forked_process_is_refused_at_once_and_can_close_what_it_has_not(loop)
     assert f"was made by process {os.getpid()}" in said
     assert said.endswith("hint: make the agent after the fork, stopped False")
     assert loop.stop()
+
+
+def test_a_callback_that_fails_is_called_once_and_holds_up_nobody(loop, caplog):
+    calls: list[bool] = []
+
+    def fails() -> None:
+        calls.append(True)
+        raise RuntimeError("a callback that breaks")
+
+    loop.start("first", counting([])).on_end = fails
+    behind = loop.start("behind", counting([], 0.0, result=7))
+    for _ in range(3):
+        loop.step()
+    assert (calls, behind.result, loop.tasks) == ([True], 7, [])
+    assert "a callback that breaks" in caplog.text
+
+
+# ── futures ───────────────────────────────────────────────────────────────────────────
+
+
+def late() -> TransferError:
+    return TransferError("too late", kind="timeout")
+
+
+def test_a_future_has_what_its_story_returns_or_raises(loop, clock):
+    good = loop.future("good", counting([], 0.0, result=7), seconds=5.0, late=late)
+    bad = loop.future("bad", failing(TransferError("no", kind="peer")), seconds=5.0, late=late)
+    slow = loop.future("slow", counting([], *[100.0] * 9), seconds=5.0, late=late)
+    loop.step()
+    loop.step()
+    assert good.result(0) == 7
+    assert bad.exception(0).kind == "peer"
+    clock.now = 5.1
+    loop.step()
+    assert slow.exception(0).kind == "timeout"
+
+
+def test_the_story_of_a_future_that_is_cancelled_ends(loop):
+    early, begun = (loop.future("f", counting([], 9.0), seconds=99.0, late=late) for _ in range(2))
+    assert early.cancel()
+    loop.step()
+    assert len(loop.tasks) == 1
+    assert begun.cancel()
+    behind = loop.start("behind", counting([], 0.0, result=7))
+    for _ in range(3):
+        loop.step()
+    assert (behind.result, loop.tasks) == (7, [])
+
+
+def test_what_is_under_way_when_a_loop_is_closed_ends_with_an_error(loop):
+    ended: list[bool] = []
+    begun = loop.future("begun", counting([], 9.0), seconds=99.0, late=late)
+    loop.step()
+    task = loop.start("story", counting([], 9.0))
+    task.on_end = lambda: ended.append(True)
+    submitted = loop.future("submitted", counting([], 9.0), seconds=99.0, late=late)
+    loop.close()
+    for future in (begun, submitted):
+        assert future.exception(0).kind == "aborted"
+    assert task.error.kind == "aborted"
+    assert (ended, loop.tasks) == ([True], [])
+
+
+def test_a_command_that_is_submitted_while_a_loop_is_closed_is_obeyed_or_refused(loop):
+    obeyed: list[str] = []
+    refused: list[TransferError] = []
+
+    def submits_another() -> None:
+        obeyed.append("first")
+        try:
+            loop.submit(lambda: obeyed.append("second"))
+        except TransferError as error:
+            refused.append(error)
+
+    loop.submit(submits_another)
+    loop.close()
+    assert obeyed == ["first"]
+    assert len(refused) == 1

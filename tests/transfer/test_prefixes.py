@@ -379,3 +379,34 @@ def test_the_status_tells_what_may_be_asked_for(pair: tuple[Engine, Engine]):
     asker.close()
     assert document["registered_blocks"] == len(producer.agent.prefixes.source) > 7
     assert document["answers"] == {"ticket": 1}
+
+
+def test_a_question_that_is_cancelled_harms_nobody(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    answer = consumer.agent.begin_ask(producer.agent.address, keys_of(PROMPT), step=4)
+    assert answer.cancel()
+    assert asked(consumer, producer, keys_of(PROMPT)) is not None
+
+
+def test_questions_under_way_end_when_the_agent_is_closed(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    addresses = producer.agent.address, "tcp://127.0.0.1:9"
+    answers = [consumer.agent.begin_ask(address, keys_of(PROMPT), step=4) for address in addresses]
+    wait_for(lambda: any(peer.questions for peer in consumer.agent.peers.all.values()))
+    consumer.agent.close()
+    for answer in answers:
+        assert answer.done()
+        assert isinstance(answer.exception(), TransferError)
+
+
+def test_a_question_to_a_peer_that_is_lost_ends_at_once(pair: tuple[Engine, Engine]):
+    producer, consumer = pair
+    producer.holds(PROMPT)
+    answer = consumer.agent.begin_ask(producer.agent.address, keys_of(PROMPT), step=4)
+    (peer,) = consumer.agent.peers.all.values()
+    wait_for(lambda: bool(peer.questions))
+    consumer.agent.loop.submit(lambda: peer.lose(TransferError("it is gone", kind="peer")))
+    with pytest.raises(TransferError, match="it is gone"):
+        answer.result(5)

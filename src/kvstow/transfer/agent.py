@@ -37,9 +37,10 @@ from kvstow.transfer.peers.outgoing import Outgoing, Peers
 from kvstow.transfer.prefixes import (
     BlockSource,
     PrefixAnswers,
-    PrefixQuestion,
     RegisteredBlocks,
-    begin_asking,
+    asked,
+    not_answered,
+    prefix_question,
 )
 from kvstow.transfer.pull import Order, written_rows
 from kvstow.transfer.pulls import Pulls, Transfer, checked_tokens
@@ -252,29 +253,28 @@ class Agent:
     ) -> "Future[Ticket | None]":
         """As `ask`, from any thread and without waiting: what `ask` returns or raises, later."""
         peer = self.peers.at(address, key)
-        question = PrefixQuestion.of(self.endpoint, keys, step)
-        return begin_asking(self.loop, peer, question, seconds or self.options.contact_seconds)
+        question = prefix_question(self.endpoint, keys, step)
+        patience = seconds or self.options.contact_seconds
+        return self.loop.future(
+            f"ask {address}",
+            asked(self.loop, peer, question),
+            seconds=patience,
+            late=lambda: not_answered(peer, patience),
+        )
 
     # ── pulling ───────────────────────────────────────────────────────────────────
 
     def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> Outgoing:
         """Meet the agent at an address; TransferError if it refuses or does not answer."""
         peer = self.peers.at(address, key)
-        met: Future[None] = Future()
-
-        def begin() -> None:
-            task = self.loop.start(f"connect {address}", peer.met())
-            task.on_end = lambda: (
-                met.set_exception(task.error) if task.error else met.set_result(None)
-            )
-
-        self.loop.submit(begin)
-        try:
-            met.result(seconds or 2 * self.options.contact_seconds)
-        except TimeoutError:
-            raise TransferError(
+        self.loop.future(
+            f"connect {address}",
+            peer.met(),
+            seconds=seconds or 2 * self.options.contact_seconds,
+            late=lambda: TransferError(
                 f"peer at {address} did not answer", kind="timeout", peer=address
-            ) from None
+            ),
+        ).result()
         return peer
 
     def pull(

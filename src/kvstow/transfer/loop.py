@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from kvstow.errors import TransferError
 from kvstow.transfer.channel.base import Channel, Line
@@ -50,7 +50,8 @@ MAX_UNREAD = 256
 class Task(Generic[T]):
     """A story under way, and what came of it once `is_over`.
 
-    After `deadline` it is interrupted with the error that `late` makes.
+    After `deadline` it is interrupted with the error that `late` makes. The loop calls `on_end`
+    once, when it is over.
     """
 
     def __init__(self, name: str, story: Story[T]) -> None:
@@ -85,14 +86,6 @@ class Task(Generic[T]):
         """No interrupt reaches the story from now on, not even one that waits: it is ending."""
         self._may_interrupt, self._interrupt = False, None
 
-    def joined(self) -> Story[T | None]:
-        """Wait for the end of the task; its result, or its error raised."""
-        while not self.is_over:
-            yield IDLE
-        if self.error is not None:
-            raise self.error
-        return self.result
-
     def resume(self, now: float) -> None:
         """Let the story go on until it waits again, ends or fails."""
         if now > self.deadline:
@@ -115,10 +108,10 @@ class Task(Generic[T]):
 
     def _end(self, result: T | None, error: TransferError | None) -> None:
         self.result, self.error, self.is_over = result, error, True
-        self.on_end()
 
-    def close(self) -> None:
-        """Drop the story where it stands."""
+    def close(self, error: TransferError) -> None:
+        """Drop the story where it stands; it has failed with this error."""
+        self._end(None, error)
         self._story.close()
 
 
@@ -246,6 +239,29 @@ class Loop:
             self._commands.append(command)
             os.eventfd_write(self._wake_fd, 1)
 
+    def future(
+        self, name: str, story: Story[T], *, seconds: float, late: Callable[[], TransferError]
+    ) -> "Future[T]":
+        """Begin a story; what it returns or raises, later. After `seconds` it is interrupted with
+        the error that `late` makes, and at once if the future is cancelled."""
+        answer: Future[T] = Future()
+
+        def begin() -> None:
+            if answer.cancelled():
+                return
+            task = self.start(name, story)
+            task.deadline, task.late = self.clock() + seconds, late
+            task.on_end = lambda: _tell(answer, task)
+            answer.add_done_callback(lambda _: self._cancel(task))
+
+        self.submit(begin)
+        return answer
+
+    def _cancel(self, task: Task[Any]) -> None:
+        error = TransferError(f"{task.name}: nobody waits for it any more", kind="aborted")
+        with suppress(TransferError):
+            self.submit(lambda: task.interrupt(error))
+
     def _check_process(self) -> None:
         """TransferError in a process that was forked: it has no thread that would do anything."""
         if os.getpid() != self._opener:
@@ -291,13 +307,14 @@ class Loop:
             if task.due <= now or task.deadline < now:
                 task.resume(now)
                 if task.is_over:
-                    self._forget(task)
+                    self._ended(task)
         soonest = min((task.due for task in self.tasks), default=math.inf)
         return min(max(soonest - now, 0.0), IDLE)
 
-    def _forget(self, over: Task[Any]) -> None:
+    def _ended(self, over: Task[Any]) -> None:
         """A task has ended: somebody may have waited for it."""
         self.tasks.remove(over)
+        self._guarded(over.on_end, over.name)
         self.wake_all()
 
     def wake_all(self) -> None:
@@ -357,12 +374,24 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Drop every story; nothing can be submitted any more."""
-        self._obey()
-        for task in self.tasks:
-            task.close()
-        self.tasks.clear()
+        """Drop every story, with an error; nothing can be submitted any more."""
         with self._waking:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)
             self._wake_fd = -1
+        self._obey()
+        closed = TransferError(f"agent {self.name!r} was closed", kind="aborted")
+        while self.tasks:
+            task = self.tasks[0]
+            self._guarded(partial(task.close, closed), task.name)
+            self._ended(task)
+
+
+def _tell(answer: "Future[T]", task: Task[T]) -> None:
+    """A task has ended: so has its future, unless it was cancelled."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    if task.error is not None:
+        answer.set_exception(task.error)
+    else:
+        answer.set_result(cast("T", task.result))

@@ -13,9 +13,7 @@ any ticket does.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from math import lcm
@@ -35,7 +33,7 @@ from kvstow.transfer.channel.messages import (
     TellPrefix,
     Why,
 )
-from kvstow.transfer.loop import Loop, Mailbox, Story
+from kvstow.transfer.loop import IDLE, Loop, Mailbox, Story
 from kvstow.transfer.peers.endpoint import Endpoint
 from kvstow.transfer.peers.incoming import Incoming
 from kvstow.transfer.peers.outgoing import Outgoing
@@ -43,6 +41,7 @@ from kvstow.transfer.tickets.generations import OwnerQueue
 from kvstow.transfer.tickets.lease import EndReason
 from kvstow.transfer.tickets.offers import Offers, OnEnd
 from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport.base import lost
 
 KEY_BYTES = 32
 MOST_BLOCKS = 1 << 20
@@ -262,86 +261,62 @@ def _split(keys: bytes) -> list[bytes]:
 # ── the consumer ──────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True, eq=False)
-class PrefixQuestion:
-    """A question, and where its answer is put. `wake` resumes whoever waits for it."""
-
-    message: AskPrefix
-    num_tokens: int
-    wake: Callable[[], None] = lambda: None
-    mailbox: Mailbox = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mailbox = Mailbox(lambda: self.wake())
-
-    @staticmethod
-    def of(endpoint: Endpoint, keys: Sequence[bytes], step: int) -> "PrefixQuestion":
-        """A question for keys; TransferError for what cannot be asked."""
-        if not 1 <= len(keys) <= MAX_ASKED_KEYS or {len(key) for key in keys} != {KEY_BYTES}:
-            raise TransferError(
-                f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS} of {KEY_BYTES} bytes",
-                kind="refused",
-            )
-        if not isinstance(step, int) or step < 1 or not isinstance(keys[0], bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TransferError(
-                f"a step of {step!r} tokens, keys of {type(keys[0]).__name__}: one asks with "
-                "bytes, and steps of 1 or more",
-                kind="refused",
-            )
-        number = endpoint.random.getrandbits(62)
-        message = AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
-        return PrefixQuestion(message, len(keys) * step)
-
-
-def begin_asking(
-    loop: Loop, peer: Outgoing, question: PrefixQuestion, seconds: float
-) -> "Future[Ticket | None]":
-    """Start the story of a question, from any thread; what it returns or raises, later."""
-    answer: Future[Ticket | None] = Future()
-    address = peer.address
-
-    def begin() -> None:
-        task = loop.start(f"ask {address}", asked(peer, question))
-        task.deadline = loop.clock() + seconds
-        task.late = lambda: TransferError(
-            f"agent at {address} did not answer within {seconds} s\n\n"
-            "hint: its owner settles too seldom, or it is of a version that knows no prefixes",
-            kind="timeout",
-            peer=address,
+def prefix_question(endpoint: Endpoint, keys: Sequence[bytes], step: int) -> AskPrefix:
+    """A question for keys; TransferError for what cannot be asked."""
+    if not 1 <= len(keys) <= MAX_ASKED_KEYS or {len(key) for key in keys} != {KEY_BYTES}:
+        raise TransferError(
+            f"{len(keys)} keys: one asks with 1 to {MAX_ASKED_KEYS} of {KEY_BYTES} bytes",
+            kind="refused",
         )
-        task.on_end = lambda: (
-            answer.set_exception(task.error) if task.error else answer.set_result(task.result)
+    if not isinstance(step, int) or step < 1 or not isinstance(keys[0], bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TransferError(
+            f"a step of {step!r} tokens, keys of {type(keys[0]).__name__}: one asks with "
+            "bytes, and steps of 1 or more",
+            kind="refused",
         )
-        question.wake = task.wake
-
-    loop.submit(begin)
-    return answer
+    number = endpoint.random.getrandbits(62)
+    return AskPrefix(number, endpoint.identity.digest, step, b"".join(keys))
 
 
-def asked(peer: Outgoing, question: PrefixQuestion) -> Story[Ticket | None]:
+def asked(loop: Loop, peer: Outgoing, question: AskPrefix) -> Story[Ticket | None]:
     """Ask a peer and wait for its answer: a ticket, or None for a miss."""
-    number = question.message.question
+    mailbox, number = Mailbox(loop.wake_all), question.question
+    num_tokens = len(question.keys) // KEY_BYTES * question.step
     yield from peer.met()
-    peer.questions[number] = question.mailbox
+    line = peer.line
+    peer.questions[number] = mailbox
     try:
-        peer.send(question.message)
-        told = yield from question.mailbox.wait(TellPrefix)
+        peer.send(question)
+        while not mailbox.has(TellPrefix):
+            if peer.line is not line:
+                raise peer.error or lost(peer.name, "before it has answered")
+            yield IDLE
     finally:
         del peer.questions[number]
+    told = mailbox.take(TellPrefix)
     if not told.ticket:
-        mailbox = question.mailbox
-        peer.missed(mailbox.take(Why).reason if mailbox.has(Why) else "", question.num_tokens)
+        peer.missed(mailbox.take(Why).reason if mailbox.has(Why) else "", num_tokens)
         return None
     ticket = Ticket.from_bytes(told.ticket)
-    _check(peer, question, ticket)
+    _check(peer, question, num_tokens, ticket)
     return ticket
 
 
-def _check(peer: Outgoing, question: PrefixQuestion, ticket: Ticket) -> None:
+def not_answered(peer: Outgoing, seconds: float) -> TransferError:
+    """The error of a question that nobody has answered within this time."""
+    return TransferError(
+        f"agent at {peer.address} did not answer within {seconds} s\n\n"
+        "hint: its owner settles too seldom, or it is of a version that knows no prefixes",
+        kind="timeout",
+        peer=peer.address,
+    )
+
+
+def _check(peer: Outgoing, question: AskPrefix, num_tokens: int, ticket: Ticket) -> None:
     """TransferError unless the ticket is the peer's own, and for what was asked."""
     card = peer.card
     assert card is not None
-    mine = question.message.identity, card.agent, card.start
+    mine = question.identity, card.agent, card.start
     if (ticket.identity, ticket.agent, ticket.start) != mine:
         raise TransferError(
             f"peer {peer.name!r} answered with a ticket of agent {ticket.agent!r}, start "
@@ -349,10 +324,10 @@ def _check(peer: Outgoing, question: PrefixQuestion, ticket: Ticket) -> None:
             kind="ticket",
             peer=peer.name,
         )
-    if not 0 < ticket.num_tokens <= question.num_tokens:
+    if not 0 < ticket.num_tokens <= num_tokens:
         raise TransferError(
             f"peer {peer.name!r} answered with {ticket.num_tokens} tokens, asked for at most "
-            f"{question.num_tokens}",
+            f"{num_tokens}",
             kind="ticket",
             peer=peer.name,
         )

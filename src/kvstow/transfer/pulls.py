@@ -1,5 +1,6 @@
 """All pulls of an agent: begun, counted, and put into quarantine where they fail."""
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ from kvstow.transfer.pull import Order, Stats, pull
 from kvstow.transfer.quarantine import Quarantine
 from kvstow.transfer.source import Source, SourcePlans
 from kvstow.transfer.tickets.ticket import Ticket
+
+log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -91,7 +94,10 @@ class Transfer:
     def rest(self) -> None:
         """Nothing writes to the rows any more."""
         self._quiet.set()
-        self._on_quiet()
+        try:
+            self._on_quiet()
+        except Exception:
+            log.exception("on_quiet of a pull")
 
 
 class Pulls:
