@@ -34,12 +34,14 @@ class Network:
         self.channels: dict[str, SimChannel] = {}
         self.dialled: dict[bytes, tuple[SimChannel, Session]] = {}
         self.deaf: set[str] = set()
+        self.left: set[bytes] = set()
+        """Lines that their clients have left, and on which everything is late."""
         self._made = 0
 
     def is_deaf(self, packet: Packet) -> bool:
-        """Whether it goes to somebody to whom everything is late."""
+        """Whether it goes to somebody, or on a line, to whom everything is late."""
         if packet.address:
-            return packet.address in self.deaf
+            return packet.address in self.deaf or packet.client in self.left
         dialled = self.dialled.get(packet.client)
         return dialled is not None and dialled[0].address in self.deaf
 
@@ -83,6 +85,10 @@ class SimChannel:
         self._network.dialled[client] = self, line
         line.address = address  # type: ignore[attr-defined]
         return line
+
+    def leave(self, line: Any) -> None:
+        """What was sent on a line comes later than anything that is sent on the next one."""
+        self._network.left.add(self._client_of[line])
 
     def hang_up(self, line: Any) -> None:
         client = self._client_of.pop(line, None)

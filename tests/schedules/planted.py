@@ -139,6 +139,12 @@ def a_writer_says_stopped_at_once() -> Generator[None]:
 
 
 @bug
+def an_order_is_served_after_its_stop_was_answered() -> Generator[None]:
+    with changed(Server, "_bar", nothing):
+        yield
+
+
+@bug
 def a_producer_s_failure_counts_as_quiet() -> Generator[None]:
     quiet = source.Source.writer_is_quiet.fget
     assert quiet is not None

@@ -17,12 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from tempfile import gettempdir
+from typing import Any
 
 import numpy as np
 
 from kvstow.errors import OutOfBlocks
 from kvstow.route.ways import Way
+from kvstow.transfer.channel.messages import Begun
 from kvstow.transfer.options import DigestPolicy, Options
+from kvstow.transfer.transport.base import lost
 from schedules.disks import NO_DISK_FAULTS, DiskFaults
 from schedules.network import Packet
 from schedules.rows import Claim
@@ -77,6 +80,7 @@ class Faults:
     kill: float = 0.0
     cut: float = 0.0
     deaf: float = 0.0
+    leave: float = 0.0
     copy: float = 0.0
     late: float = 1.0
     flip: float = 0.0
@@ -160,6 +164,7 @@ class Schedule:
             kill=some(0.4, 0.02),
             cut=some(0.4, 0.03),
             deaf=some(0.5, 0.03),
+            leave=some(0.5, 0.15),
             copy=some(0.3, 0.05),
             late=self.random.choice((1.0, 0.3, 0.05)),
             flip=some(0.15, 0.3),
@@ -222,6 +227,7 @@ class Schedule:
             (0.0 if self.stores else 0.4 * self.roughness, transfers.offer_too_soon),
             (8.0 if churns else 0.0, transfers.outlive_a_lease),
             (20 * faults.deaf, self._go_deaf_or_listen),
+            (20 * faults.leave, self._leave_a_line_or_hear_it),
             (20 * faults.stop, self._stop_or_go_on),
             (20 * faults.kill, self._kill),
             (20 * faults.cut, self._cut_or_heal),
@@ -494,6 +500,24 @@ class Schedule:
         self.world.network.deaf ^= {node.channel.address}
         self.world.count("deaf")
 
+    def _leave_a_line_or_hear_it(self) -> None:
+        """A consumer gives a producer up and dials it again; what it said before comes late."""
+        network, dice = self.world.network, self.random
+        if network.left and dice.random() < 0.5:
+            network.left.clear()
+            return
+        lines = [
+            (node, peer)
+            for node in self.world.nodes.values()
+            for peer in node.agent.peers.all.values()
+            if peer.state == "ready" and any(_is_ordered(each) for each in peer.readers.values())
+        ]
+        if lines:
+            node, peer = dice.choice(lines)
+            node.channel.leave(peer.line)
+            peer.lose(lost(peer.name, "another post has failed"))
+            self.world.count("lines left")
+
     def _kill(self) -> None:
         self.kill(self.random.choice(list(self.world.nodes.values())))
         self.world.count("killed")
@@ -532,9 +556,12 @@ class Schedule:
             node.stopped = False
         seconds = DRAIN_SECONDS + SILENT_BEATS * self.options.heartbeat_seconds
         until = world.clock.now + seconds
+        late_until = world.clock.now + self.random.choice((0.0, 0.3, 0.6, 1.0))
         tick = LEAST_TICK
         while world.clock.now < until:
             self.step += 1
+            if world.clock.now > late_until:
+                world.network.left.clear()
             self._round(tick)
             tick = min(1.5 * tick, MOST_TICK)
             if self.transfers.are_at_rest() and self.tiers.are_at_rest():
@@ -546,7 +573,10 @@ class Schedule:
         for _ in range(2):
             packets, world.network.packets = world.network.packets, []
             for packet in packets:
-                world.network.deliver(packet)
+                if world.network.is_deaf(packet):
+                    world.network.packets.append(packet)
+                else:
+                    world.network.deliver(packet)
             for node in tuple(world.nodes.values()):
                 if node.has_work(world.clock.now):
                     self.turn(node)
@@ -565,6 +595,11 @@ class Schedule:
             if any(left.values()):
                 raise Broken(f"{node.name}: left over: { {k: v for k, v in left.items() if v} }")
             node.rows.check()
+
+
+def _is_ordered(reader: Any) -> bool:
+    """Whether a producer shall write, and has not said that it has heard of it."""
+    return reader.direction == "write" and not reader.mailbox.has(Begun)
 
 
 def run(seed: int, folder: str = "") -> Report:

@@ -41,6 +41,9 @@ AWAKE_AFTER_HELLO = 0.5
 SILENT_BEATS = 30
 """A consumer that was silent for so many heartbeats is forgotten."""
 
+MOST_STOPPED = 256
+"""Transfers that are remembered for one session, to refuse them if they begin late."""
+
 
 class Server:
     """The agents that dialled us, our leases, and what is being served under them."""
@@ -159,7 +162,7 @@ class Server:
             self.loop.start(f"get ready for {card.agent}", ready_to_gather(self.endpoint, layout))
 
     def _begin(self, peer: Incoming, begin: Begin) -> None:
-        if begin.transfer in self.servings:
+        if begin.transfer in self.servings or begin.transfer in peer.stopped:
             return
         serving = self.servings[begin.transfer] = Serving(peer, begin)
         serving.task = self.loop.start(f"serve {peer.card.agent}", serve(self, serving))
@@ -178,11 +181,25 @@ class Server:
         """Stop a transfer; the answer goes to the line on which it was asked last."""
         serving = self.servings.get(stop.transfer)
         if serving is None or serving.task is None:
+            self._bar(peer, stop.transfer)
             peer.send(Stopped(stop.transfer))
             return
         serving.peer = peer
         serving.mailbox.put(stop)
         serving.interrupt(Ended("stopped by its consumer", kind="aborted"))
+
+    def _bar(self, peer: Incoming, transfer: int) -> None:
+        """A transfer is over that is not known: it may not begin any more.
+
+        Its order may still come, on a line that the agent has dialled before and has left. A line
+        with too many such orders is not heard any more.
+        """
+        for session, known in tuple(self.incoming.items()):
+            if known is not peer and known.card.start == peer.card.start:
+                known.stopped.add(transfer)
+                if len(known.stopped) > MOST_STOPPED:
+                    known.send(Stranger())
+                    self._forget(session)
 
     def _probe(self, peer: Incoming, nbytes: int) -> None:
         if any(probed is peer for probed in self._probed):

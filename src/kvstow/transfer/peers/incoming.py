@@ -28,7 +28,10 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """An agent that dialled us, from its hello until it is silent for long."""
+    """An agent that dialled us, from its hello until it is silent for long.
+
+    Transfers that it has `stopped`, on another line, do not begin here any more.
+    """
 
     endpoint: Endpoint
     card: Card
@@ -37,6 +40,7 @@ class Incoming:
     heard_at: float
     write_rate: float = 0.0
     moved_bytes: int = 0
+    stopped: set[int] = field(default_factory=set[int])
     _shares: dict[tuple[Claim, ...] | None, Share] = field(
         default_factory=dict[tuple[Claim, ...] | None, Share]
     )

@@ -1,0 +1,132 @@
+"""What a producer does with messages that come late, or that no honest consumer sends."""
+
+import time
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvstow.memory.arena import Arena
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.channel.framing import decode
+from kvstow.transfer.channel.messages import AnyMessage, Begin, Ids, Refused, Sample, Stop, Write
+from kvstow.transfer.options import Options
+from kvstow.transfer.server import MOST_STOPPED
+from kvstow.transfer.tickets.generations import Generations
+from kvstow.transfer.tickets.ticket import packed_ints
+from kvstow.transfer.transport.base import lost
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from schedules.network import Clock, Network, Packet, SimChannel
+from transfer_node import IDENTITY, from_json, hybrid_layout, rows_for
+
+TOKENS = 24
+LAYOUT = hybrid_layout(60)
+SOURCE = from_json(rows_for(LAYOUT, TOKENS, 1, (1, 20)))
+TARGET = from_json(rows_for(LAYOUT, TOKENS, 2, (20, 40)))
+
+
+class Pair:
+    """A producer and a consumer in one thread, and a network that holds packets back."""
+
+    def __init__(self) -> None:
+        self.network, self.clock, self.fabric = Network(), Clock(), Fabric()
+        self.random = Random(1)
+        self.held: list[Packet] = []
+        self.producer, self.consumer = self._agent("p"), self._agent("c")
+        self.peer = self.consumer.peers.at(self.producer.address, "")
+        self.peer.greet()
+        self.rounds(5)
+
+    def _agent(self, name: str) -> Agent:
+        return Agent(
+            Arena(LAYOUT),
+            Generations(LAYOUT),
+            transport=LocalTransport(self.fabric),
+            identity=IDENTITY,
+            name=name,
+            channel=SimChannel(self.network, f"sim://{name}", self.random),
+            clock=self.clock,
+            random=self.random,
+            options=Options(direction="write", engines=1, digest="off"),
+        )
+
+    def rounds(self, count: int, *hold: type[AnyMessage]) -> None:
+        """Deliver everything and turn both agents; messages of some kinds are held back."""
+        for _ in range(count):
+            packets, self.network.packets = self.network.packets, []
+            for packet in packets:
+                if isinstance(decode(packet.data).message, hold):
+                    self.held.append(packet)
+                else:
+                    self.network.deliver(packet)
+            for agent in (self.producer, self.consumer):
+                agent.loop.step(0)
+                agent.settle()
+            self.clock.now += 0.01
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.consumer.close()
+    made.producer.close()
+
+
+def failed_pull(pair: Pair) -> None:
+    """A pull whose order stays on a line that its consumer has left; its rows are free again."""
+    ticket = pair.producer.offer_blocks(SOURCE, TOKENS)
+    transfer = pair.consumer.pull(ticket, into=TARGET)
+    pair.rounds(5, Begin)
+    pair.peer.lose(lost("p", "a post of another pull has failed"))
+    pair.rounds(300)
+    assert pair.held
+    assert transfer.quiet
+    owner = pair.consumer.endpoint.owner
+    assert isinstance(owner, Generations)
+    assert not any(owner.holds(g, listed.ids).any() for g, listed in TARGET.items())
+
+
+def assert_nothing_is_written(pair: Pair) -> None:
+    memory = pair.consumer.endpoint.arena.bytes.numpy()
+    pair.producer.endpoint.arena.bytes.fill_(7)
+    before = memory.copy()
+    for packet in pair.held:
+        pair.network.deliver(packet)
+    pair.rounds(20)
+    assert not pair.producer.server.servings
+    assert np.array_equal(memory, before)
+
+
+def test_an_order_that_comes_after_its_stop_was_answered_is_not_served(pair):
+    """It came on a line that the consumer had left, into rows that were somebody else's."""
+    failed_pull(pair)
+    assert_nothing_is_written(pair)
+
+
+def test_an_order_is_not_served_either_if_more_were_stopped_than_are_remembered(pair):
+    """The line that such an order may come on is not heard any more."""
+    failed_pull(pair)
+    for number in range(MOST_STOPPED + 1):
+        pair.peer.send(Stop(number))
+    pair.rounds(2)
+    assert len(pair.producer.server.incoming) == 1
+    assert_nothing_is_written(pair)
+
+
+def test_stops_of_one_agent_do_not_touch_another(pair):
+    other = pair._agent("other")
+    peer = other.peers.at(pair.producer.address, "")
+    peer.greet()
+    for _ in range(5):
+        other.loop.step(0)
+        pair.rounds(1)
+    for number in range(MOST_STOPPED + 1):
+        peer.send(Stop(number))
+    pair.rounds(2)
+    assert all(not known.stopped for known in pair.producer.server.incoming.values())
+    transfer = pair.consumer.pull(pair.producer.offer_blocks(SOURCE, TOKENS), into=TARGET)
+    pair.rounds(20)
+    assert transfer.wait(0).directions == ("write",)
+    other.close()
