@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from kvstow.errors import TransferError
 from kvstow.memory.arena import Arena
 from kvstow.transfer.agent import Agent
 from kvstow.transfer.channel.framing import decode
@@ -14,7 +16,7 @@ from kvstow.transfer.channel.messages import AnyMessage, Begin, Ids, Refused, Sa
 from kvstow.transfer.options import Options
 from kvstow.transfer.server import MOST_STOPPED
 from kvstow.transfer.tickets.generations import Generations
-from kvstow.transfer.tickets.ticket import packed_ints
+from kvstow.transfer.tickets.ticket import MAX_TOKENS, packed_ints
 from kvstow.transfer.transport.base import lost
 from kvstow.transfer.transport.local import Fabric, LocalTransport
 from schedules.network import Clock, Network, Packet, SimChannel
@@ -130,3 +132,45 @@ def test_stops_of_one_agent_do_not_touch_another(pair):
     pair.rounds(20)
     assert transfer.wait(0).directions == ("write",)
     other.close()
+
+
+# ── orders that cannot be ─────────────────────────────────────────────────────────────
+
+
+def refusal(pair: Pair, write: Write | None, samples: tuple[Sample, ...]) -> str:
+    """Why a producer refuses an order, which it says at once."""
+    ticket = pair.producer.offer_blocks(SOURCE, TOKENS)
+    said: list[AnyMessage] = []
+    pair.peer.hear = said.append  # type: ignore[method-assign]
+    pair.peer.send(Begin(5, ticket.lease, ticket.digest, None, write, 0, samples))
+    started = time.monotonic()
+    pair.rounds(3)
+    assert time.monotonic() - started < 10
+    (reasons,) = [message.reasons for message in said if isinstance(message, Refused)]
+    assert not pair.producer.server.servings
+    return reasons[0]
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1 << 28), (-1, TOKENS), (9, 8), (0, TOKENS + 1)])
+def test_an_order_for_tokens_that_the_ticket_has_not_is_refused_at_once(pair, start, end):
+    """It kept the loop busy for minutes, and took gigabytes."""
+    ids = tuple(Ids(g, packed_ints(b.ids), packed_ints(b.index)) for g, b in TARGET.items())
+    assert f"tokens [{start}, {end}) are not" in refusal(pair, Write(ids, start, end), ())
+
+
+def test_a_digest_of_tokens_that_the_ticket_has_not_is_refused_at_once(pair):
+    sample = Sample(("layers.0",), None, 0, 1 << 28, 1, 0)
+    assert f"tokens [0, {1 << 28}) are not" in refusal(pair, None, (sample,))
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("digest", ["off", "always"])
+def test_a_forged_ticket_for_very_many_tokens_fails_at_once(pair, direction, digest):
+    ticket = replace(pair.producer.offer_blocks(SOURCE, TOKENS), num_tokens=MAX_TOKENS)
+    transfer = pair.consumer.pull(ticket, into=TARGET, direction=direction, digest=digest)
+    started = time.monotonic()
+    while not transfer.done and time.monotonic() < started + 10:
+        pair.rounds(1)
+    with pytest.raises(TransferError) as caught:
+        transfer.wait(0)
+    assert caught.value.kind == "ticket"

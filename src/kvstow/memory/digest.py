@@ -34,7 +34,7 @@ from kvstow.plan.group import Group
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
 from kvstow.plan.view import Ints
-from kvstow.route.blocks import Blocks, Tokens
+from kvstow.route.blocks import Blocks, Tokens, first_missing
 from kvstow.route.lanes import state_tokens
 from kvstow.route.overlap import Interval
 from kvstow.route.route import Claims
@@ -216,9 +216,9 @@ def _counting(group: Group, spec: LayerSpec, index: Ints, intervals: Intervals) 
         first, end = low // spec.states, -(-high // spec.states)
         start, stop = np.searchsorted(index, (first, end)).tolist()
         if stop - start != end - first:
-            missing = np.setdiff1d(np.arange(first, end), index)
+            missing = first_missing(index[start:stop], first, end)
             raise BlockError(
-                f"group {group.name!r}: the digest needs logical blocks {missing[:8].tolist()}, "
+                f"group {group.name!r}: the digest needs logical blocks {missing.tolist()}, "
                 f"the request lists {index[:8].tolist()}"
             )
         slices.append(slice(start, stop))

@@ -11,6 +11,9 @@ from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Encoder, State, seen_tokens
 from kvstow.plan.view import Ints
 
+FEW = 8
+"""So many blocks are named in an error."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
@@ -123,14 +126,25 @@ def check_held(group: Group, blocks: Blocks, tokens: Tokens, side: str) -> None:
         listed = blocks.between(first, end)
         if listed.stop - listed.start == end - first:
             continue
-        missing = np.setdiff1d(np.arange(first, end), blocks.index[listed])
+        missing = first_missing(blocks.index[listed], first, end)
+        count = end - first - (listed.stop - listed.start)
         lacking = (
-            f"{side} group {group.name!r}: no block is listed for logical blocks {_few(missing)} "
+            f"{side} group {group.name!r}: no block is listed for logical blocks "
+            f"{_few(missing, count)} "
             f"({span} tokens each), which the token after {tokens.end} tokens needs"
         )
         raise RouteError((lacking,))
 
 
-def _few(numbers: Ints) -> str:
-    shown = ", ".join(map(str, numbers[:8].tolist()))
-    return f"{shown} … ({len(numbers)} in all)" if len(numbers) > 8 else shown
+def first_missing(listed: Ints, first: int, end: int) -> Ints:
+    """The first few numbers of `[first, end)` that are not listed: the range itself may be so long
+    that it fits no memory."""
+    end = min(end, first + len(listed) + FEW)
+    return np.setdiff1d(np.arange(first, end), listed)[:FEW]
+
+
+def _few(numbers: Ints, count: int | None = None) -> str:
+    """The first of these numbers, of which there are so many."""
+    count = len(numbers) if count is None else count
+    shown = ", ".join(map(str, numbers[:FEW].tolist()))
+    return f"{shown} … ({count} in all)" if count > FEW else shown

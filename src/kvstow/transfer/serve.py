@@ -103,6 +103,7 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
     """Serve one transfer until its consumer has ended it, or something else has."""
     try:
         ticket = server.opened(serving)
+        check_tokens(serving.begin, ticket)
         bringing = brought(server.endpoint, serving, ticket)
         telling = told_digests(server.endpoint, serving, ticket)
     except Exception as error:
@@ -129,6 +130,19 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
         yield from stopped(server, serving, error)
     finally:
         server.leases.shut(serving.begin.lease, serving.transfer, accepted=accepted)
+
+
+def check_tokens(begin: Begin, ticket: Ticket) -> None:
+    """TransferError unless the ticket has every token that is ordered or compared."""
+    wanted = [(sample.start_token, sample.stop_token) for sample in begin.samples]
+    if begin.write is not None:
+        wanted.append((begin.write.start_token, begin.write.num_tokens))
+    for first, end in wanted:
+        if not 0 <= first <= end <= ticket.num_tokens:
+            raise TransferError(
+                f"tokens [{first}, {end}) are not among the {ticket.num_tokens} of the ticket",
+                kind="ticket",
+            )
 
 
 def brought(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[None]:
