@@ -36,3 +36,28 @@ def test_a_dead_writer_needs_one_fresh_engine_and_no_more():
             with pytest.raises(StopIteration):
                 next(story)
         assert not case.needs_engine
+
+
+def test_upkeep_goes_on_after_an_error_of_any_kind(caplog):
+    """Rows would stay in quarantine for good."""
+    looks: list[int] = []
+
+    def poll() -> None:
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    endpoint = SimpleNamespace(
+        name="a",
+        poll_flights=poll,
+        disconnect_idle=lambda: None,
+        note=lambda what, facts: None,
+        options=SimpleNamespace(),
+        clock=lambda: 0.0,
+        flights={},
+    )
+    upkeep = quarantine(endpoint).upkeep()
+    for _ in range(5):
+        next(upkeep)
+    assert len(looks) == 3
+    assert "RuntimeError: dictionary changed size" in caplog.text

@@ -170,8 +170,9 @@ class Quarantine:
                 self._endpoint.disconnect_idle()
                 if self._is_due():
                     yield from self._replaced()
-            except TransferError as error:
-                log.warning("agent %s: %s", self._endpoint.name, error)
+            except Exception as error:
+                is_ours = isinstance(error, TransferError)
+                log.warning("agent %s: %s", self._endpoint.name, error, exc_info=not is_ours)
                 self._endpoint.note("turn-failed", {"error": str(error)})
                 yield 1.0
             yield NOW_AND_THEN if self._cases else IDLE

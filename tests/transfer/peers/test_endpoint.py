@@ -81,3 +81,48 @@ def test_a_post_that_had_arrived_stays_so():
     assert here.memory[:64].tolist() == list(range(64))
     for node in (here, there):
         node.close()
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_peer_that_we_have_disconnected_is_not_taken_for_dead(engines):
+    fabric = Fabric()
+    here, there = (
+        Node(MANIFEST, fabric, name=name, options={"engines": engines}, is_started=False)
+        for name in "ab"
+    )
+    endpoint, card = here.agent.endpoint, there.agent.endpoint.card
+    endpoint.attach(card, "a test")
+    copies = Copies.one(card.base, endpoint.card.base, 64)
+    flight = endpoint.post("read", card.engine, Kinds(), copies)
+    endpoint.broken.add(card.engine)
+    endpoint.detach(card.engine, "a test")
+    with pytest.raises(TransferError, match="not connected here") as caught:
+        flight.start()
+    assert caught.value.kind == "transport"
+    assert not endpoint.gone
+    for node in (here, there):
+        node.close()
+
+
+class Nameless(LocalTransport):
+    """An engine after which no other one can be told about."""
+
+    def fresh(self) -> "LocalTransport":
+        made = Nameless(self.fabric)
+        made.metadata = self._nothing  # type: ignore[method-assign]
+        return made
+
+    def _nothing(self) -> bytes:
+        raise TransferError("no metadata", kind="transport")
+
+
+def test_a_fresh_engine_without_metadata_is_closed_and_the_old_one_goes_on():
+    fabric = Fabric()
+    node = Node(MANIFEST, transport=Nameless(fabric), is_started=False)
+    endpoint = node.agent.endpoint
+    engine, card = endpoint.transport, endpoint.card
+    with pytest.raises(TransferError, match="no metadata"):
+        endpoint.replace_engine()
+    assert (endpoint.transport, endpoint.card) == (engine, card)
+    assert list(fabric.members) == [engine.name]
+    node.close()

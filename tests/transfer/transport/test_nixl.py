@@ -151,3 +151,36 @@ def test_only_a_closed_engine_keeps_late_bytes_of_a_stopped_peer_out(then):
         assert ended == "False", f"{landed} bytes have landed since"
     else:
         assert (ended, landed) == ("True", "0")
+
+
+def test_metadata_that_nixl_does_not_give_are_an_error_of_ours():
+    class Broken:
+        agent = None
+
+        def get_agent_metadata(self) -> bytes:
+            raise RuntimeError("nixlBackendError")
+
+    engine = NixlTransport()
+    whole, engine._agent = engine._agent, Broken()
+    try:
+        with pytest.raises(TransferError, match="nixl: metadata: RuntimeError"):
+            engine.metadata()
+    finally:
+        engine._agent = whole
+        engine.close()
+
+
+def test_a_post_to_a_peer_that_we_have_disconnected_does_not_call_it_dead():
+    one, other = NixlTransport(), NixlTransport()
+    memory = [np.zeros(4096, np.uint8) for _ in range(2)]
+    for engine, region in zip((one, other), memory, strict=True):
+        engine.register(Region(region.ctypes.data, region.nbytes))
+    one.connect(other.name, other.metadata())
+    copies = Copies.one(memory[1].ctypes.data, memory[0].ctypes.data, 64)
+    post = one.prepare("read", other.name, Kinds(), copies)
+    one.disconnect(other.name)
+    with pytest.raises(TransferError) as caught:
+        post.start()
+    assert caught.value.kind == "transport"
+    for engine in (one, other):
+        engine.close()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,3 +249,30 @@ def test_writes_and_short_reads_are_the_first_engine_s(pair):
     done(pair.transport.prepare("write", pair.peer.name, Kinds(), copies))
     assert (pair.there == pair.here).all()
     assert helper.copied == before
+
+
+def test_a_helper_is_not_ready_for_a_peer_that_was_disconnected_while_it_connected():
+    pair = Pair()
+    helper = module._Helper(lambda: Engine(pair.fabric, first=pair.engine), [])
+    threads: list[threading.Thread] = []
+
+    class Wanted(dict[str, bytes]):
+        looks = 0
+
+        def get(self, *key: Any) -> Any:  # the second look is just before the peer is ready
+            found = super().get(*key)
+            self.looks += 1
+            if self.looks == 2:
+                threads.append(threading.Thread(target=helper.disconnect, args=key))
+                threads[0].start()
+                threads[0].join(0.2)
+            return found
+
+    helper._wanted = Wanted()
+    wait_for(lambda: helper.is_made)
+    helper.connect(pair.peer.name, pair.peer.metadata(), pair.there.ctypes.data)
+    wait_for(lambda: bool(threads))
+    helper.close()
+    threads[0].join()
+    assert not helper.ready
+    pair.transport.close()

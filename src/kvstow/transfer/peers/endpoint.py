@@ -117,7 +117,7 @@ class Endpoint:
         self._labelled: dict[tuple[Counter, str], Counter] = {}
         self._manifest = encode(self.layout)
         self._register(transport)
-        self.card = self._card()
+        self.card = self._card(transport)
 
     def use_device(self) -> None:
         """Make the arena's device the current one of the calling thread, with a stream of its own:
@@ -137,6 +137,7 @@ class Endpoint:
         fresh = self.transport.fresh()
         try:
             self._register(fresh)
+            card = self._card(fresh)
         except TransferError:  # the old one goes on, and this one must not stay behind
             fresh.close()
             raise
@@ -145,7 +146,7 @@ class Endpoint:
             known.clear()
         self.transport = fresh
         self.num_engines += 1
-        self.card = self._card()
+        self.card = card
 
     def _close_engine(self) -> None:
         """Nothing writes any more, and what had not arrived never will."""
@@ -197,7 +198,7 @@ class Endpoint:
     def _scratch_region(self, scratch: Stage) -> Region:
         return Region(scratch.arena.address, scratch.arena.nbytes, self.kind, self.device)
 
-    def _card(self) -> Card:
+    def _card(self, transport: Transport) -> Card:
         for g, table in enumerate(self.owner.generations):
             if table.dtype != np.int64 or len(table) != self.layout.num_blocks(g):
                 raise TransferError(
@@ -209,9 +210,9 @@ class Endpoint:
         return Card(
             agent=self.name,
             start=self.start,
-            engine=self.transport.name,
+            engine=transport.name,
             manifest=self._manifest,
-            metadata=self.transport.metadata(),
+            metadata=transport.metadata(),
             base=self.arena.address,
             kind=self.kind,
             device=self.device,

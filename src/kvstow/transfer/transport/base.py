@@ -130,6 +130,11 @@ def inside(regions: list[Region], address: int, nbytes: int) -> bool:
     return any(r.address <= address and address + nbytes <= r.address + r.nbytes for r in regions)
 
 
+def disconnected(peer: str) -> TransferError:
+    """The error of a post to a peer that we have disconnected: that peer may be well."""
+    return TransferError(f"peer {peer!r} is not connected here", kind="transport", peer=peer)
+
+
 def lost(peer: str, why: str) -> TransferError:
     """The error for a peer that has gone."""
     return TransferError(f"peer {peer!r} is gone: {why}", kind="peer", peer=peer)

@@ -15,7 +15,15 @@ import msgspec
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies, cut
-from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, inside, lost
+from kvstow.transfer.transport.base import (
+    Direction,
+    Kinds,
+    Post,
+    Region,
+    disconnected,
+    inside,
+    lost,
+)
 
 STEP_BYTES = 64 << 20
 MAX_METADATA = 1 << 20
@@ -138,7 +146,7 @@ class LocalTransport:
         self._peers.discard(peer)
         for post in self._posts:
             if post.peer == peer:
-                post.give_up(lost(peer, "disconnected here"))
+                post.give_up(disconnected(peer))
 
     def prepare(self, direction: Direction, peer: str, kinds: Kinds, copies: Copies) -> Post:
         self.check_connected(peer)
@@ -149,7 +157,7 @@ class LocalTransport:
     def check_connected(self, peer: str) -> None:
         """TransferError unless posts to that peer may start."""
         if peer not in self._peers:
-            raise lost(peer, "not connected")
+            raise disconnected(peer)
 
     def begin(self, post: "_LocalPost") -> None:
         """Let a post copy from now on."""

@@ -23,7 +23,14 @@ import numpy.typing as npt
 from kvstow.errors import BackendMissing, FaultKind, TransferError
 from kvstow.route.copies import Copies
 from kvstow.transfer.channel.address import is_loopback
-from kvstow.transfer.transport.base import Direction, Kinds, MemoryKind, Post, Region, lost
+from kvstow.transfer.transport.base import (
+    Direction,
+    Kinds,
+    MemoryKind,
+    Post,
+    Region,
+    disconnected,
+)
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +142,10 @@ class NixlTransport:
         self._registered.append(listed)
 
     def metadata(self) -> bytes:
-        own: bytes | None = self.engine.get_agent_metadata()
+        try:
+            own: bytes | None = self.engine.get_agent_metadata()
+        except Exception as error:
+            raise _foreign("metadata", error) from error
         if not own:
             raise TransferError("nixl: no metadata of its own", kind="transport")
         return framed(own)
@@ -162,7 +172,7 @@ class NixlTransport:
 
     def disconnect(self, peer: str) -> None:
         for post in self._posts.pop(peer, set()):
-            post.give_up(lost(peer, "disconnected here"))
+            post.give_up(disconnected(peer))
         if self._peers.pop(peer, None) is None:
             return
         try:

@@ -28,7 +28,14 @@ import numpy as np
 
 from kvstow.errors import TransferError
 from kvstow.route.copies import Copies, chunks
-from kvstow.transfer.transport.base import Direction, Kinds, Post, Region, Transport, lost
+from kvstow.transfer.transport.base import (
+    Direction,
+    Kinds,
+    Post,
+    Region,
+    Transport,
+    disconnected,
+)
 
 ENGINES = 2
 """Engines that work on one read at most."""
@@ -105,7 +112,7 @@ class ParallelTransport:
         self._copies_inside.discard(peer)
         for post in tuple(self._posts):
             if post.peer == peer:
-                post.give_up(lost(peer, "disconnected here"))
+                post.give_up(disconnected(peer))
         for helper in self._helpers:
             helper.disconnect(peer)
         self._first.disconnect(peer)
@@ -312,7 +319,7 @@ class _ParallelPost:
                 post.start()
                 while not post.poll():
                     if stop() or self.has_failed:
-                        raise lost(self.peer, "given up")
+                        raise disconnected(self.peer)
                     time.sleep(PAUSE_SECONDS)
                 post.release()
                 self.confirm()
@@ -337,6 +344,8 @@ class _Helper:
         self._make = make
         self._regions = [*regions, Region(self._scratch.ctypes.data, _SCRATCH_BYTES)]
         self._wanted: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        """Keeps `ready` and `_wanted` together."""
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -355,8 +364,10 @@ class _Helper:
         self._commands.put(lambda engine: self._meet(engine, peer, metadata, address))
 
     def disconnect(self, peer: str) -> None:
-        self.ready.discard(peer)
-        if self._wanted.pop(peer, None) is not None:
+        with self._lock:
+            self.ready.discard(peer)
+            was_wanted = self._wanted.pop(peer, None) is not None
+        if was_wanted:
             self._commands.put(lambda engine: engine.disconnect(peer))
 
     def copy(self, post: _ParallelPost) -> None:
@@ -381,8 +392,9 @@ class _Helper:
                 return
             time.sleep(PAUSE_SECONDS)
         post.release()
-        if self._wanted.get(peer) is metadata:
-            self.ready.add(peer)
+        with self._lock:
+            if self._wanted.get(peer) is metadata:
+                self.ready.add(peer)
 
     def _run(self) -> None:
         try:
