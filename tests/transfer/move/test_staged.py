@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstow.plan.manifest import encode
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import route
 from kvstow.transfer.move.staged import SLOTS, Stage, pieces
-from transfer_node import from_json, hybrid_layout, rows_for
+from kvstow.transfer.transport.local import Fabric
+from transfer_node import Node, from_json, hybrid_layout, rows_for
 
 LAYOUT = hybrid_layout()
 WAY = route(LAYOUT, LAYOUT)
@@ -58,3 +60,37 @@ def ended(story):
     with pytest.raises(StopIteration) as end:
         next(story)
     return end.value.value
+
+
+def test_slots_are_left_for_others_where_that_is_asked_for():
+    stage = Stage(4096, pinned=False)
+    taken = [ended(stage.taken(leave=1)) for _ in range(SLOTS - 1)]
+    waiting = stage.taken(leave=1)
+    next(waiting)
+    ended(stage.taken())
+    stage.give(taken[0])
+    next(waiting)
+    stage.give(taken[1])
+    assert ended(waiting) in taken
+
+
+def test_two_agents_that_stage_for_each_other_do_not_wait_for_each_other_for_ever():
+    """Each kept all its slots for what it gave, and had none for what it got."""
+    layout, fabric = hybrid_layout(40), Fabric()
+    options = {"direction": "staged", "slot_bytes": 64, "transfer_seconds": 20.0}
+    nodes = [Node(encode(layout), fabric, name, options) for name in "ab"]
+    rows = [rows_for(layout, 24, seed, (1, 20)) for seed in (1, 2)]
+    into = [rows_for(layout, 24, seed, (20, 40)) for seed in (3, 4)]
+    for node, listed, other in zip(nodes, rows, reversed(nodes), strict=True):
+        node.fill(listed)
+        node.path(other.address)
+    tickets = [
+        [node.offer(listed, 24) for _ in range(3)] for node, listed in zip(nodes, rows, strict=True)
+    ]
+    for theirs, node, listed in zip(reversed(tickets), nodes, into, strict=True):
+        for ticket in theirs:
+            node.begin_pull([ticket], listed)
+    for node in nodes:
+        assert [node.end_pull(number).get("error") for number in range(3)] == [None] * 3
+    for node in nodes:
+        node.close()

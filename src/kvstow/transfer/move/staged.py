@@ -106,9 +106,9 @@ class Stage:
     def num_free(self) -> int:
         return len(self._free)
 
-    def taken(self) -> Story[int]:
-        """Wait for a free slot; its offset."""
-        while not self._free:
+    def taken(self, *, leave: int = 0) -> Story[int]:
+        """Wait for a free slot, and for so many more; its offset."""
+        while len(self._free) <= leave:
             yield NOW_AND_THEN
         return self._free.popleft() * self.slot_bytes
 
@@ -163,7 +163,7 @@ def gathered(
     def gather(number: int, piece: Piece) -> Story[None]:
         stage = endpoint.stage
         assert stage is not None
-        slot = yield from stage.taken()
+        slot = yield from stage.taken(leave=1)  # for what we fetch: peers may wait for that
         try:
             yield from copied(endpoint.arena, stage.arena, piece.into_slot(slot))
             send(Staged(transfer, number, slot))
