@@ -46,10 +46,12 @@ def moved(
     clock = endpoint.clock
     pause = SOON if "VRAM" in kinds else AT_ONCE  # a device copies on its own
     # all posts before the first starts: afterwards caches are full of the bytes they move
-    ready = deque(endpoint.post(direction, peer, kinds, part) for part in chunks(copies, chunk))
+    ready: deque[Flight] = deque()
     running: list[Flight] = []
-    moved_at = clock()
     try:
+        for part in chunks(copies, chunk):
+            ready.append(endpoint.post(direction, peer, kinds, part))
+        moved_at = clock()
         while ready or running:
             until = clock() + CHUNK_SECONDS / 2  # some posts copy within `start`
             while ready and len(running) < IN_FLIGHT and clock() < until:
