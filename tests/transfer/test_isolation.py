@@ -602,3 +602,79 @@ def test_an_agent_closes_although_a_callback_of_a_quiet_pull_fails():
         node.close()
     assert scene.consumer.end_pull(number)["kind"] == "aborted"
     assert scene.consumer.held() == 0
+
+
+def test_an_old_ticket_fails_its_own_pull_and_no_other_from_the_same_producer(scene):
+    ticket = scene.producer.offer(SOURCE, TOKENS)
+    result = scene.pulled(forged(ticket, start="before it was started again"))
+    assert result["kind"] == "expired"
+    assert not scene.consumer.transfers[scene.healthy].done
+    scene.finish()
+
+
+def test_a_write_that_failed_does_not_keep_its_producer_from_pulling():
+    """Both agents serve each other over one connection, which a failed write takes down."""
+    fabric = Fabric()
+    failing: list[bool] = []
+
+    def fails(copy: int) -> None:
+        if failing:
+            failing.clear()
+            raise TransferError("a copy has failed", kind="transport")
+
+    one = Node(
+        encode(LAYOUT), name="a", options=HURRY, transport=LocalTransport(fabric, before_copy=fails)
+    )
+    other = Node(encode(LAYOUT), fabric, name="b", options=HURRY)
+    one.fill(SOURCE)
+    other.fill(OTHER_SOURCE)
+    assert "error" not in one.pull([other.offer(OTHER_SOURCE, TOKENS)], OTHER_TARGET)
+    other.path(one.address)
+    failing.append(True)
+    assert "error" in other.pull([one.offer(SOURCE, TOKENS)], TARGET, direction="write")
+    engine = other.agent.endpoint.transport.name
+    wait_for(lambda: engine not in one.agent.endpoint.transport.peers)
+    ticket = other.offer(OTHER_SOURCE, TOKENS)
+    assert "error" not in one.pull([ticket], OTHER_TARGET, direction="read")
+    for node in (one, other):
+        node.close()
+
+
+def test_only_rows_that_a_failed_pull_writes_to_are_counted_in_quarantine(scene):
+    number = scene.consumer.begin_pull(
+        [scene.producer.offer(SOURCE, TOKENS)],
+        OTHER_TARGET,
+        start_token=16,
+        direction="read",
+        deadline=0.3,
+    )
+    assert scene.consumer.end_pull(number)["kind"] == "timeout"
+    order = scene.consumer.transfers[number].order
+    rows = sum(map(len, order.written_ids.values()))
+    assert rows < sum(map(len, order.into.values()))
+    wait_for(lambda: scene.consumer.agent.quarantine.rows == rows)
+    scene.finish()
+
+
+def test_rows_are_unknown_before_their_pull_can_end(monkeypatch):
+    """An agent that settles by itself may have accepted it already."""
+    node = Node(encode(LAYOUT), Fabric(), name="p", options=HURRY)
+    ticket = Ticket.parse(node.offer(SOURCE, TOKENS))
+    into = from_json(TARGET)
+
+    def unknown() -> list[bool]:
+        return [bool(node.owner.unknown(g, listed.ids).all()) for g, listed in into.items()]
+
+    begun: list[list[bool]] = []
+    monkeypatch.setattr(node.agent.pulls, "begin", lambda *how: begun.append(unknown()))
+    monkeypatch.setattr(node.agent.loop, "submit", lambda command: command())
+    node.agent.pull(ticket, into=into)
+    assert begun == [[True] * len(into)]
+    monkeypatch.undo()
+    for g, listed in into.items():
+        node.owner.release(g, listed.ids)
+        node.owner.trust(g, listed.ids)
+    node.close()
+    with pytest.raises(TransferError, match="closed"):
+        node.agent.pull(ticket, into=into)
+    assert unknown() == [False] * len(into)

@@ -191,7 +191,8 @@ class Agent:
     ) -> None:
         """Keep what a ticket promises that somebody else has written in this agent's name.
 
-        Its blocks must have the generations that it states: see `Owner`.
+        Its blocks must have the generations that it states: see `Owner`. Adopting a ticket again
+        while it is kept changes nothing.
         """
         self.settle()
         self.offers.adopt(ticket, readers=readers, on_end=on_end)
@@ -315,13 +316,13 @@ class Agent:
         )
         now = self.endpoint.clock()
         transfer = Transfer(order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet)
+        known = self._owner.distrust(order.written_ids)
         try:
             self.loop.submit(lambda: self.pulls.begin(transfer, listed, now + seconds))
         except TransferError:
+            self._owner.trust(known)
             self._owner.release(into)
             raise
-        for g, ids in order.written_ids.items():
-            self.endpoint.owner.distrust(g, ids)
         return transfer
 
     def keep(self, ticket: Ticket) -> None:
@@ -380,7 +381,7 @@ class Agent:
     def _give_up(self, error: TransferError) -> None:
         """End all that moves, and have every peer meet us again."""
         self.server.forget_all()
-        for peer in self.peers.all.values():
+        for peer in tuple(self.peers.all.values()):
             peer.lose(error)
 
     # ── its life ──────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from kvstow.transfer.digests import (
     samples,
 )
 from kvstow.transfer.fence import CounterRead, Fence, changed
-from kvstow.transfer.loop import AT_ONCE, IDLE, NOW_AND_THEN, Story, bug, result_of, together
+from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
@@ -36,7 +36,6 @@ from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.tickets.generations import ids_of
 from kvstow.transfer.tickets.ticket import packed_ints
-from kvstow.transfer.transport.base import lost
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,8 @@ class Order:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(blocks) for blocks in self.into.values())
+        """How many rows are written to."""
+        return sum(int(written.sum()) for written in self.written.values())
 
     @property
     def written_ids(self) -> dict[int, Ints]:
@@ -153,9 +153,7 @@ def meet(source: Source) -> Story[None]:
     peer, ticket = source.peer, source.ticket
     yield from peer.met()
     if peer.card is None or peer.card.start != ticket.start:
-        peer.lose(lost(peer.name, "it was started again"))
-        while peer.state == "ready":
-            yield IDLE
+        yield from peer.heard_again()  # if it was started again, it does not know us
         yield from peer.met()
     if peer.card is None or peer.card.start != ticket.start:
         raise source.fault("the ticket is from an earlier start of it", "expired")

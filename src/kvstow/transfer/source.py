@@ -106,8 +106,10 @@ class Source:
         slot_bytes: int,
         samples: tuple[Sample, ...],
     ) -> None:
-        """Tell the producer what we read, or what it shall write or stage."""
-        self._card = self.peer.card
+        """Tell the producer what we read, or what it shall write or stage. Raises TransferError."""
+        self._card = card = self.peer.card
+        assert card is not None
+        self._endpoint.attach(card, self.peer)  # a failed write of ours may have disconnected it
         self.direction, self.route = direction, plan.route
         self.peer.readers[self.id] = self
         self.peer.kept.discard(self.lease)

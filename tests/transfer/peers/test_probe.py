@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -122,6 +123,14 @@ def priced(consumer: Node, producer: Node, seconds: float) -> None:
     )
 
 
+def pretended(consumer: Node, producer: Node, **changes: Any) -> None:
+    """Have the consumer take the producer for another one."""
+    peer, endpoint = consumer.agent.connect(producer.address), consumer.agent.endpoint
+    assert peer.card is not None
+    peer.card = structs.replace(peer.card, **changes)
+    endpoint._cards[peer.card.engine] = peer.card
+
+
 def test_what_a_write_costs_is_measured_on_a_device_where_layouts_differ(met):
     for where, is_measured in ((LONG, True), (SHORT, False)):
         producer, consumer = met(where)
@@ -151,8 +160,7 @@ def test_copies_that_a_producer_gathers_cost_as_few_writes_as_it_makes(met, kind
     producer, consumer = met(LONG)
     into = rows_for(LONG, TOKENS, 2)
     priced(consumer, producer, 1e-7)
-    peer = consumer.agent.connect(producer.address)
-    peer.card = structs.replace(peer.card, kind=kind)
+    pretended(consumer, producer, kind=kind)
     with mock.patch.object(ways, "LEAST_SAVED", 16):
         stats = consumer.pull([producer.offer(SOURCE, TOKENS)], into)
     assert stats["directions"] == [way], stats
@@ -176,7 +184,6 @@ def test_nothing_is_staged_where_one_side_has_no_slots(met, who):
     if who == "consumer":
         consumer.agent.endpoint.stage = None
     else:
-        peer = consumer.agent.connect(producer.address)
-        peer.card = structs.replace(peer.card, stage=None)
+        pretended(consumer, producer, stage=None)
     stats = consumer.pull([producer.offer(SOURCE, TOKENS)], rows_for(LONG, TOKENS, 2))
     assert stats["directions"] == ["write"]

@@ -270,3 +270,18 @@ def test_all_blocks_are_shared_or_none():
         OwnerQueue(pool).share({0: Blocks.first(held), 1: Blocks.first(nobodys)})
     pool.release(0, held)
     assert pool.num_held(0) == pool.num_held(1) == 0
+
+
+def test_a_ticket_that_is_adopted_twice_gives_all_its_blocks_back(agent, pool):
+    ids = pool.hold(0, 2)
+    ticket = written(agent, {0: Blocks.first(ids)}, 77)
+    for _ in range(2):
+        agent.adopt(ticket)
+    agent.withdraw(ticket)
+    pool.release(0, ids)
+
+    def are_free() -> bool:
+        agent.settle()
+        return pool.num_held(0) == 0
+
+    wait_for(are_free)

@@ -128,6 +128,14 @@ class Outgoing:
                 peer=self.name,
             )
 
+    def heard_again(self) -> Story[None]:
+        """Ask for a sign of life; wait until the agent has given one, or was lost."""
+        asked_at, line = self._endpoint.clock(), self.line
+        self.send(Renew(tuple(self._leases())))
+        until = asked_at + self._endpoint.options.contact_seconds
+        while self.line is line and self.heard_at <= asked_at and self._endpoint.clock() < until:
+            yield IDLE
+
     def lose(self, error: TransferError) -> None:
         """Give the agent up; whoever needs it greets it again."""
         if self._task is not None:

@@ -62,12 +62,14 @@ class Owner(Protocol):
 class OwnerQueue:
     """Calls to an owner that wait for its thread.
 
-    `owe` is for any thread, everything else for the owner's.
+    `owe` is for any thread, everything else for the owner's. Where any thread may call the owner,
+    what is owed is still done in order: by one of them at a time.
     """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._owed: deque[Callable[[], None]] = deque()
+        self._settling = threading.RLock()
         self._thread = threading.get_ident()
 
     def owe(self, call: Callable[[], None]) -> None:
@@ -75,15 +77,21 @@ class OwnerQueue:
         self._owed.append(call)
 
     def settle(self) -> None:
-        """Do what is owed. The calling thread is the owner's from now on."""
-        while self._owed:
-            owed = self._owed.popleft()
-            try:
-                owed()
-            except BlockError:  # not the owner's thread: it stays owed
-                self._owed.appendleft(owed)
-                raise
-        self._thread = threading.get_ident()
+        """Do what is owed, unless another thread is at it. The calling thread is the owner's from
+        now on."""
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            while self._owed:
+                owed = self._owed.popleft()
+                try:
+                    owed()
+                except BlockError:  # not the owner's thread: it stays owed
+                    self._owed.appendleft(owed)
+                    raise
+            self._thread = threading.get_ident()
+        finally:
+            self._settling.release()
 
     def settle_if_ours(self) -> None:
         """Do what is owed, if the calling thread is the one that settled last."""
@@ -105,6 +113,18 @@ class OwnerQueue:
         """Undo one `share`."""
         for g, listed in blocks.items():
             self._owner.release(g, listed.ids)
+
+    def distrust(self, ids: Mapping[int, Ints]) -> dict[int, Ints]:
+        """Somebody writes to these blocks; those that held something known."""
+        known = {g: each[~self._owner.unknown(g, each)] for g, each in ids.items()}
+        for g, each in ids.items():
+            self._owner.distrust(g, each)
+        return known
+
+    def trust(self, ids: Mapping[int, Ints]) -> None:
+        """Nobody has written to these blocks; whether they lacked something is not known."""
+        for g, each in ids.items():
+            self._owner.trust(g, each, np.zeros(len(each), np.bool_))
 
 
 class Generations:

@@ -110,7 +110,8 @@ class Offers:
         self._loop.submit(lambda: self._server.leases.end(ticket.lease, "withdrawn"))
 
     def _grant(self, ticket: Ticket, readers: int | None, on_end: OnEnd | None) -> None:
-        """Let the lease of a ticket run whose blocks are shared already."""
+        """Let the lease of a ticket run whose blocks are shared already. One that runs already goes
+        on, and these blocks are given back."""
 
         def ended(reason: EndReason) -> None:
             self._server.lease_ended(ticket, reason)
@@ -126,8 +127,15 @@ class Offers:
             deadline=self._endpoint.clock() + ticket.lease_seconds,
             on_end=ended,
         )
+
+        def grant() -> None:
+            if lease.id in self._server.leases:
+                self._owner.owe(lambda: self._owner.release(ticket.blocks))
+            else:
+                self._server.grant(lease, ticket)
+
         try:
-            self._loop.submit(lambda: self._server.grant(lease, ticket))
+            self._loop.submit(grant)
         except TransferError:
             self._owner.release(ticket.blocks)
             raise
