@@ -4,7 +4,7 @@ Each source counts what it brings (its claims), the consumer counts what it hold
 over sources is the consumer's number, whatever tp, order or tokens per block either has.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, DigestOf, copied, counted_states, prepared
-from kvstow.memory.digest_cells import CopiedCells
 from kvstow.memory.digest_pages import Intervals
 from kvstow.plan.layout import Layout
 from kvstow.plan.spec import LayerSpec
@@ -105,38 +104,15 @@ def _state_among(intervals: Intervals, random: Random) -> int:
     return intervals[0][0] + at if at < lengths[0] else intervals[1][0] + at - lengths[0]
 
 
-def prepared_digests(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> Callable[[], tuple[int, ...]]:
-    """The digest of each sample, ready to be taken.
-
-    Layers that this arena does not hold count nothing.
-    """
-    return prepared(arena, _asked(arena, blocks, wanted, claims))
-
-
-def copied_cells(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> CopiedCells | None:
-    """What the samples count, on its way to the host, if it is a few cells of a device."""
-    return copied(arena, _asked(arena, blocks, wanted, claims))
-
-
-def digests(
-    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
-) -> tuple[int, ...]:
-    """The digest of each sample, taken now."""
-    return prepared_digests(arena, blocks, wanted, claims)()
-
-
-def _asked(
+def asked(
     arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
 ) -> list[DigestOf]:
-    asked: list[DigestOf] = []
+    """What the digest of each sample counts: nothing in layers that this arena does not hold."""
+    found: list[DigestOf] = []
     for sample in wanted:
         held = [name for name in sample.layers if name in arena.layout.layers]
         groups = {arena.layout.layers[name][0] for name in held}
-        asked.append(
+        found.append(
             DigestOf(
                 {g: blocks[g] for g in groups if g in blocks},
                 sample.stop_token,
@@ -148,7 +124,14 @@ def _asked(
                 phase=sample.phase,
             )
         )
-    return asked
+    return found
+
+
+def digests(
+    arena: Arena, blocks: Mapping[int, Blocks], wanted: Sequence[Sample], claims: Claims | None
+) -> tuple[int, ...]:
+    """The digest of each sample, taken now."""
+    return prepared(arena, asked(arena, blocks, wanted, claims))()
 
 
 def warm_up(arena: Arena) -> None:
@@ -165,7 +148,7 @@ def warm_up(arena: Arena) -> None:
     for policy in get_args(DigestPolicy):
         wanted = samples([arena.layout], 0, 1, policy, random=Random(0))
         digests(arena, blocks, wanted, None)
-        cells = copied_cells(arena, blocks, wanted, None)
+        cells = copied(arena, asked(arena, blocks, wanted, None))
         if cells is not None:
             cells.close()
 

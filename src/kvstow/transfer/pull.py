@@ -12,26 +12,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstow.errors import KvstowError, TransferError
+from kvstow.memory.digest import prepared
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks, Tokens, block_span
 from kvstow.route.ways import Way, counted
 from kvstow.transfer.channel.messages import Begun, Ids, Sample, TellDigest, Write, Written
-from kvstow.transfer.digests import (
-    digests,
-    mismatches,
-    prepared_digests,
-    sample_bytes,
-    samples,
-)
+from kvstow.transfer.digests import asked, digests, mismatches, sample_bytes, samples
 from kvstow.transfer.fence import CounterRead, Fence, changed
 from kvstow.transfer.loop import AT_ONCE, NOW_AND_THEN, Story, bug, result_of, together
 from kvstow.transfer.move.copies import chunk_bytes, moved
 from kvstow.transfer.move.rows import chosen_rows, read_and_cut
 from kvstow.transfer.move.staged import SLOTS, Fetch, pieces
 from kvstow.transfer.options import DigestPolicy
-from kvstow.transfer.peers.blocks import check_known, named
+from kvstow.transfer.peers.blocks import check_blocks, named
 from kvstow.transfer.peers.endpoint import Endpoint, EngineReplaced
 from kvstow.transfer.source import Source, SourcePlan, SourcePlans
 from kvstow.transfer.tickets.generations import ids_of
@@ -105,7 +100,9 @@ def pull(
     started = endpoint.clock()
     try:
         yield from meet_all(endpoint, sources)
-        wanted = chosen_samples(endpoint, order, sources)
+        layouts = (endpoint.layout, *(source.layout for source in sources))
+        tokens = order.start_token, order.num_tokens
+        wanted = samples(layouts, *tokens, order.digest, random=endpoint.random)
         for source, plan in zip(sources, plans.plans(sources), strict=True):
             begin(endpoint, order, source, plan, wanted)
         here = DigestsHere(endpoint, order, wanted)
@@ -162,17 +159,7 @@ def meet(source: Source) -> Story[None]:
             f"the ticket is for layout {ticket.fingerprint[:16]}, it has {peer.fingerprint[:16]}",
             "ticket",
         )
-    check_known(source.layout, ticket.blocks, whose=f"ticket of {peer.name!r}")
-
-
-def chosen_samples(
-    endpoint: Endpoint, order: Order, sources: Sequence[Source]
-) -> tuple[Sample, ...]:
-    """What to compare by digest, according to the order's policy."""
-    layouts = (endpoint.layout, *(source.layout for source in sources))
-    return samples(
-        layouts, order.start_token, order.num_tokens, order.digest, random=endpoint.random
-    )
+    check_blocks(source.layout, ticket.blocks, whose=f"ticket of {peer.name!r}")
 
 
 def begin(
@@ -248,8 +235,7 @@ def read(endpoint: Endpoint, order: Order, source: Source) -> Story[None]:
     copies = source.route.copies(
         offered, order.into, order.num_tokens, start_token=order.start_token
     )
-    forced = order.direction or endpoint.options.direction
-    rows = yield from chosen_rows(endpoint, source, copies, forced)
+    rows = yield from chosen_rows(endpoint, source, copies, order.direction)
     if rows is not None:
         source.direction, source.nbytes = "rows", rows.reads.total
         source.descriptors = len(rows.reads)
@@ -326,7 +312,7 @@ class DigestsHere:
         """Do what can be done before the rows are there, and after other pulls have begun."""
         if self._is_small:
             yield AT_ONCE
-            self._take = prepared_digests(*self._what)
+            self._take = prepared(self._endpoint.arena, asked(*self._what))
 
     def counted(self) -> Story[tuple[int, ...]]:
         """Count what lies there now."""

@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from kvstow.errors import FaultKind, KvstowError, TransferError
+from kvstow.memory.digest import copied
 from kvstow.memory.digest_cells import MOST_COPIES
 from kvstow.route.blocks import Blocks
 from kvstow.route.route import Claims
@@ -31,7 +32,7 @@ from kvstow.transfer.channel.messages import (
     Write,
     Written,
 )
-from kvstow.transfer.digests import copied_cells, digests, num_cells
+from kvstow.transfer.digests import asked, digests, num_cells
 from kvstow.transfer.loop import (
     AT_ONCE,
     NOW_AND_THEN,
@@ -242,14 +243,14 @@ def counted(
     """
     if endpoint.kind == "DRAM":
         yield AT_ONCE
-    is_here = is_counted_here(endpoint, wanted)
-    cells = copied_cells(endpoint.arena, blocks, wanted, claims) if is_here else None
+    what = endpoint.arena, blocks, wanted, claims
+    cells = copied(what[0], asked(*what)) if is_counted_here(endpoint, wanted) else None
     if cells is not None:
         with closing(cells):
             while not cells.are_there():
                 yield SOON
             return cells.counted()
-    counting = endpoint.worker.submit(digests, endpoint.arena, blocks, wanted, claims)
+    counting = endpoint.worker.submit(digests, *what)
     counting.add_done_callback(lambda _: endpoint.wake())
     return (yield from result_of(counting))
 
