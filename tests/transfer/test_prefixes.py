@@ -186,14 +186,10 @@ def test_other_weights_of_the_same_shape_do_not_even_meet():
 def test_a_question_under_another_identity_is_a_miss(pair: tuple[Engine, Engine]):
     producer, _ = pair
     producer.holds(PROMPT)
-
-    def never(*about: object) -> Ticket:
-        raise AssertionError("nothing may be offered")
-
     keys = b"".join(keys_of(PROMPT))
     forged = AskPrefix(1, OTHER.digest, 4, keys)
     assert producer.agent.prefixes.has_room()
-    assert producer.agent.prefixes.answer(forged, never) == "identity"
+    assert producer.agent.prefixes.answer(forged) == "identity"
     assert producer.agent.prefixes.answers == {"identity": 1}
 
 

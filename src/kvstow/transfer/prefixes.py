@@ -12,7 +12,7 @@ any ticket does.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import compress
@@ -57,14 +57,6 @@ MOST_LEASES = 256
 """Tickets that were given to askers and still run, and questions that wait: more are misses."""
 
 
-class Offer(Protocol):
-    """Makes a ticket for blocks."""
-
-    def __call__(
-        self, blocks: Mapping[int, Blocks], num_tokens: int, *, on_end: OnEnd | None
-    ) -> Ticket: ...
-
-
 # ── the producer ──────────────────────────────────────────────────────────────────────
 
 
@@ -87,9 +79,8 @@ class BlockSource(Protocol):
 class RegisteredBlocks:
     """Blocks that their owner has registered. Used in the owner's thread."""
 
-    def __init__(self, endpoint: Endpoint, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._most_blocks = most_blocks
         self._blocks: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
         self._gone: OrderedDict[tuple[int, bytes], None] = OrderedDict()
 
@@ -114,7 +105,7 @@ class RegisteredBlocks:
                 self._blocks[g, key] = place
                 self._blocks.move_to_end((g, key))
                 self._gone.pop((g, key), None)
-        while len(self._blocks) > self._most_blocks:
+        while len(self._blocks) > MOST_BLOCKS:
             self._blocks.popitem(last=False)
 
     def ids(self, group: int, keys: Sequence[bytes]) -> Ints:
@@ -166,7 +157,7 @@ class PrefixAnswers:
             peer.tell_miss(asked.question, "busy")
 
     def _tell(self, peer: Incoming, asked: AskPrefix) -> None:
-        answer = self.answer(asked, self._offers.offer)
+        answer = self.answer(asked)
 
         def tell() -> None:
             if isinstance(answer, Ticket):
@@ -186,14 +177,14 @@ class PrefixAnswers:
             self._open += 1
             return True
 
-    def answer(self, asked: AskPrefix, offer: Offer) -> Ticket | MissReason:
+    def answer(self, asked: AskPrefix) -> Ticket | MissReason:
         """A ticket for the longest beginning that is held, or why there is none."""
 
         def over(reason: EndReason | None = None) -> None:
             with self._lock:
                 self._open -= 1
 
-        found = self._refusal(asked) or self._offered(asked, partial(offer, on_end=over))
+        found = self._refusal(asked) or self._offered(asked, over)
         if isinstance(found, Ticket):
             self.answers["ticket"] += 1
         else:
@@ -209,13 +200,13 @@ class PrefixAnswers:
         groups = self._endpoint.layout.groups
         return "states" if any(isinstance(g.group.retention, State) for g in groups) else None
 
-    def _offered(
-        self, asked: AskPrefix, offer: Callable[[Mapping[int, Blocks], int], Ticket]
-    ) -> Ticket | MissReason:
+    def _offered(self, asked: AskPrefix, on_end: OnEnd) -> Ticket | MissReason:
         try:
             with self.source.still():
                 found = self.longest(_split(asked.keys), asked.step)
-                return found if isinstance(found, str) else offer(*found)
+                if isinstance(found, str):
+                    return found
+                return self._offers.offer(*found, on_end=on_end)
         except KvstowError as error:
             self._endpoint.note("prefix-not-offered", {"why": str(error)})
             return "error"
