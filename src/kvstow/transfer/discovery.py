@@ -15,7 +15,6 @@ import logging
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -118,10 +117,6 @@ def _asked(source: str, method: str, body: dict[str, Any], seconds: float) -> di
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
-def _logged(error: TransferError) -> None:
-    log.warning("%s", error)
-
-
 class EtcdLease:
     """An agent's address in etcd, as long as this object lives and etcd can be reached.
 
@@ -136,14 +131,12 @@ class EtcdLease:
         address: str,
         *,
         seconds: int = 10,
-        on_error: Callable[[TransferError], None] | None = None,
     ) -> None:
         check_dialled(address)
         self._source = source
         self._key = _b64((_parts(source)[2] + name).encode())
         self._value = _b64(address.encode())
         self._seconds = seconds
-        self._on_error = on_error or _logged
         self._closing = threading.Event()
         self._lease = self._enter()
         self._thread = threading.Thread(target=self._keep, name="kvstow-lease", daemon=True)
@@ -164,7 +157,7 @@ class EtcdLease:
                 if not int(kept.get("result", {}).get("TTL", 0)):
                     self._lease = self._enter()
             except TransferError as error:
-                self._on_error(error)
+                log.warning("%s", error)
 
     def close(self) -> None:
         """Take the address out of etcd, if it can be reached; once is enough."""
@@ -175,7 +168,7 @@ class EtcdLease:
         try:
             _asked(self._source, "lease/revoke", {"ID": self._lease}, SECONDS)
         except TransferError as error:
-            self._on_error(error)
+            log.warning("%s", error)
 
     def __enter__(self) -> Self:
         return self
