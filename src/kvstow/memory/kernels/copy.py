@@ -12,6 +12,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 TILE_BYTES = 64 << 10
 """What a program copies before it goes on to its next tile."""
 
+STEP_BYTES = 4 << 10
+
 
 @triton.jit(do_not_specialize=("num_runs", "programs"))  # one kernel for every number of copies
 def _copy_runs(
@@ -42,9 +44,6 @@ def copy_runs(
     word: int,
     *,
     programs: int,
-    tile_bytes: int = TILE_BYTES,
-    step_bytes: int = 4 << 10,
-    num_warps: int = 8,
 ) -> None:
     """Copy between two byte tensors, by a table that counts in words of `word` bytes.
 
@@ -58,10 +57,10 @@ def copy_runs(
         table,
         table.shape[1],
         programs,
-        TILE=tile_bytes // unit,
-        STEP=step_bytes // unit,
+        TILE=TILE_BYTES // unit,
+        STEP=STEP_BYTES // unit,
         PAIRS=word == 16,
-        num_warps=num_warps,
+        num_warps=8,
     )
 
 
