@@ -66,7 +66,7 @@ class Options:
 
 
 def check_words(direction: Way | None, digest: DigestPolicy | None) -> None:
-    """SpecError for a way or a policy that there is not; None leaves it to others."""
+    """SpecError for an unknown direction or digest policy."""
     for what, word, known in (
         ("direction", direction, get_args(Way)),
         ("digest", digest, get_args(DigestPolicy)),

@@ -119,7 +119,7 @@ class Quarantine:
     def _silent(self, case: Case, source: Source) -> Story[None]:
         """Wait until the producer has said that it writes no more, or is dead."""
         endpoint, options = self._endpoint, self._endpoint.options
-        witness: Task[None] | None = None
+        liveness_read: Task[None] | None = None
         ask_at = look_at = endpoint.clock()
         while not source.writer_is_quiet:
             if self._is_dead(source):
@@ -129,12 +129,12 @@ class Quarantine:
                 ask_at = endpoint.clock() + options.heartbeat_seconds
                 source.peer.greet()
                 source.send(Stop(source.id))
-            if endpoint.clock() >= look_at and (witness is None or witness.is_over):
+            if endpoint.clock() >= look_at and (liveness_read is None or liveness_read.is_over):
                 look_at = endpoint.clock() + options.contact_seconds
-                witness = self._loop.start("witness", self._looked(source))
+                liveness_read = self._loop.start("liveness read", self._looked(source))
             yield NOW_AND_THEN
-        if witness is not None:
-            witness.interrupt(lost(source.peer.name, "nobody waits for it any more"))
+        if liveness_read is not None:
+            liveness_read.interrupt(lost(source.peer.name, "nobody waits for it any more"))
 
     def _is_dead(self, source: Source) -> bool:
         """Whether the process that wrote is gone: another answers at its address, or its

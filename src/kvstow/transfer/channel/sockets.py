@@ -4,7 +4,7 @@ Loopback needs no keys. Any other address does: CURVE on both sides, and only th
 public key is on our list are heard or dialled. Keys are never logged, not even in part.
 
 A turn reads a bounded number of messages. The rest stays in the sockets, where ZeroMQ takes
-from every connection in turn: who talks much waits, and nobody waits for him.
+from every connection in turn. A busy client waits; it cannot delay others.
 """
 
 import logging

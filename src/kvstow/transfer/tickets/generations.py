@@ -21,7 +21,7 @@ from kvstow.route.blocks import Blocks
 class Owner(Protocol):
     """Whoever hands out block ids: `kvstow.blocks.Pool`, or `Generations` for an engine.
 
-    An agent calls these in the thread of whoever calls the agent, never in its own.
+    An agent calls these in the thread of whoever calls the agent; after `lend`, in its own too.
     """
 
     @property

@@ -52,7 +52,7 @@ class Lease:
 
 
 def fresh_id(random: Random) -> int:
-    """An id that nobody can guess, above 0: that stands for none."""
+    """A random id above 0; 0 means no lease."""
     return random.getrandbits(62) + 1
 
 
