@@ -228,7 +228,7 @@ class Server:
             self.leases.expire(now=now)
             for session, peer in tuple(self.incoming.items()):
                 if now - peer.heard_at > silent:
-                    self.endpoint.note("guest-silent", {"peer": peer.card.agent})
+                    self.endpoint.note("consumer-silent", {"peer": peer.card.agent})
                     self._forget(session)
             yield self.loop.pace if now < self._awake_until else IDLE
 
