@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from random import Random
 from tempfile import gettempdir
 from typing import Any
 
@@ -164,7 +165,7 @@ class Schedule:
             kill=some(0.4, 0.02),
             cut=some(0.4, 0.03),
             deaf=some(0.5, 0.03),
-            leave=some(0.5, 0.15),
+            leave=self._drawn_leave(),
             copy=some(0.3, 0.05),
             late=self.random.choice((1.0, 0.3, 0.05)),
             flip=some(0.15, 0.3),
@@ -172,6 +173,11 @@ class Schedule:
             power=some(1.0, 0.12) if self.stores else 0.0,
             disk=disk,
         )
+
+    def _drawn_leave(self) -> float:
+        """How often lines are left, which is drawn apart: seeds without it stay as they are."""
+        dice = Random(-1 - self.report.seed)
+        return 0.15 * dice.random() if self.roughness and dice.random() < 0.3 else 0.0
 
     def _drawn_options(self) -> Options:
         dice = self.random
@@ -556,7 +562,8 @@ class Schedule:
             node.stopped = False
         seconds = DRAIN_SECONDS + SILENT_BEATS * self.options.heartbeat_seconds
         until = world.clock.now + seconds
-        late_until = world.clock.now + self.random.choice((0.0, 0.3, 0.6, 1.0))
+        late = self.random.choice((0.0, 0.3, 0.6, 1.0)) if world.network.left else 0.0
+        late_until = world.clock.now + late
         tick = LEAST_TICK
         while world.clock.now < until:
             self.step += 1
