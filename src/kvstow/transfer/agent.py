@@ -268,14 +268,16 @@ class Agent:
     def connect(self, address: str, *, key: str = "", seconds: float | None = None) -> Outgoing:
         """Meet the agent at an address; TransferError if it refuses or does not answer."""
         peer = self.peers.at(address, key)
-        self.loop.future(
-            f"connect {address}",
-            peer.met(),
-            seconds=seconds or 2 * self.options.contact_seconds,
-            late=lambda: TransferError(
-                f"peer at {address} did not answer", kind="timeout", peer=address
-            ),
-        ).result()
+        patience = seconds or 2 * self.options.contact_seconds
+
+        def late() -> TransferError:
+            return TransferError(f"peer at {address} did not answer", kind="timeout", peer=address)
+
+        met = self.loop.future(f"connect {address}", peer.met(), seconds=patience, late=late)
+        try:
+            met.result(patience + 1)
+        except TimeoutError:  # this agent was not started: nothing watches its deadlines
+            raise late() from None
         return peer
 
     def pull(
