@@ -108,8 +108,8 @@ class Tier(Protocol):
     ) -> Bools:
         """Keep rows; which of them are kept now. A row already there counts as kept.
 
-        `links`, one per row or none, say where blocks stand in their sequences. Only a disk keeps
-        them, for `kvstow store convert`.
+        `links`, one per row, say where blocks stand in their sequences; without any, the argument
+        is left out. Only a disk keeps them, for `kvstow store convert`.
         """
         ...
 
@@ -170,7 +170,7 @@ class TierChain:
     ) -> Bools:
         kept = np.zeros(len(keys), bool)
         for tier in reversed(self.tiers):
-            kept |= tier.store(group, keys, rows, links)
+            kept |= tier.store(group, keys, rows, *([links] if links else ()))
         return kept
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:

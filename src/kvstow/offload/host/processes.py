@@ -251,7 +251,7 @@ class SharedTiers:
     ) -> Bools:
         if self._below is None:
             return np.zeros(len(keys), bool)
-        return self._below.store(group, keys, rows, links)
+        return self._below.store(group, keys, rows, *([links] if links else ()))
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         return 0 if self._below is None else self._below.evict(group, keys)

@@ -390,8 +390,9 @@ class Mover:
         group = self._host_group[job.group]
         keys, links = job.keys[positions], job.links[positions]
         with self._host.held(group, keys) as (mask, rows):
+            known = (chosen(links, mask),) if links else ()  # a tier need not know of links
             kept = self._below.store(
-                group, chosen(keys, mask), self._host.views(group, rows), chosen(links, mask)
+                group, chosen(keys, mask), self._host.views(group, rows), *known
             )
         job.moved[positions][mask] = kept
 
