@@ -159,9 +159,16 @@ def test_the_screen_shows_plan_text_transfers_and_verdict():
 
 def test_one_of_each_is_counted_as_one():
     pull = Pulled(
-        prompt=0, nbytes=1, descriptors=1, regions=1, seconds=1.0, rows=1, per_layer=2,
-        fence="passed", digest="passed",
-    )  # fmt: skip
+        prompt=0,
+        nbytes=1,
+        descriptors=1,
+        regions=1,
+        seconds=1.0,
+        rows=1,
+        per_layer=2,
+        fence="passed",
+        digest="passed",
+    )
     show = DemoState.of(DemoOptions(prompts=("a",)))
     done = Done(prompt=0, tokens=(1,), to_first=1.0)
     show.answers = [PromptState("a", pulled=[pull], decoded=done, judged=done)]
