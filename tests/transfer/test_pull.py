@@ -11,8 +11,6 @@ from kvstow.plan.group import grouped
 from kvstow.plan.manifest import encode
 from kvstow.plan.pack import packed
 from kvstow.plan.retention import Full
-from kvstow.transfer import serve
-from kvstow.transfer.channel.messages import AnyMessage
 from kvstow.transfer.pull import meet
 from kvstow.transfer.transport.local import Fabric
 from transfer_node import Node, attention, hybrid_layout, rows_for
@@ -48,29 +46,6 @@ def test_a_pulled_request_is_byte_exact_in_every_group(pair, direction, digest):
     assert stats["digest"] == ("off" if digest == "off" else "passed")
     assert stats["bytes"] > 0
     assert consumer.check(target, 0, TOKENS) == ""
-
-
-@pytest.mark.parametrize("way", ["write", "staged"])
-def test_what_its_own_thread_counts_a_producer_counts_after_the_bytes(monkeypatch, way):
-    """As for a few cells on a device: it would not notice meanwhile that they have arrived."""
-    manifest, fabric, told = encode(hybrid_layout()), Fabric(), list[str]()
-
-    def send(serving: serve.Serving, message: AnyMessage) -> None:
-        told.append(type(message).__name__)
-        serving.peer.send(message)
-
-    monkeypatch.setattr(serve, "is_counted_here", lambda endpoint, wanted: True)
-    monkeypatch.setattr(serve.Serving, "send", send)
-    producer, consumer = (
-        Node(manifest, fabric, name, {"slot_bytes": 1 << 12}) for name in ("producer", "consumer")
-    )
-    source, target = (rows_for(hybrid_layout(), TOKENS, seed) for seed in (1, 2))
-    producer.fill(source)
-    consumer.pull([producer.offer(source, TOKENS)], target, direction=way, digest="sample")
-    assert consumer.check(target, 0, TOKENS) == ""
-    assert [each for each in told if each in ("Written", "TellDigest")] == ["Written", "TellDigest"]
-    for node in (consumer, producer):
-        node.close()
 
 
 def test_blocks_are_given_back_on_both_sides_once_the_pull_is_over(pair):

@@ -19,7 +19,7 @@ from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
 from kvstow.route.blocks import Blocks
 from kvstow.route.copies import Copies
-from kvstow.transfer.loop import AT_ONCE, Story
+from kvstow.transfer.loop import SOON, Story
 from kvstow.transfer.transport.base import Kinds
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class CounterRead:
             return {}
         self._flight.start()
         while not self._flight.poll():
-            yield AT_ONCE
+            yield SOON
         # the memory is another's from the next turn on
         return {g: self._memory.take(places) for g, places in self._ranges.where.items()}
 

@@ -116,11 +116,7 @@ def serve(server: "Server", serving: Serving) -> Story[None]:
     serving.send(Begun(serving.transfer))
     accepted = False
     try:
-        if is_counted_here(server.endpoint, serving.begin.samples):
-            yield from bringing
-            yield from telling
-        else:
-            yield from together(telling, bringing)
+        yield from together(telling, bringing)
         server.loop.expect_work()  # the consumer reads its fence now
         while not serving.mailbox.has(End):
             yield server.loop.pace
@@ -224,12 +220,6 @@ def told_digests(endpoint: Endpoint, serving: Serving, ticket: Ticket) -> Story[
     return tell()
 
 
-def is_counted_here(endpoint: Endpoint, wanted: Sequence[Sample]) -> bool:
-    """Whether this thread counts these samples: a few cells of a device. It does so when the bytes
-    have arrived: meanwhile it would not notice that, and the consumer has its own to count."""
-    return endpoint.kind == "VRAM" and num_cells(endpoint.layout, wanted) <= MOST_COPIES
-
-
 def counted(
     endpoint: Endpoint,
     blocks: Mapping[int, Blocks],
@@ -238,13 +228,14 @@ def counted(
 ) -> Story[tuple[int, ...]]:
     """Digests of our rows: of a few cells of a device here, of anything else in another thread.
 
-    A device counts many cells while it copies rows, if it is told to first; a host does so after
-    the bytes have begun to move, since that keeps the interpreter busy.
+    A device counts many cells while it copies rows, if it is told to first. Anything else keeps
+    the interpreter busy, and begins when the bytes are on their way.
     """
-    if endpoint.kind == "DRAM":
+    are_few = num_cells(endpoint.layout, wanted) <= MOST_COPIES
+    if are_few or endpoint.kind == "DRAM":
         yield AT_ONCE
     what = endpoint.arena, blocks, wanted, claims
-    cells = copied(what[0], asked(*what)) if is_counted_here(endpoint, wanted) else None
+    cells = copied(what[0], asked(*what)) if are_few else None
     if cells is not None:
         with closing(cells):
             while not cells.are_there():
