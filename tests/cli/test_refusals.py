@@ -95,7 +95,6 @@ def test_a_bench_on_a_device_that_is_not_there_says_so():
 
 @pytest.mark.parametrize("family", ["", "nosuchfamily"])
 def test_a_demo_of_no_family_names_the_families_before_anything_is_started(family):
-    pytest.importorskip("transformers")
     result = invoke("demo", "--model", f"random:{family}")
     assert result.exit_code == 2
     assert "falcon_h1" in result.stderr

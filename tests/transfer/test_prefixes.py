@@ -249,6 +249,18 @@ def test_a_step_that_there_is_not_is_refused_at_once(pair: tuple[Engine, Engine]
         consumer.agent.ask(producer.agent.address, [bytes(32)], step=step)
 
 
+def test_an_agent_that_was_not_started_does_not_wait_for_ever(pair: tuple[Engine, Engine]):
+    arena = Arena(LAYOUT.identified(MODEL))
+    transport = LocalTransport(Fabric())
+    agent = Agent(arena, Pool(arena.layout), transport=transport, name="idle")
+    address = pair[0].agent.address
+    with pytest.raises(TransferError, match="did not answer"):
+        agent.ask(address, keys_of(PROMPT), step=4, seconds=0.1)
+    with pytest.raises(TransferError, match="did not answer"):
+        agent.connect(address, seconds=0.1)
+    agent.close()
+
+
 def test_an_agent_that_does_not_know_the_question_gives_no_answer_and_still_serves(
     pair: tuple[Engine, Engine],
 ):

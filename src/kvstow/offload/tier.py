@@ -126,6 +126,17 @@ class Tier(Protocol):
         ...
 
 
+def stored_in(
+    tier: Tier,
+    group: int,
+    keys: Sequence[bytes],
+    rows: Sequence[Bytes],
+    links: Sequence[ChainLink],
+) -> Bools:
+    """As `tier.store`; one that does not take links is given none, if there are none."""
+    return tier.store(group, keys, rows, links) if links else tier.store(group, keys, rows)
+
+
 class TierChain:
     """Several tiers of the same rows as one, the fastest first.
 
@@ -170,7 +181,7 @@ class TierChain:
     ) -> Bools:
         kept = np.zeros(len(keys), bool)
         for tier in reversed(self.tiers):
-            kept |= tier.store(group, keys, rows, *([links] if links else ()))
+            kept |= stored_in(tier, group, keys, rows, links)
         return kept
 
     def load(self, group: int, keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bools:

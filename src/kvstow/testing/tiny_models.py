@@ -5,12 +5,12 @@
 The windows and kernels are small enough that a few dozen tokens reach every branch.
 """
 
-from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from kvstow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 320
 """Bytes, and some room for special tokens."""
@@ -197,10 +197,13 @@ A second member of a family names its `model_type`.
 """
 
 
-def tiny_model(family: str, *, seed: int = 0) -> PreTrainedModel:
+def tiny_model(family: str, *, seed: int = 0) -> "PreTrainedModel":
     """A model of the family with weights drawn from `seed`."""
     if family not in FAMILIES:
         raise ModelError(f"no tiny {family!r}\n\nhint: one of {', '.join(FAMILIES)}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     given = {"model_type": family} | _COMMON | FAMILIES[family]
     config = AutoConfig.for_model(**given)
     with torch.random.fork_rng():

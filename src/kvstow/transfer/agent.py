@@ -238,9 +238,13 @@ class Agent:
         if the agent refuses or does not answer in time; one of an older version does not.
         """
         answer = self.begin_ask(address, keys, step=step, key=key, seconds=seconds)
+        patience = seconds or self.options.contact_seconds
+        late = time.monotonic() + patience + 1
         while not answer.done():  # whoever we ask may be asking us
             self.settle()
             wait((answer,), ANSWER_SECONDS)
+            if time.monotonic() > late:  # this agent was not started: nothing watches its deadlines
+                raise not_answered(self.peers.at(address, key), patience)
         return answer.result()
 
     def begin_ask(

@@ -13,7 +13,7 @@ write these parameters, so they are bounded by the prompt before anything is unp
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from secrets import randbits
 from struct import pack
@@ -223,7 +223,7 @@ class RanksReport:
     released: tuple[Hold, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
+        return self != _NOTHING_TOLD
 
     def joined(self, other: "RanksReport") -> "RanksReport":
         """The report of both: what all ranks have."""
@@ -240,6 +240,9 @@ class RanksReport:
             held={**self.held, **other.held},
             released=self.released + other.released,
         )
+
+
+_NOTHING_TOLD = RanksReport()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

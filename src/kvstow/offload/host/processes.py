@@ -30,6 +30,7 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     chosen,
+    stored_in,
 )
 from kvstow.plan.layout import Layout
 from kvstow.plan.view import Ints
@@ -251,7 +252,7 @@ class SharedTiers:
     ) -> Bools:
         if self._below is None:
             return np.zeros(len(keys), bool)
-        return self._below.store(group, keys, rows, *([links] if links else ()))
+        return stored_in(self._below, group, keys, rows, links)
 
     def evict(self, group: int, keys: Sequence[bytes]) -> int:
         return 0 if self._below is None else self._below.evict(group, keys)

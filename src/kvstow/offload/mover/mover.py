@@ -18,6 +18,7 @@ for it and enters the result; meanwhile the direction's other workers submit the
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 from time import monotonic
@@ -39,7 +40,7 @@ from kvstow.offload.mover.jobs import JobKind, JobPart, JobQueue, MoverJob
 from kvstow.offload.mover.promote import Promoter
 from kvstow.offload.mover.streams import StreamOrder
 from kvstow.offload.rows import RowMapping, check_same_rows, matching_group
-from kvstow.offload.tier import Bools, Tier, check_process, chosen
+from kvstow.offload.tier import Bools, Tier, check_process, chosen, stored_in
 from kvstow.plan.view import Ints
 from kvstow.route.copies import Copies
 
@@ -119,7 +120,6 @@ class Mover:
         self._opener = os.getpid()
         self._lock = Lock()
         self._finished: list[MoverJob] = []
-        self.skipped_demotions = 0
         self._threads = self._workers(limits.workers)
         for thread in self._threads:
             thread.start()
@@ -380,19 +380,17 @@ class Mover:
             keys, links = chosen(keys, admitted), chosen(links, admitted)
         if not keys:
             return
-        try:
+        with suppress(StoreError):  # the queue is full: a cache may forget
             self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64), links))
-        except StoreError:  # the queue is full: a cache may forget
-            self.skipped_demotions += len(keys)
 
     def _demote(self, job: MoverJob, positions: slice) -> None:
         assert self._below is not None
         group = self._host_group[job.group]
         keys, links = job.keys[positions], job.links[positions]
         with self._host.held(group, keys) as (mask, rows):
-            known = (chosen(links, mask),) if links else ()  # a tier need not know of links
-            kept = self._below.store(
-                group, chosen(keys, mask), self._host.views(group, rows), *known
+            views = self._host.views(group, rows)
+            kept = stored_in(
+                self._below, group, chosen(keys, mask), views, chosen(links, mask) if links else ()
             )
         job.moved[positions][mask] = kept
 
