@@ -1,11 +1,14 @@
 """Rows that the nodes of a schedule keep in tiers, and what must be true of them."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstow.errors import OutOfBlocks, StoreError
-from kvstow.offload.keys import block_keys, stored_prefix
+from kvstow.offload.keys import block_keys, wanted
+from kvstow.offload.prefixes import longest_prefix
+from kvstow.offload.tier import held_by_any
 from schedules.disks import NO_DISK_FAULTS, Load, Storage
 from schedules.truth import Request
 from schedules.world import Held, Node
@@ -96,18 +99,21 @@ class Stores:
         if node is None or not alike:
             return
         assert node.storage is not None
-        wanted = dice.choice(alike)
-        adapter = wanted.adapter if dice.random() < 0.8 else dice.choice(("", "tuned"))
-        longer = Request(wanted.model, (*wanted.tokens, NEXT_TOKEN), adapter)
+        saved = dice.choice(alike)
+        adapter = saved.adapter if dice.random() < 0.8 else dice.choice(("", "tuned"))
+        longer = Request(saved.model, (*saved.tokens, NEXT_TOKEN), adapter)
         if dice.random() < 0.5:  # then it comes from disk
             keys = block_keys(longer.identity, longer.prompt, node.shape.block_tokens)
             for g in range(len(node.places.rows)):
                 node.storage.host.evict(g, keys)
-        found = stored_prefix(longer.identity, longer.prompt, node.storage.tiers)
-        if not found.num_tokens:
+        tiers = node.storage.tiers
+        layout, present, most = tiers[0].layout, partial(held_by_any, tiers), len(saved.tokens)
+        found = longest_prefix(layout, longer.identity, longer.prompt, present, most, None)
+        if not found:
             self.schedule.count("nothing stored")
             return
-        self._begin(node, longer.cut(found.num_tokens), found.blocks)
+        listed = wanted(longer.identity, longer.prompt, layout, found)
+        self._begin(node, longer.cut(found), listed)
 
     def _begin(self, node: Node, request: Request, listed: Any) -> None:
         schedule = self.schedule

@@ -14,21 +14,19 @@ every fourth block of 16. The pool's own hashes are 64 bits wide and confirmed t
 a store has no tokens to compare, so its keys are wide enough not to need them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import lcm
 
 import numpy as np
 
 from kvstow.blocks.prompt import Prompt
 from kvstow.errors import StoreError
 from kvstow.offload.disk.format import ChainLink
-from kvstow.offload.tier import Tier
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.layout import Layout
-from kvstow.plan.retention import Encoder, State, can_hit, seen_blocks
+from kvstow.plan.retention import Encoder, State, seen_blocks
 from kvstow.plan.view import Ints
 
 KEY_BYTES = 32
@@ -99,7 +97,7 @@ def _sized(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-# ── what is stored of a prompt ────────────────────────────────────────────────────────
+# ── which rows a prompt needs ─────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,36 +106,6 @@ class Keyed:
 
     keys: tuple[bytes, ...]
     index: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredPrefix:
-    """The first `num_tokens` tokens of a prompt can be loaded: these blocks, by group."""
-
-    num_tokens: int
-    blocks: Mapping[int, Keyed]
-
-
-def stored_prefix(identity: Identity, prompt: Prompt, tiers: Sequence[Tier]) -> StoredPrefix:
-    """The longest beginning of the prompt that every group can serve from the tiers.
-
-    Full groups need all blocks before it, window groups their last window, recurrent groups
-    a checkpoint at its end; each block may come from any of the tiers. The rows may be gone
-    when they are loaded: what counts is what `load` says.
-    """
-    layout = tiers[0].layout
-    groups = tokenwise_groups(layout)
-    unit = lcm(*(group.block_tokens for _, group in groups))
-    lengths: Ints = np.arange(0, max(0, len(prompt) - 1) // unit * unit + 1, unit)
-    for g, group in groups:
-        near = block_keys(identity, prompt, group.block_tokens)
-        near = near[: int(lengths[-1]) // group.block_tokens]
-        present = np.zeros(len(near), bool)
-        for tier in tiers:
-            present |= tier.contains(g, near)
-        lengths = lengths[can_hit(group.retention, lengths, group.block_tokens, present)]
-    num_tokens = int(lengths[-1])
-    return StoredPrefix(num_tokens, wanted(identity, prompt, layout, num_tokens))
 
 
 def wanted(identity: Identity, prompt: Prompt, layout: Layout, num_tokens: int) -> dict[int, Keyed]:
