@@ -8,6 +8,8 @@ cache, token-id prompts, pools that were used before so that free blocks lie sca
 handover   prompts are prefilled in one engine; measured is the time to first token in the other,
            with kvstow (sample digest, and none), NixlPushConnector and NixlConnector; beside it
            the same prompts computed again, and with the prefix cached there (the floor)
+others     hand-overs and cached prompts in turns, and requests that decode beside them: for two
+           versions of kvstow, one after the other on one machine (PYTHONPATH chooses)
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
 damage     what a prompt gets whose rows were damaged in host memory or on disk
@@ -52,7 +54,7 @@ from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
 from vllm_others import Copier, others_slowed
 from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
 
-PARTS = ("handover", "failures", "damage", "block sizes")
+PARTS = ("handover", "others", "failures", "damage", "block sizes")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, digest off": connector("kvstow", digest="off"),
@@ -171,6 +173,31 @@ def measure_handover(engines: list[Remote], *, name: str, settings: Settings, sa
     save(name, result)
 
 
+def measure_others(engines: list[Remote], *, name: str, settings: Settings, save: Save) -> None:
+    """First tokens of prompts that are handed over and then cached, and how much others are slowed,
+    of one connector."""
+    result: dict[str, Any] = {}
+    try:
+        begun(engines)
+        use(engines, settings.prompts, settings.used)
+        prefill, decode = engines
+        for length in settings.lengths[:4]:
+            handed, cached, before = [], [], decode.counts()
+            for _ in range(2 * settings.repeats):
+                prompt = settings.prompts(length + 1)
+                job = prefilled(prefill, [prompt])[0]
+                handed.append(decode.first({**job, "max_tokens": 1})["first"])
+                time.sleep(0.1)
+                cached.append(decode.first({"prompt": prompt, "max_tokens": 1})["first"])
+            moved = counted(before, decode.counts())
+            result[str(length)] = {"handed over": spread(handed) | moved, "cached": spread(cached)}
+        result["others"] = others_slowed(prefill, decode, settings, None)
+    finally:
+        for engine in engines:
+            engine.kill()
+    save(name, result)
+
+
 # ── from the command line ─────────────────────────────────────────────────────────────
 
 
@@ -223,11 +250,12 @@ def planned(
     (folder / "config.json").write_text(json.dumps(config))
     settings = settings_of(chosen, config)
     save = saver(chosen.json, document, model, part)
-    if part == "handover":
+    if part in ("handover", "others"):
+        measure = measure_handover if part == "handover" else measure_others
         return [
             (
                 pair(str(folder), settings, HANDOVER[name]),
-                partial(measure_handover, name=name, settings=settings, save=save),
+                partial(measure, name=name, settings=settings, save=save),
             )
             for name in chosen.variants
         ]

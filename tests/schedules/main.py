@@ -5,6 +5,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ def start(bug: str, where: str) -> None:
     """Prepare the library of this process, and plant a bug in it."""
     global FOLDER
     FOLDER = where
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has started us ends us, and sums up
     logging.disable(logging.CRITICAL)
     STACK.enter_context(prepared())
     if bug:
@@ -140,20 +143,29 @@ def main() -> int:
 
 
 def run(seeds: range, bug: str, processes: int, where: str, every: int) -> int:
+    """Run all seeds, or those that can be run until somebody interrupts; 1 if one is wrong."""
     outcomes: Counter[str] = Counter()
     injected: Counter[str] = Counter()
-    wrong = 0
+    wrong = number = 0
     started = time.monotonic()
-    for number, (_, fault, ended, done) in enumerate(told(seeds, bug, processes, where), 1):
-        outcomes += ended
-        injected += done
-        if fault:
-            wrong += 1
-            print(fault, file=sys.stderr, flush=True)
-        if number == len(seeds) or (every and number % every == 0):
-            rate = number / (time.monotonic() - started)
-            print(f"schedules  {number}, {rate:.0f} a second, {wrong} wrong")
-            summary(outcomes, injected)
+
+    def tell() -> None:
+        rate = number / (time.monotonic() - started)
+        print(f"schedules  {number}, {rate:.0f} a second, {wrong} wrong")
+        summary(outcomes, injected)
+
+    try:
+        for number, (_, fault, ended, done) in enumerate(told(seeds, bug, processes, where), 1):
+            outcomes += ended
+            injected += done
+            if fault:
+                wrong += 1
+                print(fault, file=sys.stderr, flush=True)
+            if every and number % every == 0 and number < len(seeds):
+                tell()
+    except KeyboardInterrupt:
+        print(f"stopped before seed {seeds[-1]}", file=sys.stderr)
+    tell()
     return 1 if wrong else 0
 
 
