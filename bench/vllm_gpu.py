@@ -8,8 +8,9 @@ cache, token-id prompts, pools that were used before so that free blocks lie sca
 handover   prompts are prefilled in one engine; measured is the time to first token in the other,
            with kvstow (sample digest, and none), NixlPushConnector and NixlConnector; beside it
            the same prompts computed again, and with the prefix cached there (the floor)
-others     hand-overs and cached prompts in turns, and requests that decode beside them: for two
-           versions of kvstow, one after the other on one machine (PYTHONPATH chooses)
+others     hand-overs and cached prompts in turns, and requests that decode beside them; only if
+           asked for. To compare two versions of kvstow on one machine, run this file twice, each
+           time with another version first in PYTHONPATH
 failures   what a handed-over request gets whose ticket has expired, is forged, or is of another
            prompt, and whose prefill engine is killed
 damage     what a prompt gets whose rows were damaged in host memory or on disk
@@ -54,7 +55,8 @@ from vllm_failures import LEASE_SECONDS, measure_damage, measure_failures
 from vllm_others import Copier, others_slowed
 from vllm_pairs import Save, Settings, begun, computed_apart, counted, pair, prefilled
 
-PARTS = ("handover", "others", "failures", "damage", "block sizes")
+USUAL_PARTS = ("handover", "failures", "damage", "block sizes")
+PARTS = (*USUAL_PARTS, "others")
 HANDOVER = {
     "kvstow": connector("kvstow"),
     "kvstow, digest off": connector("kvstow", digest="off"),
@@ -204,7 +206,7 @@ def measure_others(engines: list[Remote], *, name: str, settings: Settings, save
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(USUAL_PARTS))
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=tuple(HANDOVER), default=list(HANDOVER))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))

@@ -164,7 +164,7 @@ def run(seeds: range, bug: str, processes: int, where: str, every: int) -> int:
             if every and number % every == 0 and number < len(seeds):
                 tell()
     except KeyboardInterrupt:
-        print(f"stopped before seed {seeds[-1]}", file=sys.stderr)
+        print(f"interrupted after {number} of {len(seeds)} schedules", file=sys.stderr)
     tell()
     return 1 if wrong else 0
 

@@ -133,7 +133,7 @@ def stored_in(
     rows: Sequence[Bytes],
     links: Sequence[ChainLink],
 ) -> Bools:
-    """As `tier.store`; one that does not take links is given none, if there are none."""
+    """As `tier.store`, which need not take links: it is given them only where there are some."""
     return tier.store(group, keys, rows, links) if links else tier.store(group, keys, rows)
 
 

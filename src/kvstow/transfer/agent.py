@@ -237,8 +237,8 @@ class Agent:
         `keys` are the prompt's, one after every `step` tokens. None for a miss. TransferError
         if the agent refuses or does not answer in time; one of an older version does not.
         """
-        answer = self.begin_ask(address, keys, step=step, key=key, seconds=seconds)
         patience = seconds or self.options.contact_seconds
+        answer = self.begin_ask(address, keys, step=step, key=key, seconds=patience)
         late = time.monotonic() + patience + 1
         while not answer.done():  # whoever we ask may be asking us
             self.settle()

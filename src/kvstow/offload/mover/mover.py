@@ -389,9 +389,7 @@ class Mover:
         keys, links = job.keys[positions], job.links[positions]
         with self._host.held(group, keys) as (mask, rows):
             views = self._host.views(group, rows)
-            kept = stored_in(
-                self._below, group, chosen(keys, mask), views, chosen(links, mask) if links else ()
-            )
+            kept = stored_in(self._below, group, chosen(keys, mask), views, chosen(links, mask))
         job.moved[positions][mask] = kept
 
 
