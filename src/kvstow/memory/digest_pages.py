@@ -64,8 +64,11 @@ class CountedBlocks(NamedTuple):
         return cells * keys.table.size * keys.unit
 
 
-_whole: WeakKeyDictionary[Arena, dict[int, list[Pages]]] = WeakKeyDictionary()
-"""The pages of whole groups: an arena's never change, and large models have many layers."""
+_known: WeakKeyDictionary[Arena, dict[tuple[int, tuple[str, ...]], list[Pages]]] = (
+    WeakKeyDictionary()
+)
+"""The pages of whole groups, and of single layers by name: an arena's never change, large models
+have many layers, and a sample counts one of them."""
 
 
 def pages_of(
@@ -77,11 +80,11 @@ def pages_of(
 ) -> list[Pages]:
     """A group's layers, or some of them, or some of their heads; those with like pages together."""
     placed = arena.layout.groups[group]
-    if layers is not None or claims is not None:
+    if claims is not None or (layers is not None and len(layers) != 1):
         alike = _alike(placed, layers, claims)
     else:
-        known = _whole.setdefault(arena, {})
-        alike = known.get(group) or known.setdefault(group, _alike(placed, None, None))
+        known, what = _known.setdefault(arena, {}), (group, tuple(layers or ()))
+        alike = known.get(what) or known.setdefault(what, _alike(placed, layers, None))
     if heads is None:
         return alike
     return [few for pages in alike if (few := _with_heads(pages, heads)) is not None]

@@ -143,7 +143,7 @@ def together(*stories: Story[T], at_once: int = 0) -> Story[list[T]]:
                 except StopIteration as end:
                     results[number] = end.value
                     del running[number]
-                    wait = AT_ONCE
+                    wait = AT_ONCE if waiting else wait
             if running:
                 yield wait
     finally:
