@@ -171,7 +171,9 @@ class Ticket:
 
 def packed_ints(values: Ints) -> bytes:
     """Differences of neighbours, little endian: ascending ids then deflate to little."""
-    return np.diff(values, prepend=0).astype("<i8").tobytes()
+    differences = np.array(values, "<i8")
+    differences[1:] -= values[:-1]
+    return differences.tobytes()
 
 
 def unpacked_ints(data: bytes) -> Ints:
