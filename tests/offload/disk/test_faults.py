@@ -311,6 +311,17 @@ def tmpfs(path, nbytes):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def filled(path):
+    """A file that takes all that is left of a file system."""
+    ballast = path / "ballast"
+    file = os.open(ballast, os.O_CREAT | os.O_WRONLY)
+    with suppress(OSError):
+        while True:
+            os.write(file, bytes(4096))
+    os.close(file)
+    return ballast
+
+
 def test_a_full_disk_keeps_what_fits_and_serves_it_and_says_so_once(tmp_path, caplog):
     with tmpfs(tmp_path / "small", 3 * MIB):
         path = tmp_path / "small"
@@ -335,12 +346,7 @@ def test_a_disk_with_no_room_for_the_index_fails_the_call_and_goes_on_later(tmp_
         path = tmp_path / "small"
         tier = DiskTier(path / "store", hybrid(), capacity=MIB)
         tier.store(0, [key(1)], [row(tier, 0, 1)])
-        ballast = path / "ballast"
-        file = os.open(ballast, os.O_CREAT | os.O_WRONLY)
-        with suppress(OSError):
-            while True:
-                os.write(file, bytes(4096))
-        os.close(file)
+        ballast = filled(path)
         messages = []
         for n in range(2, 200):
             try:
@@ -353,6 +359,52 @@ def test_a_disk_with_no_room_for_the_index_fails_the_call_and_goes_on_later(tmp_
         ballast.unlink()
         assert tier.store(0, [key(700)], [row(tier, 0, 700)]).all()
         checked(tier)
+        tier.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_rows_that_could_not_be_given_up_on_a_full_disk_are_given_up_when_it_is_not(
+    tmp_path, policy
+):
+    with tmpfs(tmp_path / "small", 12 * MIB):
+        path = tmp_path / "small"
+        tier = DiskTier(path / "store", hybrid(content=256), capacity=MIB, policy=policy)
+        store_all(tier, 100, 1)
+        ballast, refused = filled(path), 0
+        for n in range(100, 400):
+            try:
+                tier.store(0, [key(n)], [row(tier, 0, n)])
+            except StoreError:
+                refused += 1
+        assert refused
+        ballast.unlink()
+        for n in range(400, 500):
+            assert tier.store(0, [key(n)], [row(tier, 0, n)]).all()
+        accounted(tier)
+        tier.close()
+
+
+def test_slots_that_a_full_disk_kept_from_being_given_back_are_given_back_later(tmp_path):
+    with tmpfs(tmp_path / "small", 4 * MIB):
+        path, is_filling = tmp_path / "small", []
+
+        def fill(operation, count):
+            if operation == "sync" and is_filling:  # rows are written, and not entered yet
+                filled(path)
+
+        files = FaultyFiles(fill)
+        tier = DiskTier(path / "store", hybrid(), capacity=MIB, files=files, threads=0)
+        tier.store(0, [key(1)], [row(tier, 0, 1)])
+        is_filling.append(1)
+        with pytest.raises(StoreError, match="full"):
+            tier.store(0, [key(n) for n in range(2, 9)], [row(tier, 0, n) for n in range(2, 9)])
+        assert tier.counts.stored_rows == 1
+        leased = "SELECT COUNT(*) FROM slots WHERE owner > 0"
+        assert tier.index.ask(leased) == [(7,)]
+        is_filling.clear()
+        (path / "ballast").unlink()
+        assert tier.store(0, [key(9)], [row(tier, 0, 9)]).all()
+        assert tier.index.ask(leased) == [(0,)]
         tier.close()
 
 

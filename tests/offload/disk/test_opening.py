@@ -345,7 +345,7 @@ def test_a_lost_row_is_a_miss_though_the_index_cannot_be_written(tmp_path, monke
         data.seek(4096 + 100)
         data.write(b"another byte")
 
-    def full(*_):
+    def full(undone=None):
         raise StoreError("index: database or disk is full")
 
     with monkeypatch.context() as patched:

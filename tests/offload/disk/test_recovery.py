@@ -426,11 +426,11 @@ def test_slots_that_could_not_be_given_back_are_given_back_later(tmp_path, monke
     true_write = tier.index.write
     calls = []
 
-    def write():
+    def write(undone=None):
         calls.append(1)
         if len(calls) in (2, 3):  # to enter the rows, and to give their slots back
             raise StoreError("index: database or disk is full")
-        return true_write()
+        return true_write(undone)
 
     with monkeypatch.context() as patch:
         patch.setattr(tier.index, "write", write)

@@ -11,7 +11,8 @@ evict a row too early; it never causes a wrong row.
 
 import errno
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +41,35 @@ class Recency:
         self, index: StoreIndex, name: PolicyName, slots: Sequence[int], max_segments: int
     ) -> None:
         self._index = index
+        self._name: PolicyName = name
         self._slots = tuple(slots)
-        self._policies: tuple[Policy, ...] = tuple(policy(name, n * max_segments) for n in slots)
-        self._generations = tuple(np.zeros(n * max_segments, np.int64) for n in slots)
-        self._seen = [0] * len(slots)
+        self._max_segments = max_segments
         self._used: dict[int, None] = {}
+        self._flushed: dict[int, None] = {}
+        """Uses that the last transaction has written down."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing was learned yet."""
+        sizes = [n * self._max_segments for n in self._slots]
+        self._policies: tuple[Policy, ...] = tuple(policy(self._name, n) for n in sizes)
+        self._generations = tuple(np.zeros(n, np.int64) for n in sizes)
+        self._seen = [0] * len(sizes)
+
+    @contextmanager
+    def following(self) -> Generator[Transaction]:
+        """A transaction in which uses are written down, and rows given up.
+
+        If it does not happen, as on a full disk, its rows are still there and the policies have
+        forgotten them: they learn from the index again.
+        """
+        with self._index.write(undone=self._undo) as write:
+            self._flushed = {}
+            yield write
+
+    def _undo(self) -> None:
+        self._used = {**self._flushed, **self._used}
+        self._begin()
 
     def number(self, group: int, places: npt.ArrayLike) -> Ints:
         at = np.asarray(places, np.int64)
@@ -69,6 +94,7 @@ class Recency:
     def flush(self, write: Transaction) -> None:
         """Write down what was used here, for all processes."""
         used, self._used = self._used, {}
+        self._flushed.update(used)
         if used:
             write.use(used)
 
@@ -124,7 +150,7 @@ class SlotAllocator:
 
         Fewer than asked for where everything else is being read or written.
         """
-        with store_errors(self._store.path), self._store.index.write() as write:
+        with store_errors(self._store.path), self._recency.following() as write:
             found = self._take_free(write, group, len(marks))
             while len(found) < len(marks) and (
                 self._grow(write, group) or self._take_over(write, group, reading, older=True)
@@ -147,7 +173,7 @@ class SlotAllocator:
         and where a file is damaged, whole files go.
         """
         rows = 0
-        with store_errors(self._store.path), self._store.index.write() as write:
+        with store_errors(self._store.path), self._recency.following() as write:
             files = write.ask("SELECT id, grp FROM segments")
             if nbytes < sum(self._store.segments.used(segment) for segment, _ in files):
                 self._recency.flush(write)

@@ -157,14 +157,19 @@ class StoreIndex:
             self._sql.close()
 
     @contextmanager
-    def write(self) -> "Generator[Transaction]":
-        """One transaction; all of it happens or none. Other processes wait meanwhile."""
+    def write(self, undone: Callable[[], None] | None = None) -> "Generator[Transaction]":
+        """One transaction; all of it happens or none. Other processes wait meanwhile.
+
+        `undone` is called where none of it happens, before another transaction begins.
+        """
         with self._lock, _translated(self.path):
             self._sql.execute("BEGIN IMMEDIATE")
             try:
                 yield Transaction(self._sql, self.now)
                 self._sql.execute("COMMIT")
             except BaseException:
+                if undone is not None:
+                    undone()
                 if self._sql.in_transaction:
                     self._sql.execute("ROLLBACK")
                 raise

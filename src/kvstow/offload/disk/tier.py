@@ -275,7 +275,7 @@ class DiskTier:
     def _note(self, what: str, change: Callable[[Transaction], None]) -> None:
         """Change the index after a load. If that fails it is logged: the loaded rows are good."""
         try:
-            with self.index.write() as write:
+            with self._recency.following() as write:
                 change(write)
         except IndexBroken:
             raise
@@ -351,7 +351,7 @@ class DiskTier:
 
     def _evicted(self, group: int, keys: Sequence[bytes]) -> int:
         places = self.index.find(group, keys).place
-        with self.index.write() as write:
+        with self._recency.following() as write:
             count = write.drop(group, places.tolist())
             self._recency.forget(group, places)
         return count
@@ -370,7 +370,7 @@ class DiskTier:
 
     def beat(self) -> None:
         """Tell other processes, and `kvstow top`, that this one lives and what it has done."""
-        with self._attachment.using(), self.index.write() as write:
+        with self._attachment.using(), self._recency.following() as write:
             self._recency.flush(write)
             self._beaten = float("-inf")
             self._beat(write)

@@ -6,9 +6,9 @@ Rows of one call go in parts, so that one is written while another is leased or 
 the two transactions the slots belong to nobody's row: whatever fails, they are given back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 import numpy as np
@@ -143,28 +143,31 @@ class RowWriter:
             RowEntry(at, r.key, r.generation, r.checksum, r.link.block, r.link.parent)
             for at, r in good
         ]
-        with self._store.index.write() as write:
-            if self._unreleased:
-                self._give_back(write)
+        with self._giving_back() as write:
             entered = write.enter(group, entries, self._store.owner)
-            keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
-            nbytes = len(keys) * self._store.layout.row_bytes(group)
-            self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
             self._entered(write)
+        keys = {e.key for e, done in zip(entries, entered, strict=True) if done}
+        nbytes = len(keys) * self._store.layout.row_bytes(group)
+        self._counter.add(Counts(stored_rows=len(keys), stored_bytes=nbytes))
         return keys
 
     def _release(self, places: Iterable[int]) -> None:
         """Give slots back; where the index cannot be written now, later."""
         with self._lock:
             self._unreleased.update(places)
-        with suppress(StoreError), self._store.index.write() as write:
-            self._give_back(write)
+        with suppress(StoreError), self._giving_back():
+            pass
 
-    def _give_back(self, write: Transaction) -> None:
+    @contextmanager
+    def _giving_back(self) -> Generator[Transaction]:
+        """A transaction that gives back what is to be given back; if it does not happen, as on a
+        full disk, another one does."""
         with self._lock:
             places, self._unreleased = self._unreleased, set[int]()
         try:
-            write.release(places, self._store.owner)
+            with self._store.index.write() as write:
+                write.release(places, self._store.owner)
+                yield write
         except BaseException:
             with self._lock:
                 self._unreleased |= places
