@@ -213,6 +213,23 @@ def test_the_oldest_prompts_are_forgotten(tmp_path: Path):
     assert len(rows(tmp_path, "id")) == 5
 
 
+def test_a_journal_that_could_not_make_its_secret_makes_it_before_it_notes_anything(
+    tmp_path: Path,
+):
+    Journal(tmp_path).note(Prompt.of(TOKENS), IDENTITY, 4)
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("DELETE FROM meta")  # whoever made the file died before the secret was there
+    other.execute("BEGIN IMMEDIATE")
+    journal = Journal(tmp_path)
+    journal.note(Prompt.of(TOKENS), IDENTITY, 4)  # somebody else writes for long
+    other.execute("ROLLBACK")
+    journal.note(Prompt.of(TOKENS), IDENTITY, 4)
+    assert other.execute("SELECT LENGTH(secret) FROM meta").fetchall() == [(16,)]
+    assert journal.alike(Prompt.of(TOKENS))[0].shared_tokens == 20
+    assert Journal(tmp_path).alike(Prompt.of(TOKENS))[0].shared_tokens == 20
+    other.close()
+
+
 def test_a_journal_that_cannot_be_written_harms_no_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

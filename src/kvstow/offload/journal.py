@@ -134,8 +134,9 @@ class Journal:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._connection = _connected(self.path)
-            self._secret = _secret(self._connection)
+            connection = _connected(self.path)
+            self._secret = _secret(connection)
+            self._connection = connection  # last: without the secret nothing may be noted
         return self._connection
 
     def _digests(self, prompt: Prompt, step: int) -> list[bytes]:
