@@ -213,6 +213,15 @@ def test_the_oldest_prompts_are_forgotten(tmp_path: Path):
     assert len(rows(tmp_path, "id")) == 5
 
 
+def test_identities_are_forgotten_with_their_prompts(tmp_path: Path):
+    journal = Journal(tmp_path, most_prompts=5)
+    for seed in range(12):
+        tenant = IDENTITY.for_request(salt=f"tenant {seed}")
+        journal.note(Prompt.of(np.random.default_rng(seed).integers(0, 9, 8)), tenant, 4)
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM identities").fetchone() == (5,)
+
+
 def test_a_journal_that_could_not_make_its_secret_makes_it_before_it_notes_anything(
     tmp_path: Path,
 ):

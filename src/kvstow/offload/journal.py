@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS prompts (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, identity BLOB NOT NULL, step INTEGER NOT NULL,
     first BLOB NOT NULL, last BLOB NOT NULL, digests BLOB NOT NULL, tokens BLOB);
 CREATE INDEX IF NOT EXISTS by_first ON prompts (first, identity);
+CREATE INDEX IF NOT EXISTS by_identity ON prompts (identity);
 """
 
 
@@ -126,10 +127,7 @@ class Journal:
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
-            connection.execute(
-                "DELETE FROM prompts WHERE id <= (SELECT MAX(id) FROM prompts) - ?",
-                (self._most_prompts,),
-            )
+            _forget_oldest(connection, self._most_prompts)
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -207,6 +205,18 @@ def _secret(connection: sqlite3.Connection) -> bytes:
             row = (secrets.token_bytes(16),)
             connection.execute("INSERT INTO meta VALUES (?)", row)
     return row[0]
+
+
+def _forget_oldest(connection: sqlite3.Connection, most_prompts: int) -> None:
+    """Keep so many prompts, and no identity that none of them has."""
+    oldest = "FROM prompts WHERE id <= (SELECT MAX(id) FROM prompts) - ?"
+    gone = connection.execute(f"SELECT DISTINCT identity {oldest}", (most_prompts,)).fetchall()
+    connection.execute(f"DELETE {oldest}", (most_prompts,))
+    connection.executemany(
+        "DELETE FROM identities WHERE digest = ?1 "
+        "AND NOT EXISTS (SELECT 1 FROM prompts WHERE identity = ?1)",
+        gone,
+    )
 
 
 def _common(digests: Sequence[bytes], theirs: bytes) -> int:
