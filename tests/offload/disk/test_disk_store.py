@@ -11,6 +11,7 @@ import xxhash
 from kvstow.errors import StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.format import RECORD_BYTES, ChainLink, SlotRecord, decode_record
+from kvstow.offload.disk.owners import Processes
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.rows import row_layout
 from kvstow.offload.store import Store
@@ -562,6 +563,43 @@ def test_slots_leased_by_a_dead_process_are_free_again(tmp_path):
     index.close()
     tier = DiskTier(tmp_path)
     assert tier.index.ask("SELECT COUNT(*) FROM slots WHERE owner <> 0") == [(0,)]
+    tier.close()
+
+
+class Elsewhere(Processes):
+    """A process on a machine of its own: others know of it by what it last wrote."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def me(self):
+        return 7, 7, self._name
+
+
+def test_an_owner_that_was_taken_for_dead_is_one_again_and_its_later_leases_end_with_it(tmp_path):
+    now = [1e9]
+    quiet = DiskTier(
+        tmp_path, hybrid(), capacity=MIB, clock=lambda: now[0], processes=Elsewhere("a")
+    )
+    now[0] += 200
+    other = DiskTier(tmp_path, clock=lambda: now[0], processes=Elsewhere("b"))
+    owners = "SELECT host FROM owners ORDER BY host"
+    assert other.index.ask(owners) == [("b",)]
+    quiet._allocator.lease(0, [1, 2], [(), ()])  # and dies here
+    DiskTier(tmp_path, clock=lambda: now[0], processes=Elsewhere("c")).close()
+    assert other.index.ask("SELECT COUNT(*) FROM slots WHERE owner > 0") == [(0,)]
+    stored(quiet, 0, 1)  # or lives after all
+    assert other.index.ask(owners) == [("a",), ("b",)]
+    for tier in (quiet, other):
+        tier.close()
+
+
+def test_an_owner_whose_clock_was_ahead_is_not_taken_for_alive_until_then(tmp_path):
+    now = [1e9 + 1e6]
+    DiskTier(tmp_path, hybrid(), capacity=MIB, clock=lambda: now[0], processes=Elsewhere("a"))
+    now[0] -= 1e6
+    tier = DiskTier(tmp_path, clock=lambda: now[0], processes=Elsewhere("b"))
+    assert tier.index.ask("SELECT host FROM owners") == [("b",)]
     tier.close()
 
 

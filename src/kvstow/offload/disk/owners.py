@@ -8,7 +8,7 @@ from kvstow.offload.disk.index import FREE, StoreIndex, Transaction
 SILENT_SECONDS = 120.0
 """An owner that cannot be looked up (on another machine, in another container) and has not
 written for so long counts as dead. If it was not, its leases are gone when it comes to enter
-its rows, and it enters none."""
+its rows, and it enters none; it is an owner again when it next beats."""
 
 
 class Processes:
@@ -22,7 +22,7 @@ class Processes:
         """Whether the process that wrote these facts, so long ago, is still there."""
         if host == this_host() and host != "unknown":
             return start_time(pid) == started
-        return silent_seconds < SILENT_SECONDS
+        return abs(silent_seconds) < SILENT_SECONDS  # a clock was set back where it is below 0
 
 
 def this_host() -> str:
@@ -53,15 +53,27 @@ def register(write: Transaction, processes: Processes) -> int:
     return write.ask("SELECT last_insert_rowid()")[0][0]
 
 
-def beat(write: Transaction, owner: int, counts: str) -> None:
-    """Say that the owner lives, and what it has done."""
-    write.tell("UPDATE owners SET beat = ?, counts = ? WHERE id = ?", write.now(), counts, owner)
+def beat(write: Transaction, owner: int, processes: Processes, counts: str) -> None:
+    """Say that the owner, this process, lives, and what it has done. Somebody may have taken it
+    for dead meanwhile."""
+    write.tell(
+        "INSERT INTO owners VALUES (?1, ?2, ?3, ?4, ?5, ?6) "
+        "ON CONFLICT (id) DO UPDATE SET beat = ?5, counts = ?6",
+        owner,
+        *processes.me(),
+        write.now(),
+        counts,
+    )
 
 
 def remove_dead(write: Transaction, processes: Processes) -> None:
-    """Remove dead owners, and free the slots that they were writing."""
+    """Remove dead owners, and free the slots that they were writing, those included that one has
+    leased after it was taken for dead."""
     for owner in _dead(write, processes):
         remove(write, owner)
+    write.tell(
+        "UPDATE slots SET owner = ? WHERE owner > 0 AND owner NOT IN (SELECT id FROM owners)", FREE
+    )
 
 
 def remove(write: Transaction, owner: int) -> None:

@@ -91,6 +91,7 @@ class DiskTier:
         processes: Processes | None = None,
     ) -> None:
         self.path = Path(path)
+        self._processes = processes or Processes()
         if layout is not None:
             known = known_identity(layout, identity, f"store {path}")
             layout = layout.identified(known)
@@ -101,7 +102,7 @@ class DiskTier:
             files=files or Files(),
             threads=threads,
             clock=clock,
-            processes=processes or Processes(),
+            processes=self._processes,
         )
         self.layout = self._open.layout
         self.dropped: tuple[DroppedRows, ...] = ()
@@ -385,4 +386,4 @@ class DiskTier:
             tiers = [{"tier": tier.name, **facts(tier)} for tier in self._beside]
             mine = {**asdict(self.counts), **asdict(self._usage_now())}
             tiers.append({"tier": self.name, **mine})
-            owners.beat(write, self._open.owner, json.dumps(tiers))
+            owners.beat(write, self._open.owner, self._processes, json.dumps(tiers))
