@@ -397,6 +397,24 @@ def test_a_write_error_gives_back_the_slots_of_the_rows_that_were_not_written(
     tier.close()
 
 
+@pytest.mark.parametrize("files_are_lost", [False, True])
+def test_rows_are_news_though_the_index_was_made_again(tmp_path, files_are_lost):
+    tier = made(tmp_path, capacity=MIB)
+    for _ in range(30):  # uses leave no record
+        right_rows(tier)
+        tier.beat()
+    _, seen = tier.keys_since(0, 0)
+    if files_are_lost:
+        for file in tmp_path.glob("segment-*"):
+            file.unlink()
+    with suppress(IndexBroken), tier._attachment.using():
+        raise IndexBroken("on purpose")
+    tier.store(0, [b"new"], [numbered_row(tier, 0, 1)])
+    keys, _ = tier.keys_since(0, seen)
+    assert b"new" in keys
+    tier.close()
+
+
 def test_evictions_are_counted_on_when_the_index_is_made_again(tmp_path):
     tier = made(tmp_path, capacity=MIB)
     numbers = range(1000, 1400)

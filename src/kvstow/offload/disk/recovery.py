@@ -29,6 +29,11 @@ REBUILDER = -2
 
 MAX_SEGMENTS = 1 << (62 - SLOT_BITS)
 
+CLOCK_LEAP = 1 << 32
+"""The clock of an index that is made again begins so far beyond what the records state. That of the
+lost one was ahead of them: uses and unfinished writes leave no record, and whoever has seen its
+numbers waits for higher ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class DroppedRows:
@@ -57,6 +62,8 @@ def recovered(
     with store_errors(segments.path), index.write() as write:
         dropped = list(dropped_before)
         files = segments.numbers()
+        if broken:
+            write.tick(CLOCK_LEAP)
         if files and not write.ask("SELECT id FROM segments LIMIT 1"):
             dropped += _rebuilt(write, segments, files, broken=broken)
         owners.remove_dead(write, processes)
