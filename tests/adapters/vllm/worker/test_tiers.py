@@ -196,6 +196,27 @@ def test_rows_that_went_away_fail_the_load_and_are_known_to_be_gone(
     assert rank.ask(PROMPT, id="again") == 0
 
 
+def test_a_disk_that_cannot_be_asked_has_nothing_and_the_engine_goes_on(
+    tmp_path: Path, ranks: list[Rank]
+):
+    rank = Rank.start(on_disk(tmp_path), hybrid("BLHNC", 24))
+    ranks.append(rank)
+    rank.compute(PROMPT, THERE)
+    assert rank.tiers._mover.drain(20)  # to the disk
+    for group in (0, 1):
+        host = rank.tiers.host
+        host.evict(group, host.keys(group))
+    rank.recall.known.told("0", rank.tiers.kept())
+    disk = rank.tiers._disk
+    assert disk is not None
+    until = time.monotonic() + 20
+    while rank.ask(PROMPT, id="early") != 16 and time.monotonic() < until:
+        time.sleep(0.1)
+        rank.recall.known.told("0", rank.tiers.kept())
+    disk.close()
+    assert rank.ask(PROMPT) == 0
+
+
 def forget_everything(rank: Rank) -> None:
     """Another tenant's rows have pushed ours out of both tiers."""
     rank.tiers._mover.drain(10)

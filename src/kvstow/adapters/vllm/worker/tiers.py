@@ -243,7 +243,7 @@ class WorkerTiers:
         """Find out which rows are in one of the tiers now, for `answers`. A remote store is asked
         in another thread: no step waits for it."""
         if self._asker is None:
-            self._answers.append(self._found(lookup))
+            self._ask(lookup)
         else:
             self._asker.submit(self._ask, lookup)
 
