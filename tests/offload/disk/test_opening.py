@@ -4,10 +4,12 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -354,6 +356,44 @@ def test_a_lost_row_is_a_miss_though_the_index_cannot_be_written(tmp_path, monke
     assert right_rows(tier) == 9
     assert tier.counts.failures == 1
     tier.close()
+
+
+@contextlib.contextmanager
+def nobodys_directory():
+    """A directory of a user who is not allowed everything, whose process this is meanwhile."""
+    user = os.geteuid() or 65534
+    path = Path(tempfile.mkdtemp())
+    try:
+        os.chown(path, user, -1)
+        os.seteuid(user)
+        yield path
+    finally:
+        os.seteuid(os.getuid())
+        shutil.rmtree(path)
+
+
+def test_a_directory_that_may_not_be_looked_into_is_a_store_error_until_it_may():
+    now = [1e9]
+    with nobodys_directory() as path:
+        tier = DiskTier(made(path / "s"), clock=lambda: now[0])
+        row = np.zeros(tier.layout.row_bytes(0), np.uint8)
+        calls = [
+            lambda: tier.contains(0, [b"a"]),
+            lambda: tier.load(0, [b"a"], [row]),
+            lambda: tier.store(0, [b"a"], [row]),
+            lambda: tier.evict(0, [b"a"]),
+            lambda: tier.usage,
+            tier.beat,
+        ]
+        (path / "s").chmod(0)
+        for call in calls:
+            now[0] += 10
+            with pytest.raises(StoreError, match="Permission denied"):
+                call()
+        (path / "s").chmod(0o700)
+        now[0] += 10
+        assert right_rows(tier) == 10
+        tier.close()
 
 
 def test_a_path_that_is_not_utf8_can_be_used_and_inspected(tmp_path):

@@ -8,6 +8,7 @@ from threading import Condition
 from typing import TypeVar
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.files import store_errors
 from kvstow.offload.disk.index import IndexBroken
 from kvstow.offload.disk.opening import OpenStore
 from kvstow.offload.tier import check_process
@@ -53,22 +54,25 @@ class Attachment:
 
     @contextmanager
     def using(self) -> Generator[None]:
-        """The index is usable meanwhile, unless it breaks."""
+        """The index is usable meanwhile, unless it breaks. What the system refuses becomes a
+        StoreError."""
         check_process(self._opener, f"store {self._store.path}")
-        seen = self._tries
-        if self._is_due() and (not self.is_attached or self._store.is_marked):
-            self._reattach(seen, found_broken=False)
-        was_usable = False
-        try:
-            with self._gate.entered(f"store {self._store.path} is closed"):
-                if not self.is_attached:
-                    raise IndexBroken(f"store {self._store.path}: the index is being made again")
-                seen, was_usable = self._tries, True
-                yield
-        except IndexBroken:
-            if was_usable:
-                self._reattach(seen, found_broken=True)
-            raise
+        with store_errors(self._store.path):
+            seen = self._tries
+            if self._is_due() and (not self.is_attached or self._store.is_marked):
+                self._reattach(seen, found_broken=False)
+            was_usable = False
+            try:
+                with self._gate.entered(f"store {self._store.path} is closed"):
+                    if not self.is_attached:
+                        what = "the index is being made again"
+                        raise IndexBroken(f"store {self._store.path}: {what}")
+                    seen, was_usable = self._tries, True
+                    yield
+            except IndexBroken:
+                if was_usable:
+                    self._reattach(seen, found_broken=True)
+                raise
 
     def close(self) -> bool:
         """Nobody uses the store any more; whether somebody could until now. To a process that was
