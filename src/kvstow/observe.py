@@ -10,12 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from kvstow.errors import StoreError
 
 Fact = str | int | float | bool
 """What an event may carry: plain values, never keys, never contents of rows."""
@@ -315,7 +318,8 @@ _NO_REASONS: Reasons = {}
 
 
 class TierMetrics(Collector):
-    """Numbers of offload tiers, read from them whenever somebody asks."""
+    """Numbers of offload tiers, read from them whenever somebody asks. One that cannot say how it
+    is doing is left out."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tiers: dict[str, Callable[[], Mapping[str, float]]] = {}
@@ -333,7 +337,10 @@ class TierMetrics(Collector):
         self._tiers[tier], self._reasons[tier] = facts, reasons
 
     def collect(self) -> Iterable[Metric]:
-        known = {tier: facts() for tier, facts in self._tiers.items()}
+        known: dict[str, Mapping[str, float]] = {}
+        for tier, facts in self._tiers.items():
+            with suppress(StoreError):  # closed, or it cannot be asked now: others can
+                known[tier] = facts()
         for name, text in TIER_COUNTS.items():
             counter = CounterMetricFamily(tier_metric(name), text, labels=["tier"])
             for tier, facts in known.items():

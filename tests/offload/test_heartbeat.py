@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
+from kvstow.observe import Telemetry, TransferMetrics
 from kvstow.offload.disk.inspect import survey
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.heartbeat import Heartbeat
@@ -120,3 +121,14 @@ def test_what_could_not_be_written_is_told_later(tmp_path: Path, monkeypatch: py
     heartbeat.close()
     host.close()
     disk.close()
+
+
+def test_a_tier_that_is_closed_leaves_the_other_numbers_of_a_telemetry(tmp_path: Path):
+    telemetry = Telemetry()
+    TransferMetrics(telemetry.registry).leases.inc()
+    store = Store(host=MIB, disk=tmp_path, disk_bytes=MIB).bind(hybrid())
+    store.watch(telemetry)
+    assert b'kvstow_tier_rows{tier="disk"}' in telemetry.exposition()
+    store.close()
+    assert b'{tier="disk"}' not in telemetry.exposition()
+    assert b"kvstow_transfer_leases 1.0" in telemetry.exposition()
