@@ -106,6 +106,15 @@ def test_chunks_of_two_sizes_come_back_from_host_memory_and_from_a_remote_store(
         assert other.misses == {"absent": 3}
 
 
+def test_a_chunk_of_another_size_is_a_miss_though_its_row_is_as_long(valkey):
+    with closing(ChunkStore(identity=MODEL, remote=f"{valkey.url}?prefix=odd&budget=10")) as store:
+        store.store([b"a"], [chunk(17, 0)])
+        assert store.flush(10)
+        assert not store.contains([b"a"], [20]).any()
+        assert not store.load([b"a"], [np.zeros(20, np.uint8)]).any()
+        assert store.load([b"a"], [np.zeros(17, np.uint8)]).all()
+
+
 def damaged(path: Path) -> ChunkStore:
     """A store with chunks a and b, of which b was changed on disk."""
     with closing(opened(path)) as store:

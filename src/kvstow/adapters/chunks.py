@@ -3,9 +3,10 @@
 An engine that cuts its cache into chunks of its own calls each by a name, and gives it as bytes.
 A chunk becomes a row of a store of rows of that size; its key is
 
-    BLAKE2b-256( identity of the computation, name )
+    BLAKE2b-256( identity of the computation, name ), salted with size modulo 16
 
-so that chunks of another computation are never found, whatever the engine's names leave out.
+so that chunks of another computation are never found, whatever the engine's names leave out, nor
+those of another size whose rows are as long.
 """
 
 from collections import Counter, defaultdict
@@ -66,14 +67,14 @@ class ChunkStore:
 
     def contains(self, names: Sequence[bytes], sizes: Sequence[int] | None = None) -> Bools:
         """Which chunks are there, of these sizes, or of whatever size is open."""
-        keys = [self._key(name) for name in names]
-        found = np.zeros(len(keys), bool)
+        found = np.zeros(len(names), bool)
         if sizes is None:
-            for store in self._opened():
-                found |= store.contains(0, keys)
+            for size, store in self._opened():
+                found |= store.contains(0, self._keys(names, size))
             return found
         for size, places in _by_size(sizes).items():
-            found[places] = self.open(size).contains(0, [keys[i] for i in places])
+            keys = self._keys([names[i] for i in places], size)
+            found[places] = self.open(size).contains(0, keys)
         return found
 
     def store(self, names: Sequence[bytes], chunks: Sequence[Bytes]) -> Bools:
@@ -82,7 +83,7 @@ class ChunkStore:
         for size, places in _by_size([chunk.nbytes for chunk in chunks]).items():
             store = self.open(size)
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
-            keys = [self._key(names[i]) for i in places]
+            keys = self._keys([names[i] for i in places], size)
             kept[places] = TierChain(store.tiers).store(0, keys, rows)
         return kept
 
@@ -93,7 +94,8 @@ class ChunkStore:
             store = self.open(size)
             rows = [_padded(chunks[i], store.layout.row_bytes(0)) for i in places]
             before = _reasons(store)
-            here = TierChain(store.tiers).load(0, [self._key(names[i]) for i in places], rows)
+            keys = self._keys([names[i] for i in places], size)
+            here = TierChain(store.tiers).load(0, keys, rows)
             self._count_misses(store, int((~here).sum()), before)
             found[places] = here
             for i, row in zip(places, rows, strict=True):
@@ -121,20 +123,22 @@ class ChunkStore:
 
     def evict(self, names: Sequence[bytes]) -> int:
         """Forget chunks; how many were there."""
-        keys = [self._key(name) for name in names]
-        return sum(TierChain(store.tiers).evict(0, keys) for store in self._opened())
+        return sum(
+            TierChain(store.tiers).evict(0, self._keys(names, size))
+            for size, store in self._opened()
+        )
 
     def clear(self) -> int:
         """Forget all chunks of this machine; how many. A remote store is not touched."""
         count = 0
-        for store in self._opened():
+        for _, store in self._opened():
             for tier in (store.host, store.disk):
                 count += 0 if tier is None else tier.evict(0, tier.keys(0))
         return count
 
     def flush(self, seconds: float) -> bool:
         """Whether what was stored has been written or dropped, within so many seconds each."""
-        flushed = [store.flush(seconds) for store in self._opened()]
+        flushed = [store.flush(seconds) for _, store in self._opened()]
         return all(flushed)
 
     def close(self) -> None:
@@ -157,9 +161,9 @@ class ChunkStore:
                 self._stores[size] = self._new_store(folder).bind(_chunk_layout(size))
             return self._stores[size]
 
-    def _opened(self) -> tuple[Store, ...]:
+    def _opened(self) -> tuple[tuple[int, Store], ...]:
         with self._lock:
-            return tuple(self._stores.values())
+            return tuple(self._stores.items())
 
     def _new_store(self, folder: Path | None) -> Store:
         return Store(
@@ -171,10 +175,17 @@ class ChunkStore:
             journal="off",
         )
 
-    def _key(self, name: bytes) -> bytes:
-        return blake2b(
-            self._identity.digest + name, digest_size=32, person=b"kvstow chunk"
-        ).digest()
+    def _keys(self, names: Sequence[bytes], size: int) -> list[bytes]:
+        """What chunks of a size are known by. Rows are multiples of 16 bytes: the rest of the size
+        goes into the key."""
+        rest = bytes([size % ALIGN])
+        state = blake2b(self._identity.digest, digest_size=32, person=b"kvstow chunk", salt=rest)
+        keys: list[bytes] = []
+        for name in names:
+            own = state.copy()
+            own.update(name)
+            keys.append(own.digest())
+        return keys
 
 
 def chunk_name(*parts: str | bytes) -> bytes:
