@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from threading import Event, Thread
 
 import numpy as np
@@ -75,6 +76,28 @@ def test_rows_go_by_age_and_size_and_manifests_stay(url):
     assert loaded(other, range(8)) == 8
     for one in (tier, other):
         one.close()
+
+
+class ClockBehind:
+    """A store by whose clock everything happens months earlier than by ours."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def list_blobs(self, prefix):
+        for found in self._client.list_blobs(prefix):
+            yield replace(found, modified=found.modified - 1e7)
+
+
+def test_a_collector_whose_clock_is_ahead_removes_no_young_row(url):
+    tier = tier_of(url)
+    stored(tier, range(4))
+    assert collect(ClockBehind(tier.client), older_than=3600, most=0).rows == 0
+    assert loaded(tier, range(4)) == 4
+    tier.close()
 
 
 def test_a_tenant_above_its_limit_loses_its_own_rows_only(valkey_url):

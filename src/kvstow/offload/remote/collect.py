@@ -92,23 +92,25 @@ def collect(
     most: int | None = None,
     most_by_tenant: int | None = None,
     older_than: float | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
 ) -> Collected:
     """Remove rows, the oldest first, until the store and each tenant are within bounds.
 
     `older_than` is an age in seconds: older rows go in any case. Leaves the count for writers.
-    Raises AnotherCollector while one is at work.
+    Raises AnotherCollector while one is at work. Ages are by the store's own clock unless there is
+    another: one that is wrong here removes nothing that is young.
     """
-    now = clock()
     removed: set[str] = set()
     with CollectorMark(listed(client)) as mark:
+        now = mark.made_at if clock is None else clock()
         rows = sorted(_marked(client, mark), key=lambda row: row.facts.modified)
         gone = _victims(rows, now, most, most_by_tenant, older_than)
         for at in range(0, len(gone), DELETE):
             mark.keep()
             names = {row.facts.name for row in gone[at : at + DELETE]}
             removed |= names - client.delete(list(names)).keys()
-    left = _counted([row for row in rows if row.facts.name not in removed], now)
+    counted_at = (clock or time.time)()
+    left = _counted([row for row in rows if row.facts.name not in removed], counted_at)
     client.delete([USAGE])
     client.put([Blob(USAGE, np.frombuffer(json.dumps(asdict(left)).encode(), np.uint8))])
     nbytes = sum(row.facts.nbytes for row in gone if row.facts.name in removed)

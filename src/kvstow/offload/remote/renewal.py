@@ -56,6 +56,8 @@ class CollectorMark:
         self._claim = Blob(f"{CLAIMS}/{token.hex()}", np.frombuffer(token, np.uint8))
         self._mark = Blob(COLLECTING, self._claim.data)
         self._kept = 0.0
+        self.made_at = 0.0
+        """When the claim was made, by the clock of the store, which says how old rows are."""
 
     def __enter__(self) -> Self:
         self._put(self._claim)
@@ -75,8 +77,9 @@ class CollectorMark:
 
     def _exclude_others(self) -> None:
         """Raise where somebody else has a claim; those of collectors that died are removed."""
-        found = (facts.name for facts in self._client.list_blobs(f"{CLAIMS}/"))
-        others = [name for name in found if name != self._claim.name]
+        found = {each.name: each.modified for each in self._client.list_blobs(f"{CLAIMS}/")}
+        self.made_at = found.pop(self._claim.name, time.time())
+        others = list(found)
         if not others:
             return
         ages = [age for age in self._client.ages(others) if age is not None]
