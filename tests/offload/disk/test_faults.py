@@ -408,6 +408,21 @@ def test_slots_that_a_full_disk_kept_from_being_given_back_are_given_back_later(
         tier.close()
 
 
+def test_a_store_on_a_full_disk_can_be_closed(tmp_path, caplog):
+    with tmpfs(tmp_path / "small", 4 * MIB):
+        path = tmp_path / "small"
+        tier = DiskTier(path / "store", hybrid(), capacity=MIB)
+        store_all(tier, 20, 20)
+        ballast = filled(path)
+        assert checked(tier) == 20
+        tier.close()
+        assert "not written down" in caplog.text
+        ballast.unlink()
+        tier = DiskTier(path / "store")
+        assert checked(tier) == 20
+        tier.close()
+
+
 # ── missing ───────────────────────────────────────────────────────────────────────────
 
 

@@ -148,7 +148,10 @@ class DiskTier:
             log.warning("store %s: %s", self.path, dropped)
 
     def close(self) -> None:
-        """Write down what was used, and give up everything that is held; once is enough."""
+        """Write down what was used, and give up everything that is held; once is enough.
+
+        What cannot be written down, as on a full disk, is logged: rows are as good as before.
+        """
         if not self._attachment.close():
             return
         try:
@@ -156,6 +159,8 @@ class DiskTier:
                 with self.index.write() as write:
                     self._recency.flush(write)
                     owners.remove(write, self._open.owner)
+        except StoreError as error:
+            log.warning("store %s: closed, and that is not written down: %s", self.path, error)
         finally:
             self._open.close()
 
