@@ -9,6 +9,7 @@ error, because nothing here is locked; `hand_over` lets the next thread have it.
 may be asked in any thread; the answer may be outdated when it arrives.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from threading import get_ident
@@ -32,6 +33,8 @@ from kvstow.plan.layout import NULL_SLABS, Layout
 from kvstow.plan.retention import Bools
 from kvstow.plan.view import Ints
 
+log = logging.getLogger(__name__)
+
 NO_THREAD = 0
 
 
@@ -40,7 +43,7 @@ class Pool:
 
     `generations` may be memory that others read: one contiguous int64 array per group,
     one entry per block. `policy` chooses what is evicted. `on_evict` is called with a group
-    and the rows whose content is given up, before they are used again.
+    and the rows whose content is given up, before they are used again. What it raises is logged.
     """
 
     def __init__(
@@ -67,7 +70,10 @@ class Pool:
 
     def _evicted(self, group: int, ids: Ints) -> None:
         for listener in self.on_evict:
-            listener(group, ids)
+            try:
+                listener(group, ids)
+            except Exception:
+                log.exception("pool: a listener missed that %d rows are given up", len(ids))
 
     # ── the owner's thread ────────────────────────────────────────────────────────
 

@@ -7,6 +7,7 @@ confirmed: the tokens they were computed from are compared (`SourceTokens`), so 
 prompts with one hash never share rows.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,6 +22,8 @@ from kvstow.blocks.runs import NONE
 from kvstow.plan.group import Group
 from kvstow.plan.retention import Bools, Encoder, Full, can_hit, seen_blocks
 from kvstow.plan.view import Ints
+
+log = logging.getLogger(__name__)
 
 MAX_DEPTH = 8
 """A longer chain of source tokens is written out, so that confirming stays a few comparisons."""
@@ -161,7 +164,8 @@ class BlockEvent(NamedTuple):
 class PrefixCache:
     """What every group has cached, by hash, with the tokens to confirm it.
 
-    Whoever is in `on_change` is called, in the thread that changes it, with every change.
+    Whoever is in `on_change` is called, in the thread that changes it, with every change. What one
+    of them raises is logged: what is cached does not depend on who listens.
     """
 
     def __init__(self, groups: Sequence[Group], num_rows: Sequence[int]) -> None:
@@ -291,7 +295,10 @@ class PrefixCache:
 
     def _tell(self, event: BlockEvent) -> None:
         for listener in self.on_change:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                log.exception("prefixes: a listener missed %d blocks", len(event.hashes))
 
     def _unuse(self, number: int, count: int) -> None:
         self._num_uses[number] -= count
