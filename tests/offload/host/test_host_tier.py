@@ -144,3 +144,20 @@ def test_slabs_pass_to_the_group_that_is_used(tier):
 def test_a_tier_too_small_for_two_slabs_is_refused_with_the_least():
     with pytest.raises(StoreError, match="hint: give at least"):
         HostTier(hybrid(), capacity=100)
+
+
+def test_a_listener_that_raises_keeps_no_row_from_being_kept_or_given_back(caplog):
+    def fails(group, keys):
+        raise RuntimeError("on purpose")
+
+    tier = HostTier(hybrid(), capacity="64KiB", on_change=fails)
+    for number in range(200):  # more than there is room for
+        reservation = tier.reserve(0, [key(0, 2 * number), key(0, 2 * number + 1)])
+        tier.keep(reservation, np.array([True, False]))
+        tier.check()
+        assert tier.contains(0, [key(0, 2 * number), key(0, 2 * number + 1)]).tolist() == [
+            True,
+            False,
+        ]
+    assert "on purpose" in caplog.text
+    tier.close()

@@ -35,6 +35,7 @@ from kvstow.offload.tier import (
     checked_keys,
     checked_rows,
     known_identity,
+    log,
     note_unverified,
 )
 from kvstow.plan.identity import Identity
@@ -57,7 +58,7 @@ class HostTier:
 
     A shared tier must know which computation makes its rows: `identity`, or the layout's.
     `on_change` is called with a group and keys whose rows have come or gone, in whichever thread
-    that happens, while the tier is locked.
+    that happens, while the tier is locked. What it raises is logged.
     """
 
     name = "host"
@@ -195,8 +196,7 @@ class HostTier:
         self._policies[group].size = max(1, self._slots.num_rows(group))
         self._policies[group].insert(rows, map(mark, keys))
         self._slots.touch(group, rows)
-        if self._on_change is not None and keys:
-            self._on_change(group, keys)
+        self._tell(group, keys)
 
     def abandon(self, reservation: Reservation) -> None:
         """The rows were not filled."""
@@ -334,9 +334,17 @@ class HostTier:
         for key in gone:
             del ids[key]
         self._slots.give_back(group, rows)
-        if self._on_change is not None and gone:
-            self._on_change(group, gone)
+        self._tell(group, gone)
         self._counter.add(Counts(evicted_rows=len(rows)))
+
+    def _tell(self, group: int, keys: Sequence[bytes]) -> None:
+        """Rows of these keys have come or gone."""
+        if self._on_change is None or not keys:
+            return
+        try:
+            self._on_change(group, keys)
+        except Exception:
+            log.exception("host tier: on_change missed %d rows", len(keys))
 
     def check(self) -> None:
         """Raises with the numbers that do not add up; changes nothing."""
