@@ -1,11 +1,13 @@
 """The store that users see: prefixes saved and loaded, in tiers, by other processes."""
 
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from time import sleep
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvstow.errors import BlockError, StoreError
 from kvstow.memory.arena import Arena
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.inspect import survey
+from kvstow.offload.mover import mover
 from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
 from kvstow.plan.group import grouped
@@ -456,6 +459,38 @@ def test_a_disk_that_fails_when_it_is_closed_keeps_nothing_else_open(tmp_path, m
     assert closed == [True]
     with pytest.raises(StoreError, match="closed"):
         _ = store.tiers
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_an_interrupted_call_ends_when_nothing_uses_the_blocks_any_more(make, monkeypatch, is_load):
+    prompt = Prompt.of(range(8))
+    arena, blocks = computed(layout_of(), 8)
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def slow(*given, **more):
+        begun.set()
+        may_end.wait(10)
+        under_way = true_copy(*given, **more)
+        ended.append(1)
+        return under_way
+
+    def interrupt():
+        begun.wait(10)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        sleep(0.5)
+        may_end.set()
+
+    true_copy, thread = mover.copy, threading.Thread(target=interrupt)
+    with make("host") as store:
+        if is_load:
+            store.save(arena, blocks, prompt)
+        call = partial(store.load, into=blocks) if is_load else partial(store.save, blocks=blocks)
+        monkeypatch.setattr(mover, "copy", slow)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            call(arena, prompt=prompt)
+        assert ended
+        thread.join()
 
 
 def test_a_store_lets_go_of_arenas_that_are_closed(make):

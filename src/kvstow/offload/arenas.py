@@ -16,6 +16,7 @@ from kvstow.memory.arena import Arena
 from kvstow.offload.disk.format import ChainLink
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.jobs import MoverJob
 from kvstow.offload.mover.mover import Mover
 from kvstow.offload.remote.tier import RemoteTier
 from kvstow.offload.staging import RowStage
@@ -59,7 +60,7 @@ class ArenaRows:
         if links and len(links) != len(keys):
             raise StoreError(f"{len(links)} links for {len(keys)} keys")
         if self._host is not None:
-            return self._mover(arena, self._host).store(group, blocks, keys, links).result()
+            return _result(self._mover(arena, self._host).store(group, blocks, keys, links))
         with self._lock:
             stage = self._staged(arena, group)
             kept = np.zeros(len(blocks), bool)
@@ -87,7 +88,7 @@ class ArenaRows:
         check_process(self._opener, "the store")
         blocks = self._checked(arena, group, ids, keys)
         if self._host is not None:
-            return self._mover(arena, self._host).load(group, keys, blocks).result()
+            return _result(self._mover(arena, self._host).load(group, keys, blocks))
         assert self._below is not None
         with self._lock:
             stage = self._staged(arena, group)
@@ -151,6 +152,16 @@ class ArenaRows:
     def _layout(self) -> Layout:
         assert self._below is not None
         return self._below.layout
+
+
+def _result(job: MoverJob) -> Bools:
+    """What has become of a job, when nothing of it uses the blocks any more: whoever is interrupted
+    while it waits may use them for something else at once."""
+    try:
+        return job.result()
+    finally:
+        job.cancel()
+        job.wait()
 
 
 def _parts(count: int, step: int) -> list[slice]:
