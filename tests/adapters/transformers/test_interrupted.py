@@ -123,6 +123,26 @@ def test_a_cache_goes_on_when_the_tokens_of_the_interrupted_pass_were_taken_back
         assert torch.equal(generated(model, LONGER, cache), wanted(family))
 
 
+def test_a_cache_that_is_interrupted_while_its_prompt_is_loaded_holds_nothing(store, monkeypatch):
+    model = tiny_model("llama")
+    with Cache(memory_for(model), tokens=PROMPT, store=store) as cache:
+        one_pass(model, cache, PROMPT)
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
+    with memory_for(model) as memory:
+        free = memory.pool.num_free(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "load_rows", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                Cache(memory, tokens=LONGER, store=store)
+        assert memory.pool.num_free(0) == free
+        memory.ledger.check()
+        with Cache(memory, tokens=LONGER, store=store) as cache:
+            assert cache.num_tokens == PROMPT.shape[1]
+
+
 def test_a_store_that_was_closed_costs_a_cache_nothing_but_what_it_would_have_found(tmp_path):
     model = tiny_model("llama")
     memory = memory_for(model)

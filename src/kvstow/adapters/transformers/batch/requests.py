@@ -77,12 +77,17 @@ class BatchRequests:
         """Admit prompts whose first tokens come from a store; whether all came, or none is
         admitted."""
         hits = self.admit(prompts, num_tokens=num_tokens)
-        if all(map(store.load, prompts, self.ids, hits, [num_tokens] * len(prompts))):
-            self.memory.ledger.received(self.ids)
-            self._refresh()
-            return True
-        self.release(hits)
-        return False
+        try:
+            came = all(map(store.load, prompts, self.ids, hits, [num_tokens] * len(prompts)))
+        except BaseException:
+            self.release(hits)
+            raise
+        if not came:
+            self.release(hits)
+            return False
+        self.memory.ledger.received(self.ids)
+        self._refresh()
+        return True
 
     def release(self, computed_tokens: int | Sequence[int]) -> None:
         """Give all rows back; the first `computed_tokens` of each may be found as a prefix."""
