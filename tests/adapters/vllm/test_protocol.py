@@ -222,6 +222,18 @@ def test_a_request_whose_adapter_was_written_anew_is_not_shareable(tmp_path: Pat
     assert shared == [True, True, False, True]
 
 
+def test_a_request_whose_adapter_was_replaced_by_an_older_file_is_not_shareable(tmp_path: Path):
+    """Copies keep their times, and clocks are set back."""
+    known, weights = KnownAdapters(), tmp_path / "adapter_model.bin"
+    asking = vllm_request(lora_request=lora("a", str(tmp_path)))
+    weights.write_bytes(b"one")
+    assert [request_of(asking, known).shareable for _ in range(3)] == [True] * 3
+    (tmp_path / "copy").write_bytes(b"two")
+    os.utime(tmp_path / "copy", (1e9, 1e9))
+    os.replace(tmp_path / "copy", weights)
+    assert not request_of(asking, known).shareable
+
+
 def test_an_adapter_of_the_hub_is_known_by_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -18,6 +18,9 @@ from kvstow.plan.checkpoint import adapter_digest
 AdapterPlace = tuple[str, str, int]
 """An adapter's name, path and number in the engine."""
 
+FolderFacts = tuple[tuple[str, int, int, int, int], ...]
+"""Name, inode, size and times of each file."""
+
 
 class KnownAdapters:
     """Adapters of one engine, as they were when they were first asked for. Where somebody has
@@ -32,7 +35,7 @@ class KnownAdapters:
         are not those of before."""
         name, path = adapter.lora_name, adapter.lora_path
         folder = _folder(path)
-        digest = _digest(folder, _changed_at(folder)) or (path if self._vouched else None)
+        digest = _digest(folder, _as_it_lies(folder)) or (path if self._vouched else None)
         found = f"{name} {digest}" if digest else None
         first = self._first.setdefault(_place(adapter), found)
         return found if found == first else None
@@ -76,17 +79,19 @@ def _in_hub(name: str) -> str:
     return str(Path(config).parent) if isinstance(config, str) else ""
 
 
-def _changed_at(path: str) -> int:
-    """When something in a folder was last written, 0 where there is none: an adapter may be
-    loaded again under its name."""
+def _as_it_lies(path: str) -> FolderFacts:
+    """What tells whether something in a folder was written anew, empty where there is none: an
+    adapter may be loaded again under its name. The latest time alone does not: files keep older
+    times when they are copied, and clocks are set back."""
     try:
-        return max((entry.stat().st_mtime_ns for entry in os.scandir(path)), default=0)
+        found = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:
-        return 0
+        return ()
+    return tuple(sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found))
 
 
 @lru_cache(maxsize=1024)
-def _digest(folder: str, changed_at: int) -> str | None:
+def _digest(folder: str, as_it_lies: FolderFacts) -> str | None:
     try:
         return adapter_digest(folder) if os.path.isdir(folder) else None
     except ModelError:
