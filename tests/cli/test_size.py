@@ -91,6 +91,9 @@ def test_answers_fit_80_columns(arguments):
     [
         (["gpt4"], 2, ["gpt-oss-20b"]),
         (["llama-3.1-8b", "--gpu", "h10"], 2, ["'h10'", "h100", "hint:"]),
+        (["llama-3.1-8b", "--gpu", "80"], 2, ["80 bytes", "'80'", "hint:", "80GiB"]),
+        (["llama-3.1-8b", "--gpu", "h100", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
+        (["llama-3.1-8b", "--requests", "4", "--kv-dtype", "fp8,bf16"], 2, ["fp8,bf16", "hint:"]),
         (["llama-3.1-8b", "--kv-dtype", "fp9"], 2, ["fp9", "hint:"]),
         (["llama-3.1-8b", "--tp", "3", "--gpu", "h100"], 1, ["32", "3", "hint:"]),
         (["glm-4.7-flash", "--gpu", "h100"], 2, ["--weights-bytes"]),
@@ -110,3 +113,9 @@ def test_recurrent_layers_have_no_kv_heads_to_repeat(model, gpu):
     arguments = (model, "--gpu", gpu, "--tp", "2")
     assert size(*arguments)["head_copies"] == 1
     assert "Every kv head" not in invoke(*arguments).stdout
+
+
+def test_a_request_longer_than_the_model_is_published_for_is_noted():
+    result = invoke("llama-3.1-8b", "--gpu", "h200", "--tokens", "200000")
+    assert "131,072 tokens at most; counted with 200,000" in result.stderr
+    assert invoke("llama-3.1-8b", "--gpu", "h200", "--tokens", "131072").stderr == ""

@@ -94,7 +94,7 @@ KvDtypes = Annotated[
     typer.Option(
         "--kv-dtype",
         metavar="DTYPE[,DTYPE…]",
-        help="Element type of the cache; several are searched.",
+        help="Element type of the cache; several are searched, with --gpu and --requests.",
         show_default="the model's own",
     ),
 ]
@@ -150,6 +150,12 @@ def size(
     """
     options.note_shadowed(model)
     kv_dtypes = tuple(kv_dtype.split(",")) if kv_dtype else (None,)
+    if kv_dtypes[1:] and (gpu is None or requests is None):
+        refuse(
+            f"--kv-dtype {kv_dtype}: several are searched only with --gpu and --requests\n\n"
+            "hint: add both, or give one dtype",
+            code=MISUSED,
+        )
     asked = SizeQuestion(
         deployment=Deployment(
             model=model, tp=tp or 1, pp=pp or 1, block_tokens=block_tokens, kv_dtype=kv_dtypes[0]
@@ -162,6 +168,7 @@ def size(
         utilisation=utilisation,
         kv_dtypes=kv_dtypes,
     )
+    _note_context(asked)
     if gpu is None:
         document, parts = _memory(asked, dp or 1)
     elif requests is None:
@@ -174,6 +181,16 @@ def size(
         emit_text(wrapped(document["answer"], indent=""), *parts, _basis(asked))
     if not document["fits"]:
         raise typer.Exit(FAILED)
+
+
+def _note_context(asked: SizeQuestion) -> None:
+    """Say so where a request is longer than the model is published for."""
+    from kvstow.plan.models.catalogue import published
+
+    name = asked.deployment.facts().name
+    most = published(name).get("context")
+    if most is not None and asked.tokens > most:
+        note(f"{name} is published for {most:,} tokens at most; counted with {asked.tokens:,}")
 
 
 def _gpu_bytes(gpu: str | None) -> int:

@@ -56,6 +56,9 @@ modal-client#2797), rtx-4090 (vllm-project/vllm#7553). b200 is within 1 % of wha
 (pytorch/ao#4002). The others are not checked.
 """
 
+LEAST_BYTES = 1 << 30
+"""No GPU has less memory: a size below it lacks its unit."""
+
 TP = (1, 2, 4, 8)
 PP = (1, 2, 4, 8)
 """What is tried when the smallest cluster is searched."""
@@ -73,7 +76,13 @@ def gpu_bytes(text: str) -> int:
             + (f"did you mean {', '.join(close)}? " if close else f"one of {', '.join(GPUS)}, ")
             + "or its memory, such as 80GiB"
         )
-    return parse_size(text)
+    nbytes = parse_size(text)
+    if nbytes < LEAST_BYTES:
+        raise PlanError(
+            f"a GPU of {text!r} has {nbytes:,} bytes, fewer than {LEAST_BYTES:,}\n\n"
+            "hint: give the unit too, such as 80GiB"
+        )
+    return nbytes
 
 
 # ── how many requests fit ─────────────────────────────────────────────────────────────
