@@ -70,6 +70,39 @@ def test_quantised_layers_count_narrow_and_embeddings_do_not():
     assert model_weights(DENSE).nbytes == 2 * sum(parameters(load_model(DENSE)))
 
 
+@pytest.mark.parametrize(
+    ("quantised", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4.25),
+        ({"quant_method": "gptq", "bits": 8}, 8.25),
+        ({"quant_method": "awq"}, 4.25),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.25),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.25),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 4}},
+                    "group_1": {"weights": {"num_bits": 8}},
+                    "group_2": {"weights": None},
+                },
+            },
+            8.25,
+        ),
+    ],
+)
+def test_a_quantised_layer_has_the_bits_that_its_configuration_gives(quantised, bits):
+    layers, embeddings = parameters(load_model(DENSE))
+    found = model_weights(DENSE | {"quantization_config": quantised})
+    assert found.nbytes == round(layers * bits / 8) + 2 * embeddings
+
+
+def test_a_quantisation_that_is_not_known_is_left_out_and_said():
+    found = model_weights(DENSE | {"quantization_config": {"quant_method": "quark"}})
+    assert found.nbytes == model_weights(DENSE).nbytes
+    assert found.how.endswith("counted from config, quantisation 'quark' left out")
+
+
 def test_files_are_measured_where_they_are(tmp_path):
     import json
 

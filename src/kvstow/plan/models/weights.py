@@ -18,11 +18,9 @@ Norms, biases and scales are left out: less than 1 % together. Layers count in t
 configuration's `quantization_config` where there is one, embeddings in the model's own.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
 
 from kvstow.errors import ModelError
 from kvstow.plan.checkpoint import WEIGHTS
@@ -50,10 +48,11 @@ _QUANTISED = {
     "fp8": Fraction(1),
     "fbgemm_fp8": Fraction(1),
     "mxfp4": Fraction(17, 32),  # 4 bits, and 8 for the scale of 32
-    "awq": Fraction(17, 32),
-    "gptq": Fraction(17, 32),
 }
 """Bytes per parameter of the layers, by `quant_method`."""
+
+_SCALES = Fraction(1, 32)
+"""Bytes per parameter of the scales, where a few bits have one: 4 for each 128."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,11 @@ def model_weights(model: Source) -> Weights:
     except ModelError as error:
         why = str(error).partition("\n")[0].removeprefix(f"{config.name}: ")
     else:
-        nbytes = round(layers * _layer_bytes(config, own) + embeddings * own)
-        return Weights(nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config")
+        each, how = _layer_bytes(config, own)
+        nbytes = round(layers * each + embeddings * own)
+        return Weights(
+            nbytes=nbytes, how=f"{_spoken(layers + embeddings)} counted from config{how}"
+        )
     known = published(config.name)
     if "parameters" not in known:
         raise config.error(
@@ -143,12 +145,33 @@ def _has_experts(config: Config, layer: int) -> bool:
     return layer >= (dense if isinstance(dense, int) else 0) and (layer + 1) % step == 0
 
 
-def _layer_bytes(config: Config, own: Fraction) -> Fraction:
-    quantised = config.facts.get("quantization_config")
-    if not isinstance(quantised, Mapping):
-        return own
-    method = cast("Mapping[str, object]", quantised).get("quant_method")
-    return _QUANTISED.get(str(method), own)
+def _layer_bytes(config: Config, own: Fraction) -> tuple[Fraction, str]:
+    """Bytes per parameter of the layers, and what is to be said about them."""
+    if "quantization_config" not in config:
+        return own, ""
+    quantised = config.inner("quantization_config")
+    method = quantised.text("quant_method", "")
+    match method:
+        case "awq" | "gptq":
+            bits = quantised.count("bits", default=4)
+        case "bitsandbytes":
+            bits = 4 if quantised.flag("load_in_4bit", default=False) else 8
+        case "compressed-tensors":
+            bits = _widest(quantised.inner("config_groups"))
+        case _ if method in _QUANTISED:
+            return _QUANTISED[method], ""
+        case _:
+            return own, f", quantisation {method!r} left out"
+    return Fraction(bits, 8) + _SCALES, ""
+
+
+def _widest(groups: Config) -> int:
+    """The most bits that a group of layers has for a weight."""
+    each = [groups.inner(name) for name in groups.facts]
+    return max(
+        (group.inner("weights").count("num_bits") for group in each if "weights" in group),
+        default=16,
+    )
 
 
 def _file_bytes(model: Source) -> int:
