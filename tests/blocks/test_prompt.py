@@ -66,6 +66,17 @@ def test_what_is_not_a_token_is_refused(wrong: object) -> None:
         Prompt.of([1, 2], extra=((3, b""),))
 
 
+def test_a_batch_is_refused_with_what_to_do() -> None:
+    with pytest.raises(SpecError, match=r"int64 \(1, 3\), not a list .*\n\nhint: .*tokens\[0\]"):
+        Prompt.of([[1, 2, 3]])
+
+
+def test_a_prompt_without_its_hashes_cannot_be_made() -> None:
+    """Its tokens would be counted, and found by nobody."""
+    with pytest.raises(SpecError, match=r"3 tokens with 0 hashes\n\nhint: Prompt\.of"):
+        Prompt([1, 2, 3])  # pyright: ignore[reportArgumentType]
+
+
 def test_prompts_of_embeddings_of_one_length_differ_by_the_digest_of_their_content() -> None:
     """Embeddings have no token ids: the ids are all 0, and equal for every such prompt."""
     one, two = (Prompt.of([0] * 16, extra=[(0, digest)]) for digest in (b"cat", b"dog"))

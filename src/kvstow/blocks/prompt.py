@@ -47,6 +47,13 @@ class Prompt:
     sums: Hashes = field(repr=False, default_factory=lambda: np.zeros(0, np.uint64))
     _by_block: dict[int, Hashes] = field(repr=False, init=False, default_factory=dict[int, Hashes])
 
+    def __post_init__(self) -> None:
+        if len(self.sums) != len(self.tokens):
+            raise SpecError(
+                f"a prompt of {len(self.tokens)} tokens with {len(self.sums)} hashes\n\n"
+                "hint: Prompt.of(tokens) makes both"
+            )
+
     @staticmethod
     def of(
         tokens: npt.ArrayLike, *, salt: bytes = b"", extra: Iterable[tuple[int, bytes]] = ()
@@ -99,7 +106,10 @@ def _own(tokens: npt.ArrayLike) -> Tokens:
     except ValueError as error:
         raise SpecError(f"token ids are not a list of whole numbers: {error}") from None
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise SpecError(f"token ids are {given.dtype} {given.shape}, not a list of whole numbers")
+        hint = "\n\nhint: a prompt is one sequence: tokens[0]" if given.ndim == 2 else ""
+        raise SpecError(
+            f"token ids are {given.dtype} {given.shape}, not a list of whole numbers{hint}"
+        )
     if given.size and (given.min() < 0 or given.max() >= 1 << 31):
         raise SpecError(f"token ids {given.min()} … {given.max()} are not all in [0, 2^31)")
     return np.array(given, np.int32)
