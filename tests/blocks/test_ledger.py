@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from block_layouts import HYBRID, MIXED, RECURRENT, layer, ledger_of, tokens
+from kvstow.blocks.ledger import Ledger
 from kvstow.blocks.prompt import Prompt
 from kvstow.blocks.table import RowCopy
 from kvstow.errors import BlockError, OutOfBlocks
@@ -19,6 +20,18 @@ def test_a_number_of_numpy_is_a_number_of_tokens_and_a_list_is_no_prompt() -> No
     assert ledger.num_tokens(request) == 5
     with pytest.raises(BlockError, match=r"list is neither .*\n\nhint: kvstow.Prompt.of"):
         ledger.admit([1, 2, 3])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1])
+def test_a_request_has_one_token_at_least(num_tokens: int) -> None:
+    with pytest.raises(BlockError, match=f"a request of {num_tokens} tokens"):
+        ledger_of(*HYBRID).admit(num_tokens)
+
+
+def test_a_ledger_of_a_layout_is_refused_with_what_to_do() -> None:
+    layout = ledger_of(*HYBRID).pool.layout
+    with pytest.raises(BlockError, match=r"not Layout\n\nhint: Ledger\(Pool\(layout\)\)"):
+        Ledger(layout)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 17])

@@ -19,6 +19,12 @@ from block_layouts import (
 from kvstow.blocks.placement import RowDemand
 from kvstow.blocks.pool import Pool
 from kvstow.errors import BlockError, OutOfBlocks, PlanError
+from kvstow.plan.deployment import plan_model
+
+
+def test_a_pool_of_a_plan_is_refused_with_what_to_do() -> None:
+    with pytest.raises(BlockError, match=r"not Plan\n\nhint: .*plan\.layout"):
+        Pool(plan_model("gemma-3-270m"))  # pyright: ignore[reportArgumentType]
 
 
 def test_null_rows_are_never_handed_out() -> None:

@@ -20,6 +20,25 @@ def test_a_released_requests_handle_is_not_taken_for_another_one() -> None:
     assert ledger.num_tokens(new) == 3
 
 
+def test_what_is_no_handle_is_refused_with_what_to_do() -> None:
+    ledger = ledger_of(layer("a"))
+    admission = ledger.admit(3)
+    for wrong, kind in ((admission, "Admission"), (0.5, "float"), ("0", "str"), (None, "NoneType")):
+        for call in (ledger.release, ledger.blocks, ledger.num_tokens, ledger.fork):
+            with pytest.raises(BlockError, match=rf"not by {kind}\n\nhint: .*\.request"):
+                call(wrong)
+
+
+def test_a_step_of_no_requests_changes_nothing() -> None:
+    ledger = ledger_of(*HYBRID)
+    ledger.admit(3)
+    ledger.release([])
+    assert ledger.grow([], []) == ()
+    ledger.received([])
+    assert len(ledger) == 1
+    ledger.check()
+
+
 def test_hundreds_of_requests_get_slots_as_they_come() -> None:
     ledger = ledger_of(*HYBRID, num_slabs=3000, caching=False)
     handles = [ledger.admit(1 + i % 7).request for i in range(500)]

@@ -58,6 +58,10 @@ class Ledger:
     """
 
     def __init__(self, pool: Pool, *, caching: bool = True) -> None:
+        if not isinstance(pool, Pool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BlockError(
+                f"a ledger needs a Pool, not {type(pool).__name__}\n\nhint: Ledger(Pool(layout))"
+            )
         layout = pool.layout
         self.pool = pool
         self.groups = tuple(rows.group for rows in layout.groups)
@@ -135,7 +139,9 @@ class Ledger:
         self.pool.check_thread()
         known = prompt if isinstance(prompt, Prompt) else None
         length = len(prompt) if isinstance(prompt, Prompt) else _counted(prompt)
-        if length < 1 or (num_tokens is not None and not 1 <= num_tokens <= length):
+        if length < 1:
+            raise BlockError(f"a request of {length} tokens cannot be admitted, 1 is the least")
+        if num_tokens is not None and not 1 <= num_tokens <= length:
             raise BlockError(f"{num_tokens} tokens of a prompt of {length} cannot be admitted")
         hit = self.prefixes.hit(known) if self.prefixes and known else MISS
         upto = max(hit.num_tokens, length if num_tokens is None else num_tokens)
@@ -216,7 +222,10 @@ class Ledger:
         after = np.broadcast_to(np.asarray(num_tokens, np.int64), before.shape)
         if (after < before).any():
             at = int((after < before).argmax())
-            raise BlockError(f"a request of {before[at]} tokens cannot shrink to {after[at]}")
+            raise BlockError(
+                f"a request of {before[at]} tokens cannot shrink to {after[at]}\n\n"
+                "hint: the number counts all its tokens, not those that are added"
+            )
         self._requests.check_distinct(slots)
         if self.prefixes:
             self._store_computed(slots, before)
@@ -400,7 +409,7 @@ class Ledger:
         for g in range(len(self.groups)):
             part = self._part(g)
             ids = [part.all_ids(slot) for slot in slots.tolist()]
-            self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate(ids))
+            self.pool.release(g, ids[0] if len(ids) == 1 else np.concatenate((NONE, *ids)))
         for slot in map(int, slots):
             if self.prefixes and (number := self._requests.sources[slot]) is not None:
                 self.prefixes.drop_source(number)

@@ -53,6 +53,11 @@ class Pool:
         generations: Sequence[Ints] | None = None,
         policy: EvictionPolicy = lru,
     ) -> None:
+        if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BlockError(
+                f"a pool needs a Layout, not {type(layout).__name__}\n\n"
+                "hint: a plan has one, plan.layout"
+            )
         if generations is not None and len(generations) != len(layout.groups):
             raise PlanError(f"{len(generations)} generation arrays for {len(layout.groups)} groups")
         self.layout = layout

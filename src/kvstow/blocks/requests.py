@@ -88,7 +88,7 @@ class Requests:
             slot = requests & _SLOT
             if slot < self.num_slots and self._handle[slot] == requests:
                 return np.array([slot])
-        handles = np.atleast_1d(np.asarray(requests, np.int64))
+        handles = _numbers(requests)
         slots = handles & _SLOT
         if len(slots) and slots.max() < self.num_slots and (self._handle[slots] == handles).all():
             return slots
@@ -111,3 +111,15 @@ class Requests:
         self._mark[slots] = order
         if (self._mark[slots] != order).any():
             raise BlockError(f"{len(slots)} requests are named, {len(np.unique(slots))} are there")
+
+
+def _numbers(requests: object) -> Ints:
+    """What requests are named by, as an array; raises for anything but whole numbers."""
+    given = np.atleast_1d(np.asarray(requests))
+    if given.size and given.dtype.kind not in "iu":
+        kinds = {type(each).__name__ for each in given.ravel().tolist()}
+        raise BlockError(
+            f"requests are named by whole numbers, not by {', '.join(sorted(kinds))}\n\n"
+            "hint: ledger.admit(...).request is one"
+        )
+    return given.astype(np.int64, copy=False)
