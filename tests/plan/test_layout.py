@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstow.errors import LayoutError, SpecError
+from kvstow.errors import BlockError, LayoutError, SpecError
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from planning import attention
@@ -38,10 +38,23 @@ def test_numbers_that_contradict_each_other_are_refused(change, words):
 def test_layers_and_groups_are_found_by_name():
     assert LAYOUT.group_index("full") == 0
     assert LAYOUT.view("b").offset == LAYOUT.layers["b"][2].offset
-    with pytest.raises(SpecError, match="no layer 'c'"):
+    with pytest.raises(SpecError, match=r"no layer 'c' .*\n\nhint: .*'a'"):
         LAYOUT.view("c")
     with pytest.raises(SpecError, match="no group 'window'"):
         LAYOUT.group_index("window")
+
+
+@pytest.mark.parametrize("block", [-1, 3, 10**9])
+def test_a_block_that_is_not_there_has_no_bytes(block):
+    with pytest.raises(BlockError, match=f"group 'full': no block {block} among 3"):
+        LAYOUT.runs(0, block)
+
+
+@pytest.mark.parametrize("group", [1, "full", None])
+def test_a_group_that_is_not_there_is_refused_with_what_to_do(group):
+    for ask in (LAYOUT.row_bytes, LAYOUT.row_stride, lambda group: LAYOUT.runs(group, 1)):
+        with pytest.raises(SpecError, match=rf"no group {group!r}: .*\n\nhint: .*group_index"):
+            ask(group)
 
 
 def test_a_page_of_several_sections_is_viewed_by_section_by_field_or_as_bytes():

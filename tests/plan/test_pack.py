@@ -130,6 +130,12 @@ def test_no_groups_make_no_layout():
             pack((), num_slabs=4)
 
 
+def test_layers_that_are_not_grouped_are_refused_with_what_to_do():
+    for pack in PACKINGS:
+        with pytest.raises(PlanError, match=r"not LayerSpec\n\nhint: grouped\(layers\)"):
+            pack([attention("a")], num_slabs=4)
+
+
 @pytest.mark.parametrize("wrong", [{"order": "blhnc"}, {"order": "HND"}, {"order": "XYZ"}])
 def test_a_site_has_its_order_in_canonical_form(wrong):
     with pytest.raises(PlanError, match=r"order .*\n\nhint: "):

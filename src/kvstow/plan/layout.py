@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from kvstow.errors import LayoutError, SpecError
+from kvstow.errors import BlockError, LayoutError, SpecError
 from kvstow.plan.group import Group
 from kvstow.plan.identity import Identity
 from kvstow.plan.sharing import Footprint, Strip, overlapping, sharing_sets, sharing_violations
@@ -143,7 +143,10 @@ class Layout:
         try:
             return self.layers[layer]
         except KeyError:
-            raise SpecError(f"no layer {layer!r} in the layout of {self.model!r}") from None
+            raise SpecError(
+                f"no layer {layer!r} in the layout of {self.model!r}\n\n"
+                f"hint: its layers have names like {next(iter(self.layers))!r}"
+            ) from None
 
     def group_index(self, name: str) -> int:
         """The index of the group of that name."""
@@ -226,20 +229,33 @@ class Layout:
         """Sets of groups that pass slabs around; a group alone keeps all of its own."""
         return sharing_sets(self.footprints)
 
+    def _footprint(self, group: int) -> Footprint:
+        try:
+            return self.footprints[group]
+        except (IndexError, TypeError):
+            names = [rows.group.name for rows in self.groups]
+            raise SpecError(
+                f"no group {group!r}: the layout has {len(names)}, {names}\n\n"
+                f"hint: a group is named by its number, such as group_index({names[0]!r})"
+            ) from None
+
     def runs(self, group: int, block: int) -> tuple[Run, ...]:
         """The bytes of one block, as the fewest runs: one where blocks are rows."""
-        return tuple(
-            Run(strip.offset + block * strip.stride, strip.nbytes)
-            for strip in self.footprints[group].strips
-        )
+        strips = self._footprint(group).strips
+        if not 0 <= block < self.num_blocks(group):
+            raise BlockError(
+                f"group {self.groups[group].group.name!r}: no block {block} among "
+                f"{self.num_blocks(group)}, which count from 0"
+            )
+        return tuple(Run(strip.offset + block * strip.stride, strip.nbytes) for strip in strips)
 
     def row_bytes(self, group: int) -> int:
         """Bytes of one block, padding between its pages included."""
-        return sum(strip.nbytes for strip in self.footprints[group].strips)
+        return sum(strip.nbytes for strip in self._footprint(group).strips)
 
     def row_stride(self, group: int) -> int:
         """Bytes from one block to the next, over all strips."""
-        return sum(strip.stride for strip in self.footprints[group].strips)
+        return sum(strip.stride for strip in self._footprint(group).strips)
 
     @property
     def slab_bytes(self) -> int:

@@ -166,6 +166,11 @@ def _check_groups(groups: Sequence[Group]) -> None:
     if not groups:
         raise PlanError("there are no groups to place\n\nhint: grouped(layers) makes them")
     for group in groups:
+        if not isinstance(group, Group):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"what is placed are groups, not {type(group).__name__}"
+                "\n\nhint: grouped(layers) makes them"
+            )
         if group.page_bytes >= MAX_BYTES:
             raise PlanError(
                 f"group {group.name!r}: one block of {group.block_tokens} tokens takes "
