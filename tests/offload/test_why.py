@@ -49,7 +49,10 @@ def test_a_prompt_that_is_stored_is_found(tmp_path: Path):
     with opened(tmp_path) as store:
         saved(store, TOKENS)
         found = store.why(Prompt.of(TOKENS))
+        longer = store.why(Prompt.of([*TOKENS, 7]))
     assert (found.reason, found.found_tokens, found.num_tokens) == ("found", 22, 22)
+    assert found.text == "all 22 tokens are stored"
+    assert (longer.found_tokens, longer.text) == (20, "all 20 tokens in whole blocks are stored")
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 9, 19])

@@ -31,6 +31,7 @@ Place = Annotated[
 TokenIds = Annotated[
     str | None,
     typer.Option(
+        metavar="IDS",
         help="The prompt as token ids: a JSON list, a file that holds one, or - for stdin.",
         show_default=False,
     ),
@@ -170,7 +171,12 @@ def _token_ids(tokens: str | None, text: str | None, tokenizer: Path | None) -> 
             source = Path(source).read_text()
         found = json_format.loads(source)
     except (OSError, ValueError, RecursionError) as error:
-        refuse(f"token ids cannot be read: {error}", code=MISUSED)
+        why = error.strerror if isinstance(error, OSError) else error
+        refuse(
+            f"token ids cannot be read from {tokens[:80]!r}: {why}\n\n"
+            "hint: --tokens '[1, 2, 3]', or the file that holds such a list",
+            code=MISUSED,
+        )
     if not isinstance(found, list):
         refuse("token ids are a list of whole numbers", code=MISUSED)
     return found  # pyright: ignore[reportUnknownVariableType]

@@ -49,7 +49,8 @@ def why_ended(
     about = _About(prompt, identity, found_tokens)
     whole = len(prompt) // unit * unit
     if found_tokens and found_tokens >= whole:
-        return about.said("found", f"all {found_tokens} tokens in whole blocks are stored")
+        which = "" if found_tokens == len(prompt) else " in whole blocks"
+        return about.said("found", f"all {found_tokens} tokens{which} are stored")
     if not whole:
         text = f"{len(prompt)} tokens fill no block of {unit}, and only whole blocks are compared"
         return about.said("short", text)
