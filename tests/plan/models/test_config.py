@@ -27,6 +27,17 @@ def test_a_model_from_a_directory_is_called_like_the_directory(tmp_path: Path) -
     assert load_model(home).name == "my-model"
 
 
+def test_what_names_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name was the current directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"without a name\n\nhint: "):
+        load_model("")
+    for wrong in (None, 3, ["llama-3.1-8b"]):
+        with pytest.raises(ModelError, match=f"not {type(wrong).__name__}"):
+            load_model(wrong)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         load_model(tmp_path)

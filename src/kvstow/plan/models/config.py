@@ -140,22 +140,28 @@ def load_model(source: Source) -> Config:
             return source
         case Path():
             return _from_file(source)
+        case "":
+            raise ModelError(
+                "a model without a name\n\nhint: a catalogue name, a config.json or its directory"
+            )
         case str():
             if _looks_like_path(source):
                 return _from_file(Path(source))
             name, facts = entry(source)
             return Config(name=name, facts=facts)
-        case _:
+        case Mapping():
             return _from_facts(_name(source), source)
+        case _:
+            raise ModelError(
+                f"a model is a name, a path or a configuration, not {type(source).__name__}"
+            )
 
 
-def _name(facts: object) -> str:
+def _name(facts: Mapping[str, object]) -> str:
     """What to call a model that came as a dict."""
-    if isinstance(facts, Mapping):
-        known = cast(Mapping[str, object], facts)
-        for key in ("_name_or_path", "model_type"):
-            if isinstance(value := known.get(key), str) and value:
-                return value
+    for key in ("_name_or_path", "model_type"):
+        if isinstance(value := facts.get(key), str) and value:
+            return value
     return "config"
 
 
