@@ -36,5 +36,7 @@ def test_rows_base_and_layers_are_named():
 
 @pytest.mark.parametrize("wish", ["page=", "row=x", "=", "base=0"])
 def test_an_alignment_without_a_size_is_refused(wish):
-    with pytest.raises(typer.BadParameter):
+    with pytest.raises(typer.BadParameter) as refused:
         alignment([wish])
+    assert refused.value.param_hint == "'--align'"
+    assert refused.value.message.startswith(f"{wish}: ")

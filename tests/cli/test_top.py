@@ -240,7 +240,8 @@ def test_top_that_finds_nobody_says_how_processes_without_a_disk_are_found(direc
     done = look(directory, "--once")
     assert done.exit_code == 0
     assert "no running process" in done.stdout
-    assert "hint: processes without a store on disk are found by the address of" in done.stdout
+    assert "hint: a process without a store on disk is found by the address of" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("source", ["ftp://127.0.0.1:1", "tcp://nowhere", "no-such-directory"])

@@ -10,7 +10,7 @@ from kvstow.cli.output import FAILED, emit_json, emit_text, refuse, table
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[WORD]",
+        metavar="WORD",
         help="Show only models with every WORD in their name, alias or family.",
         show_default=False,
     ),

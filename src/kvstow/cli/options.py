@@ -52,7 +52,10 @@ def alignment(wishes: Iterable[str]) -> Alignment:
     demands: list[Demand] = []
     for wish in wishes:
         what, _, text = wish.rpartition("=")
-        multiple = size(text)
+        try:
+            multiple = parse_size(text)
+        except PlanError as error:
+            raise typer.BadParameter(f"{wish}: {error}", param_hint="'--align'") from error
         if (what or "page") in asked:
             asked[what or "page"] = multiple
         else:

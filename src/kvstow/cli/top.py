@@ -30,8 +30,9 @@ _Column = Callable[[dict[str, Any]], str]
 
 NOBODY = """no running process has told of its tiers here yet
 
-hint: processes without a store on disk are found by the address of their agent
-  (tcp://HOST:PORT, which vLLM logs at its start) or of their metrics (http://HOST:PORT/metrics)"""
+hint: a process without a store on disk is found by the address of its agent
+      (tcp://HOST:PORT, which vLLM logs at its start)
+      or of its metrics (http://HOST:PORT/metrics)"""
 
 Every = Annotated[
     float,
