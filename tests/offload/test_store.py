@@ -23,6 +23,7 @@ from kvstow.offload.disk.inspect import survey
 from kvstow.offload.mover import mover
 from kvstow.offload.staging import RowStage
 from kvstow.offload.store import Store
+from kvstow.plan.deployment import plan_model
 from kvstow.plan.group import grouped
 from kvstow.plan.pack import Site, packed
 from kvstow.plan.retention import Full, State, Window
@@ -506,3 +507,36 @@ def test_a_store_lets_go_of_arenas_that_are_closed(make):
         arena, blocks = computed(layout, 18, seed=99)
         for n in range(6):  # what came from them has reached the disk
             assert store.stored_tokens(Prompt.of(np.arange(n, n + 18))) == 18
+
+
+def test_what_is_no_layout_no_identity_or_no_blocks_is_refused_with_what_to_do():
+    plan = plan_model("gemma-3-270m", memory="1MiB")
+    with pytest.raises(StoreError, match=r"not Plan\n\nhint: .*plan\.layout"):
+        Store(host="1MiB", identity=IDENTITY).bind(plan)
+    with pytest.raises(StoreError, match=r"an identity is str\n\nhint: .*Identity\.of"):
+        Store(host="1MiB", identity="llama").bind(plan.layout)
+    arena, _ = computed(layout_of(), 8)
+    with Store(host="1MiB") as store:
+        with pytest.raises(StoreError, match=r"not as int\n\nhint: ledger\.blocks"):
+            store.save(arena, 0, Prompt.of(range(8)))
+        with pytest.raises(StoreError, match=r"not as int\n\nhint: ledger\.blocks"):
+            store.load(arena, Prompt.of(range(8)), into=0)
+
+
+def test_a_file_in_the_place_of_a_store_is_said_to_be_none(tmp_path):
+    (tmp_path / "kv").touch()
+    with pytest.raises(StoreError, match=r"store .*kv: Not a directory"):
+        Store(disk=tmp_path / "kv", disk_bytes="1MiB").bind(layout_of())
+
+
+def test_a_store_keeps_its_capacity_unless_another_one_is_given(tmp_path):
+    def capacity(disk_bytes):
+        with Store(disk=tmp_path, disk_bytes=disk_bytes).bind(layout_of()) as store:
+            return store.disk.usage.capacity
+
+    assert [capacity(given) for given in ("1MiB", None, "3MiB", None)] == [
+        MIB,
+        MIB,
+        3 * MIB,
+        3 * MIB,
+    ]

@@ -62,8 +62,18 @@ def _has_all(
     return len(prompt) > 0
 
 
+def check_blocks(blocks: Mapping[int, Blocks]) -> None:
+    """Refuses what is not blocks by group, such as the number of a request."""
+    if not isinstance(blocks, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StoreError(
+            f"blocks are listed by group, not as {type(blocks).__name__}\n\n"
+            "hint: ledger.blocks(request)"
+        )
+
+
 def check_listed(layout: Layout, into: Mapping[int, Blocks]) -> None:
     """Refuses blocks that leave out a whole group."""
+    check_blocks(into)
     missing = [group.name for g, group in tokenwise_groups(layout) if g not in into]
     if missing:
         raise StoreError(

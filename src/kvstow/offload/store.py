@@ -33,7 +33,7 @@ from kvstow.offload.heartbeat import Heartbeat, watch_tiers
 from kvstow.offload.host.tier import HostTier
 from kvstow.offload.journal import Journal, JournalKind
 from kvstow.offload.keys import block_keys, keys_at, links, tokenwise_groups, wanted
-from kvstow.offload.prefixes import check_listed, last_row, longest_prefix
+from kvstow.offload.prefixes import check_blocks, check_listed, last_row, longest_prefix
 from kvstow.offload.remote.tier import RemoteTier, loadable
 from kvstow.offload.remote.url import parse
 from kvstow.offload.rows import check_joinable, matching_group
@@ -242,6 +242,7 @@ class Store:
         of its own (`store.identity.for_request`). Nobody may write to the blocks meanwhile.
         """
         self.bind(arena.layout, self._wanted_identity)
+        check_blocks(blocks)
         known = identity or self.identity
         count = 0
         for g, group in tokenwise_groups(arena.layout):

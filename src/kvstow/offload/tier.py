@@ -202,6 +202,11 @@ class TierChain:
 
 def known_identity(layout: Layout, identity: Identity | None, what: str) -> Identity:
     """The identity given, else the layout's; StoreError where there is neither, or they differ."""
+    if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StoreError(
+            f"{what} needs a Layout, not {type(layout).__name__}\n\n"
+            "hint: a plan has one, plan.layout"
+        )
     if identity is None:
         identity = layout.identity
     if identity is None:
@@ -209,6 +214,8 @@ def known_identity(layout: Layout, identity: Identity | None, what: str) -> Iden
             f"{what}: which computation makes these rows is not known, and rows of another one "
             f"would be taken for them\n\n{HINT}"
         )
+    if not isinstance(identity, Identity):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StoreError(f"{what}: an identity is {type(identity).__name__}\n\n{HINT}")
     differences = () if layout.identity is None else layout.identity.differences(identity)
     if differences:
         raise StoreError(f"{what}: two identities were given:\n" + "\n".join(differences))
@@ -229,7 +236,7 @@ def note_unverified(identity: Identity | None, what: str) -> None:
     """Say in the log that nobody has looked at the weights, where that is so."""
     if identity is not None and not identity.is_verified:
         why = identity.unverified_because
-        log.warning("%s: nobody has checked which computation makes its rows (%s)", what, why)
+        log.warning("%s: identity is not verified: %s", what, why)
 
 
 def checked_keys(layout: Layout, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:

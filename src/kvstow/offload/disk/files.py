@@ -85,7 +85,8 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         facts = path.stat()
         if not stat.S_ISDIR(facts.st_mode):
-            raise
+            number = errno.ENOTDIR
+            raise NotADirectoryError(number, os.strerror(number), str(path)) from None
         _check_owner(facts, path)
         if facts.st_mode & 0o022:
             mode = stat.S_IMODE(facts.st_mode)
