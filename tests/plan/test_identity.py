@@ -157,7 +157,7 @@ def test_tensors_in_memory_identify_a_model_in_any_order():
 
 
 def test_a_folder_without_weights_or_configuration_is_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match="config"):
+    with pytest.raises(ModelError, match=r"config\.json: .*: No such file or directory\n\nhint: "):
         Identity.of(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="unverified"):

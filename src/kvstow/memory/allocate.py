@@ -229,7 +229,9 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, file: i
     mapped = _libc.mmap(address, length, protection, flags, file, 0)
     if mapped == _FAILED:
         reason = os.strerror(ctypes.get_errno())
-        raise ArenaError(f"the system does not map {length} bytes: {reason}")
+        raise ArenaError(
+            f"the system does not map {length} bytes: {reason}\n\nhint: plan less memory"
+        )
     return mapped
 
 

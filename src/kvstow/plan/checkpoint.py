@@ -100,7 +100,11 @@ def _config(folder: Path) -> Mapping[str, Any]:
     try:
         config: Any = json.loads(_small_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: no configuration: {error}") from None
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ModelError(
+            f"{path}: no configuration: {why}\n\n"
+            "hint: name the directory that holds a model's config.json and weights"
+        ) from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a list or a value, not the fields of a configuration")
     return cast("dict[str, Any]", config)
