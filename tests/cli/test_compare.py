@@ -178,6 +178,8 @@ def test_the_same_lines_are_written_as_csv_and_as_a_page(tmp_path):
         (["--order", "BLHN"], ["--order", "HND"]),
         (["--packing", "loose"], ["--packing", "union"]),
         (["--kv-dtype", "bf16,fp9"], ["fp9"]),
+        (["--csv", "-", "--json"], ["--csv -", "--json", "hint:"]),
+        (["--html", "-"], ["stdout", "hint: name a file"]),
         (["--block-tokens", ",".join(map(str, range(1, 99)))], ["1,764", "1,000"]),
     ],
 )

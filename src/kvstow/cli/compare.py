@@ -105,6 +105,11 @@ def compare(
     Exits with 1 if no layout is possible.
     """
     check_arena(memory, num_slabs)
+    if json and csv == Path("-"):
+        refuse(
+            f"--csv - and --json both write a document to stdout{HINT}give one of them",
+            code=MISUSED,
+        )
     deployments = _deployments(
         Deployment(
             model=model,

@@ -85,7 +85,12 @@ def refuse(message: str, *, code: int) -> NoReturn:
 
 
 def write_file(file: Path, text: str | bytes) -> None:
-    """Write a file that was asked for; ends with 1 and its name where that fails."""
+    """Write a file that was asked for; ends with 1 and its name where that fails.
+
+    Ends with 2 for `-`: whoever asks for it wants stdout, where the report goes.
+    """
+    if file == Path("-"):
+        refuse("stdout has the report, and cannot have this too\n\nhint: name a file", code=MISUSED)
     try:
         file.write_bytes(text.encode(errors="replace") if isinstance(text, str) else text)
     except OSError as error:
