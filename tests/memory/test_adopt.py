@@ -339,6 +339,23 @@ def test_what_is_said_of_tensors_is_checked_before_anything_is_made_of_it():
         adopt(order="HND")
     with pytest.raises(MemoryLayoutError, match="rows_per_slab 0"):
         adopt(rows_per_slab=(1, 0))
+    with pytest.raises(MemoryLayoutError, match=r"tensors are list, .*\n\nhint: "):
+        adopted_layout(groups, list(tensors.values()), axes=AXES, order="LBHNC")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "dtype", "message"),
+    [
+        ((6, 2, 2, 4), AXES, torch.float32, "elements are torch.float32, the layout has"),
+        ((6, 2, 3, 4), AXES, torch.bfloat16, "axis 'token' has 3 elements, the layout 2"),
+        ((2, 6, 2, 2, 2), ("kv", *AXES), torch.bfloat16, "there is no axis 'kv' among"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_said_before_its_strides(shape, axes, dtype, message):
+    """Strides of wrong elements or axes were compared first, and told nobody what was wrong."""
+    groups = grouped([attention("l", heads=2, dim=2, tokens=2)])
+    with pytest.raises(MemoryLayoutError, match=message):
+        adopted_layout(groups, {"l": torch.zeros(shape, dtype=dtype)}, axes=axes, order="LBHNC")
 
 
 @pytest.mark.parametrize("whole", [True, False])

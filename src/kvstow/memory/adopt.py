@@ -70,6 +70,11 @@ class EngineTensor:
 def engine_tensors(tensors: Tensors, axes: AxisNames) -> tuple[EngineTensor, ...]:
     """The tensors with the names of their axes, checked for number and repetition."""
     engine: list[EngineTensor] = []
+    if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MemoryLayoutError(
+            f"tensors are {type(tensors).__name__}, not by the names of their layers"
+            "\n\nhint: {'layers.0': tensor, …}"
+        )
     for key, tensor in tensors.items():
         layer, field = (key, None) if isinstance(key, str) else key
         if isinstance(axes, Mapping) and key not in axes:
@@ -116,6 +121,7 @@ def adopted_layout(
     engine = engine_tensors(tensors, axes)
     specs = {layer.name: layer for group in groups for layer in group.layers}
     _check_covered(engine, specs)
+    _check([text for given in engine for text in _misread(specs[given.layer], given)])
     base = min(given.tensor.data_ptr() - _field_offset(given, specs) for given in engine)
     places = {given.layer: _placement(given, specs[given.layer], order, base) for given in engine}
     num_slabs = _num_slabs(groups, engine, counts)
@@ -309,43 +315,61 @@ def adopted(layout: Layout, tensors: Tensors, *, axes: AxisNames) -> Adopted:
 def _contradictions(layout: Layout, given: EngineTensor) -> list[str]:
     """How one tensor differs from what the layout says of it."""
     group, spec, place = layout.layers[given.layer]
+    wrong = _misread(spec, given)
     inner = spec.field(given.field) if given.field else None
-    pages = inner is None and len(spec.sections) > 1
-    if inner is not None:
-        spec, place = placed_sections(spec, place)[inner.section]
-    dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
-    wrong: list[str] = []
-    if given.tensor.dtype not in dtypes:
-        wrong.append(
-            f"{given.name}: elements are {given.tensor.dtype}, the layout has "
-            f"{' or '.join(sorted(map(str, dtypes)))}"
-        )
-    wanted = [
-        Axis("block", layout.num_blocks(group), place.block_stride),
-        Axis("head", spec.heads.size, place.head_stride),
-        Axis("token", spec.states, place.token_stride),
-        *_inner_axes(spec, inner, given.tensor.element_size()),
-    ]
-    if pages:
-        unit = given.tensor.element_size()
-        wanted = [wanted[0], Axis("content", spec.page_bytes // unit, unit)]
-    for name in given.axes:
-        if name not in [axis.name for axis in wanted]:
-            wrong.append(
-                f"{given.name}: there is no axis {name!r} among {[axis.name for axis in wanted]}"
-            )
+    unit = given.tensor.element_size()
+    wanted = [Axis("block", layout.num_blocks(group), place.block_stride)]
+    if inner is None and len(spec.sections) > 1:
+        wanted += [Axis("content", spec.page_bytes // unit, unit)]
+    else:
+        spec, place = placed_sections(spec, place)[inner.section if inner else 0]
+        wanted += [
+            Axis("head", spec.heads.size, place.head_stride),
+            Axis("token", spec.states, place.token_stride),
+            *_inner_axes(spec, inner, unit),
+        ]
     for axis in wanted:
         real = given.axis(axis.name) or Axis(axis.name, 1, axis.stride)
-        if real.size != axis.size:
-            wrong.append(
-                f"{given.name}: axis {axis.name!r} has {real.size} elements, the layout {axis.size}"
-            )
-        elif real.size > 1 and real.stride != axis.stride:
+        if axis.name == "block" and real.size != axis.size:
+            wrong.append(_other_size(given, real, axis.size))
+        elif real.size == axis.size > 1 and real.stride != axis.stride:
             wrong.append(
                 f"{given.name}: axis {axis.name!r} has a stride of {real.stride} bytes, "
                 f"the layout {axis.stride}"
             )
     return wrong
+
+
+def _misread(spec: LayerSpec, given: EngineTensor) -> list[str]:
+    """What no layout of the layer can have: elements, names of axes, sizes inside a page."""
+    inner = spec.field(given.field) if given.field else None
+    dtypes = {torch.uint8, TORCH_TYPES[inner.dtype] if inner else page_type(spec)}
+    if given.tensor.dtype not in dtypes:
+        return [
+            f"{given.name}: elements are {given.tensor.dtype}, the layout has "
+            f"{' or '.join(sorted(map(str, dtypes)))}"
+        ]
+    unit = given.tensor.element_size()
+    sizes = [("content", spec.page_bytes // unit)]
+    if inner is not None or len(spec.sections) == 1:
+        spec = spec.sections[inner.section if inner else 0]
+        sizes = [("head", spec.heads.size), ("token", spec.states)]
+        sizes += [(axis.name, axis.size) for axis in _inner_axes(spec, inner, unit)]
+    known = ["block", *(name for name, _ in sizes)]
+    wrong = [
+        f"{given.name}: there is no axis {name!r} among {known}"
+        for name in given.axes
+        if name not in known
+    ]
+    for name, size in sizes:
+        real = given.axis(name) or Axis(name, 1, 0)
+        if real.size != size:
+            wrong.append(_other_size(given, real, size))
+    return wrong
+
+
+def _other_size(given: EngineTensor, real: Axis, size: int) -> str:
+    return f"{given.name}: axis {real.name!r} has {real.size} elements, the layout {size}"
 
 
 def _inner_axes(spec: LayerSpec, field: Field | None, unit: int) -> list[Axis]:
