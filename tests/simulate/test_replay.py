@@ -43,6 +43,13 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
         Replay(packed_layout(HYBRID, 9), [TraceRequest(0.0, 1000, 1)], Pace())
 
 
+@pytest.mark.parametrize("name", ["prefill_tokens", "chunk_tokens", "sample_steps"])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+def test_a_pace_that_never_gets_on_cannot_be_made(name: str, number: object) -> None:
+    with pytest.raises(TraceError, match=f"{name} is {number!r}, not a whole number"):
+        Pace(**{name: number})
+
+
 def test_nobody_is_admitted_before_arriving() -> None:
     trace = [TraceRequest(0.0, 4, 2), TraceRequest(10.0, 4, 2)]
     replay = replayed(packed_layout(HYBRID, 30), trace)

@@ -151,6 +151,10 @@ class Pace:
         for name in ("step_seconds", "prefill_rate", "decode_rate"):
             if not getattr(self, name) > 0:
                 raise TraceError(f"{name} is {getattr(self, name)}, not above 0")
+        for name in ("prefill_tokens", "chunk_tokens", "sample_steps"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise TraceError(f"{name} is {number!r}, not a whole number from 1 on")
 
     def seconds(self, *, decoded: int, prefilled: int) -> float:
         """How long a step of so many decoded and prompt tokens takes."""
