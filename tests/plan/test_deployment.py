@@ -1,6 +1,7 @@
 """Models on their ranks, and the plan that the front door gives."""
 
 import pytest
+import torch
 
 from kvstow.errors import KvstowError, ModelError, PlanError
 from kvstow.plan.deployment import Deployment, plan_model, repacked
@@ -88,6 +89,7 @@ def test_without_a_size_sixteen_gib_are_planned_for():
         ({"order": "XYZ"}, PlanError, "order 'XYZ' is none of"),
         ({"packing": "loose"}, PlanError, "packing 'loose' is none of slab, union, separate"),
         ({"kv_dtype": "fp9"}, ModelError, "unknown cache dtype 'fp9'\n\nhint: one of bfloat16"),
+        ({"kv_dtype": torch.float16}, ModelError, "torch.float16, not a name\n\nhint: "),
         ({"kv_dtype": 8}, KvstowError, "8"),
     ],
 )

@@ -99,7 +99,9 @@ class ServingOptions:
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None and not isinstance(self.kv_dtype, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ModelError(f"kv_dtype is {self.kv_dtype!r}, not a name")
+            raise ModelError(
+                f"kv_dtype is {self.kv_dtype!r}, not a name\n\nhint: such as 'bfloat16' or 'fp8'"
+            )
         tokens = self.block_tokens
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ModelError(f"block_tokens is {tokens!r}, not a whole number >= 1")
