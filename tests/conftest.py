@@ -12,8 +12,9 @@ from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 # Tensors of tests are tiny: torch's threads would only wait for each other, by spinning. Engines of
-# vLLM, which has an environment of its own, choose themselves.
-if importlib.util.find_spec("vllm") is None:
+# vLLM, which has an environment of its own, choose themselves. (`vllm` alone is found always: it is
+# a folder of tests.)
+if importlib.util.find_spec("vllm.config") is None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Triton reads this once, at its first import: before any test module, or it is too late for all.
