@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import strategies
+from examples import examples
 from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
@@ -21,7 +22,7 @@ NUM_ROWS = 24
 BLOCK_TOKENS = 4
 
 quick = settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,

@@ -12,6 +12,7 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from kvstow.blocks.pool import Pool
 from kvstow.plan.manifest import encode
 from kvstow.transfer.transport.local import Fabric, LocalTransport
@@ -73,7 +74,7 @@ def pulled(moments: dict[int, list[tuple[int, int]]], direction: str) -> tuple[d
         producer.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.integers(0, 16), st.lists(st.sampled_from(BLOCKS), max_size=3), max_size=4),
     st.sampled_from(["read", "write", "rows"]),

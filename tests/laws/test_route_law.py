@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import strategies
+from examples import examples
 from kvstow.plan.layout import Layout
 from kvstow.plan.retention import Encoder, Sink, State
 from kvstow.route.blocks import Blocks
@@ -23,7 +24,7 @@ from strategies import Bytes, Users, group_bytes, value
 LARGEST_ARENA = 1 << 21
 
 quick = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,

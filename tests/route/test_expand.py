@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from kvstow.plan.alignment import Alignment
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import ORDERS, Layout
@@ -45,7 +46,7 @@ def some_blocks(draw, span: int, end: int) -> Blocks:
     return Blocks(np.array(ids, np.int64), np.array(index, np.int64))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), ANY_SPAN, ANY_SPAN, st.integers(1, 60), st.booleans())
 def test_blocks_with_a_common_token_are_a_pair(data, s_span, d_span, end, exact):
     tokens = Tokens(data.draw(st.integers(0, end - 1)), end)
@@ -134,7 +135,7 @@ def some_ids(draw, count: int) -> list[int]:
     return sorted(found[:count]) if draw(st.booleans()) else found[:count]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), SPANS, SPANS, st.sampled_from(ORDERS), st.sampled_from(ORDERS))
 def test_copies_are_the_fewest_and_come_by_destination(data, s_span, d_span, one, other):
     num_tokens = data.draw(st.integers(0, min(s_span, d_span) * (NUM_BLOCKS - 1)))

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import strategies
+from examples import examples
 from kvstow.plan.group import grouped
 from kvstow.plan.layout import Layout
 from kvstow.plan.models import model_layers
@@ -19,7 +20,7 @@ LARGEST_ARENA = 1 << 19
 POISON = 0x5A
 
 quick = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from kvstow.memory.arena import Arena
 from kvstow.memory.digest import MODULUS, DigestOf, _parts, counted_states, digest, prepared
 from kvstow.memory.digest_cells import are_few, cell_copies, cell_sums, few_on_device
@@ -55,7 +56,7 @@ def picked(layout: Layout, sample, num_tokens: int) -> list[int]:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_a_sample_has_one_layer_of_every_group_and_is_never_empty(data):
     model = data.draw(models())
@@ -146,7 +147,7 @@ def test_any_two_rows_that_were_exchanged_are_seen_in_a_sample():
             assert len(mismatches(wanted, here, [there])) == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_two_sides_find_the_same_sample_whatever_their_layouts(data):
     model = data.draw(models())
@@ -186,7 +187,7 @@ def test_policies_that_are_not_samples_compare_everything_or_nothing():
     assert (whole.every, whole.phase) == (1, 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_a_sample_is_no_larger_than_was_said(data):
     model = data.draw(models())
@@ -212,7 +213,7 @@ def test_a_digest_made_ready_counts_what_lies_there_when_it_is_taken():
             assert before != take() == (digest(arena, blocks, 11, **which),)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_a_device_lists_the_cells_of_samples_and_finds_the_hosts_numbers(data):
     # the kernel runs in Triton's interpreter here, and copies are made one by one, both of an
@@ -245,7 +246,7 @@ def test_a_device_lists_the_cells_of_samples_and_finds_the_hosts_numbers(data):
         assert copies.total == sum(part.nbytes for each in parts for part in each)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_any_arena_can_be_warmed_up_and_keeps_its_bytes(data):
     layout = two_layouts(data, data.draw(models()), 8)[0]
