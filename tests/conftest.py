@@ -17,13 +17,6 @@ from hypothesis import HealthCheck, settings
 if importlib.util.find_spec("vllm.config") is None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton reads this once, at its first import: before any test module, or it is too late for all.
-if importlib.util.find_spec("torch"):
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-
 OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "lmcache", "sglang", "remote")
 
 settings.register_profile("quick", deadline=None, max_examples=10)
@@ -97,6 +90,11 @@ NOT_QUICK = (
     "transfer/channel",
     "transfer/transport",
     "transfer/move/test_gather.py",
+    "memory/test_allocate.py::test_another_process_maps_a_shared_arena_and_both_see_each_others_writes",
+    "test_front_door.py::test_everything_can_be_imported_at_once_and_brings_no_engine",
+    "test_front_door.py::test_the_api_page_is_made_from_the_code",
+    "test_front_door.py::test_the_room_of_transformers_resolves_too",
+    "testing/test_attention.py::test_eager_flex_attention_reads_the_whole_pool_and_is_found_out",
 )
 """Tests that start processes, load models, build pages or run for seconds: not in `--quick`."""
 
@@ -109,8 +107,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.relative_to(here).as_posix() in NOT_QUICK else None
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
+    """No item where `--quick` leaves out this one test of a file."""
+    if not collector.config.getoption("--quick"):
+        return None
+    file = collector.path.relative_to(Path(__file__).parent).as_posix()
+    return [] if f"{file}::{name}" in NOT_QUICK else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[left_out] = Counter()
+    if not config.getoption("numprocesses", None):  # else this process only hands out tests
+        _interpret_triton_without_cuda()
+
+
+def _interpret_triton_without_cuda() -> None:
+    """Triton reads this once, at its first import: before any test module, or it is too late."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
