@@ -18,25 +18,21 @@ def again_and_again(call: Callable[[], object]) -> NoReturn:
         call()
 
 
-def test_a_process_that_has_ended_reports_its_stderr():
-    zygote = Zygote()
-    try:
-        process = zygote.process()
-        node = process.node(encode(hybrid_layout()), "one")
-        assert node.held() == 0
-        with pytest.raises(RuntimeError, match="KeyError"):
-            process.call("nobody", "held")
-        process.call("one", "say", "a last word")
-        process.kill()
-        for _ in range(2):  # at once, and again
-            with pytest.raises(Ended, match="a last word"):
-                again_and_again(node.held)
-        process.close()
-        another = zygote.process()
-        assert another.pid != process.pid
-        another.close()
-    finally:
-        zygote.close()
+def test_a_process_that_has_ended_reports_its_stderr(zygote: Zygote):
+    process = zygote.process()
+    node = process.node(encode(hybrid_layout()), "one")
+    assert node.held() == 0
+    with pytest.raises(RuntimeError, match="KeyError"):
+        process.call("nobody", "held")
+    process.call("one", "say", "a last word")
+    process.kill()
+    for _ in range(2):  # at once, and again
+        with pytest.raises(Ended, match="a last word"):
+            again_and_again(node.held)
+    process.close()
+    another = zygote.process()
+    assert another.pid != process.pid
+    another.close()
 
 
 def test_a_zygote_that_cannot_start_reports_its_stderr(monkeypatch):

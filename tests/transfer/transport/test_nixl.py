@@ -140,7 +140,7 @@ def test_only_a_closed_engine_keeps_late_bytes_of_a_stopped_peer_out(then):
     """A peer is stopped in the middle of a read over TCP, given up, and goes on."""
     env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     reader = subprocess.Popen(
-        [sys.executable, str(LATE), "reader", then], env=env, text=True, stdout=subprocess.PIPE
+        [sys.executable, str(LATE), then], env=env, text=True, stdout=subprocess.PIPE
     )
     try:
         out, _ = reader.communicate(timeout=240)
