@@ -1,5 +1,6 @@
 """Hypothesis profiles, Triton's interpreter, and a closing line about the tests left out."""
 
+import gc
 import importlib.util
 import os
 from collections import Counter
@@ -128,6 +129,12 @@ def _interpret_triton_without_cuda() -> None:
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
