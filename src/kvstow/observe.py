@@ -199,6 +199,11 @@ VLLM_COUNTERS = (
     VllmCounter("peer_tickets", "Requests for which a peer had something", "peers had it"),
     VllmCounter("stored_rows", "Rows stored in host memory", "stored rows"),
     VllmCounter("not_stored_rows", "Rows for which there was no time or room", "not stored rows"),
+    VllmCounter(
+        "dropped_rows",
+        "Rows that went no further than host memory: too many waited for the tier below",
+        "dropped rows",
+    ),
     VllmCounter("store_failures", "Jobs of rows that could not be stored", "store failed"),
     VllmCounter("restored_tokens", "Tokens loaded from tiers", "restored tokens"),
     VllmCounter("restore_failures", "Loads that failed, and were computed", "restore failed"),

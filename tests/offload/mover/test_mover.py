@@ -20,6 +20,7 @@ from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.offload.tier import Counts, TierChain, Usage
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import IDENTITY, hybrid, key, row_bytes
+from waiting import wait_for
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -562,6 +563,19 @@ def test_each_direction_has_bounds_of_its_own(setting, copies):
         go.set()
     assert store.result(20).all()
     assert load.result(20).all()
+
+
+def test_rows_that_a_full_queue_keeps_from_the_tier_below_are_counted(setting):
+    layout, _, host, below, make = setting
+    mover = make(limits=Limits(workers=2, max_bytes=2 * host.layout.row_bytes(0), part_bytes=1))
+    ids = ids_of(layout, 0, 4)
+    below.go.clear()
+    for i in range(4):
+        assert mover.store(0, ids[i : i + 1], keys_of(0, ids[i : i + 1])).result(20).all()
+    wait_for(lambda: mover.dropped_rows)
+    below.go.set()
+    assert mover.drain(20)
+    assert len(below.stores) + mover.dropped_rows == 4
 
 
 def test_a_load_does_not_wait_for_demotion_to_end(setting):

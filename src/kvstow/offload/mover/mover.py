@@ -18,7 +18,6 @@ for it and enters the result; meanwhile the direction's other workers submit the
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 from time import monotonic
@@ -120,6 +119,8 @@ class Mover:
         self._opener = os.getpid()
         self._lock = Lock()
         self._finished: list[MoverJob] = []
+        self.dropped_rows = 0
+        """Rows that went no further than the host tier, because too many waited already."""
         self._threads = self._workers(limits.workers)
         for thread in self._threads:
             thread.start()
@@ -380,8 +381,13 @@ class Mover:
             keys, links = chosen(keys, admitted), chosen(links, admitted)
         if not keys:
             return
-        with suppress(StoreError):  # the queue is full: a cache may forget
+        try:
             self._enqueue(MoverJob(JobKind.DEMOTE, job.group, keys, np.empty(0, np.int64), links))
+        except StoreError as error:  # the queue is full: a cache may forget
+            with self._lock:
+                is_first, self.dropped_rows = not self.dropped_rows, self.dropped_rows + len(keys)
+            if is_first:
+                log.warning("rows stay in host memory only, and are counted: %s", error)
 
     def _demote(self, job: MoverJob, positions: slice) -> None:
         assert self._below is not None

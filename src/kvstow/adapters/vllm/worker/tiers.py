@@ -296,15 +296,13 @@ class WorkerTiers:
         self._kept.touch(group, keys)
 
     def reasons(self) -> Counter[str]:
-        """Rows that the remote store took since the last time, and those that it did not give or
-        take, by reason."""
-        if self._remote is None:
-            return Counter()
-        before, told = self._reasons, self._remote.reasons
-        self._reasons = Counter(
-            {f"remote {what}: {why}": int(n) for what, by in told.items() for why, n in by.items()}
-        )
-        self._reasons["remote stored rows"] = self._remote.counts.stored_rows
+        """Rows that went no further than host memory since the last time, rows that the remote
+        store took, and those that it did not give or take, by reason."""
+        before, self._reasons = self._reasons, Counter({"dropped rows": self._mover.dropped_rows})
+        if self._remote is not None:
+            for what, by in self._remote.reasons.items():
+                self._reasons |= {f"remote {what}: {why}": int(n) for why, n in by.items()}
+            self._reasons["remote stored rows"] = self._remote.counts.stored_rows
         return self._reasons - before
 
     def kept(self) -> KeyLevels:
