@@ -277,3 +277,10 @@ def test_check_names_the_numbers_that_do_not_add_up() -> None:
     pool._of[0][1].refs[ids[0]] = 0
     with pytest.raises(BlockError, match="held: 3 counted, 4 expected"):
         pool.check()
+
+
+def test_rows_of_a_group_that_is_not_there_cannot_be_held() -> None:
+    pool = Pool(packed_layout(HYBRID, 2))
+    for group in (-1, len(pool.layout.groups)):
+        with pytest.raises(BlockError, match=f"group {group} is not one of"):
+            pool.hold(group, 1)

@@ -78,3 +78,8 @@ def test_of_a_summary_the_running_one_must_be_listed():
     check_held(its, Blocks.first([4]), Tokens(0, 1000), "source")
     with pytest.raises(RouteError, match="logical blocks 0 "):
         check_held(its, Blocks(np.array([4]), np.array([1])), Tokens(0, 1000), "source")
+
+
+def test_lists_are_no_blocks_and_the_error_says_how_to_make_them():
+    with pytest.raises(SpecError, match=r"hint: Blocks\.first\(ids\)"):
+        Blocks([1, 2], [0, 1])  # pyright: ignore[reportArgumentType]

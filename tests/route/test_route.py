@@ -408,3 +408,8 @@ def test_sizes_of_one_and_two_and_equal_sizes_round_trip(order, pack):
         for block in (2, 3):
             for run in here.runs(0, block):
                 assert (back[run.offset : run.end] == memory[run.offset : run.end]).all()
+
+
+def test_a_plan_is_no_layout_and_the_error_says_where_it_is():
+    with pytest.raises(RouteError, match=r"not str; a plan has \.layout"):
+        route("llama", "llama")  # pyright: ignore[reportArgumentType]

@@ -186,6 +186,8 @@ class Pool:
         self.check_thread()
         needs: dict[int, int] = {}
         for demand in demands:
+            if not 0 <= demand.group < len(self._of):
+                raise BlockError(f"group {demand.group} is not one of {len(self._of)}")
             if demand.count < 0:
                 raise BlockError(f"group {demand.group}: {demand.count} rows cannot be held")
             needs[demand.group] = needs.get(demand.group, 0) + demand.count

@@ -44,6 +44,12 @@ class Blocks:
         return Blocks(array, np.arange(len(array), dtype=np.int64))
 
     def __post_init__(self) -> None:
+        for numbers in (self.ids, self.index):
+            if not isinstance(numbers, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise SpecError(
+                    f"ids and logical blocks are arrays, not {type(numbers).__name__}\n\n"
+                    "hint: Blocks.first(ids), or np.array(ids)"
+                )
         if self.ids.shape != self.index.shape or self.ids.ndim != 1:
             raise SpecError(f"{self.ids.shape} ids for {self.index.shape} logical blocks")
         if len(self.index) and (self.index[0] < 0 or (self.index[1:] <= self.index[:-1]).any()):

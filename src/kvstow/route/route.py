@@ -198,6 +198,11 @@ def route(source: Layout, destination: Layout, *, claims: Claims | None = None) 
     Carries what both sides hold; with `claims`, only that part of it. Refuses layouts of
     different models or element types with every difference.
     """
+    for layout in (source, destination):
+        if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RouteError(
+                (f"a route is between layouts, not {type(layout).__name__}; a plan has .layout",)
+            )
     found = differences(source, destination)
     if found:
         raise RouteError(found)

@@ -87,6 +87,7 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
+        _check_made_of(owner, options)
         self.name = _checked_name(name) or f"agent-{secrets.token_hex(4)}"
         self.options = options
         self.telemetry = telemetry or Telemetry()
@@ -148,7 +149,16 @@ class Agent:
         lease_seconds: float | None = None,
         on_end: Callable[[EndReason], None] | None = None,
     ) -> Ticket:
-        """Let consumers pull a request's blocks; the request itself may end meanwhile."""
+        """Let consumers pull a request's blocks; the request itself may end meanwhile.
+
+        The ledger must be on the pool that the agent was given: ids of another one are other rows.
+        """
+        if ledger.pool is not self.endpoint.owner:
+            raise TransferError(
+                f"agent {self.name!r}: the ledger is on another pool than the agent\n\n"
+                "hint: Agent(arena, ledger.pool, ...)",
+                kind="refused",
+            )
         held, blocks = ledger.num_tokens(request), ledger.blocks(request)
         tokens = held if num_tokens is None else num_tokens
         if tokens < held:  # what is partial has what the next token sees, not what this one sees
@@ -321,7 +331,9 @@ class Agent:
             digest=digest or self.options.digest,
         )
         now = self.endpoint.clock()
-        transfer = Transfer(order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet)
+        transfer = Transfer(
+            order, now, self._owner.settle_if_ours, self.pulls.abort, on_quiet, self._when_late
+        )
         known = self._owner.distrust(order.written_ids)
         try:
             self.loop.submit(lambda: self.pulls.begin(transfer, listed, now + seconds))
@@ -330,6 +342,10 @@ class Agent:
             self._owner.release(into)
             raise
         return transfer
+
+    def _when_late(self) -> str:
+        """What else to say to somebody who has waited for a pull in vain."""
+        return "" if self.loop.has_thread else "\n\nhint: this agent was not started: agent.start()"
 
     def keep(self, ticket: Ticket) -> None:
         """Keep a ticket's lease alive until it is pulled or dropped."""
@@ -436,6 +452,17 @@ class Agent:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_made_of(owner: Owner, options: Options) -> None:
+    """SpecError for what people take for a pool or for options."""
+    if isinstance(owner, Ledger):
+        raise SpecError("an agent is given a pool, not a ledger\n\nhint: ledger.pool")
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(
+            f"options are {type(options).__name__}\n\n"
+            "hint: from kvstow.transfer.options import Options; Options(lease_seconds=60)"
+        )
 
 
 def _checked_name(name: str) -> str:

@@ -344,13 +344,21 @@ class Loop:
             log.exception("agent %s: %s: a bug", self.name, what)
 
     def run(self, begin: Callable[[], None]) -> None:
-        """Turn in a thread of its own from now on, which calls `begin` first."""
+        """Turn in a thread of its own from now on, which calls `begin` first. TransferError once it
+        is closed."""
         self._check_process()
+        if self._closing.is_set():
+            raise TransferError(f"agent {self.name!r} is closed", kind="aborted")
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._turn, args=(begin,), name=f"kvstow-{self.name}", daemon=True
             )
             self._thread.start()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether it turns by itself; otherwise only by `step`."""
+        return self._thread is not None
 
     def _turn(self, begin: Callable[[], None]) -> None:
         begin()

@@ -53,8 +53,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in SECONDS:
             seconds = getattr(self, name)
-            if not 0 < seconds < inf:
-                raise SpecError(f"{name} is {seconds}, not a time above 0")
+            if isinstance(seconds, str) or not 0 < seconds < inf:
+                raise SpecError(f"{name} is {seconds!r}, not a number of seconds above 0")
         check_words(self.direction, self.digest)
         if self.engines is not None and not 1 <= self.engines <= ENGINES:
             raise SpecError(f"engines is {self.engines}, not from 1 to {ENGINES}")

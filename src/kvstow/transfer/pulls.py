@@ -36,6 +36,7 @@ class Transfer:
         settle: Callable[[], None],
         abort: "Callable[[Transfer], None]",
         on_quiet: Callable[[], None],
+        when_late: Callable[[], str],
     ) -> None:
         self.order = order
         self.started = started
@@ -44,6 +45,7 @@ class Transfer:
         self._settle = settle
         self._abort = abort
         self._on_quiet = on_quiet
+        self._when_late = when_late
         self._ended = threading.Event()
         self._quiet = threading.Event()
 
@@ -69,7 +71,7 @@ class Transfer:
     def wait(self, seconds: float | None = None) -> Stats:
         """The outcome. Raises TransferError if it failed, TimeoutError if it has not ended."""
         if not self._ended.wait(seconds):
-            raise TimeoutError(f"transfer has not ended within {seconds} s")
+            raise TimeoutError(f"transfer has not ended within {seconds} s{self._when_late()}")
         self.poll()
         assert self.stats is not None
         return self.stats

@@ -60,7 +60,7 @@ def test_the_last_reader_that_accepts_ends_the_lease():
     assert ended == []
     leases.shut(1, "b", accepted=True)
     assert ended == ["read"]
-    with pytest.raises(TransferError, match="ended, read") as caught:
+    with pytest.raises(TransferError, match="all readers that it was for have pulled it") as caught:
         leases.open(1, TICKET, "c", now=0)
     assert caught.value.kind == "used"
 

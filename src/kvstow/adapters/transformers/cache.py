@@ -60,6 +60,11 @@ class Cache(TransformersCache):
 
     def __new__(cls, model: PreTrainedModel | ModelMemory, **_: Any) -> "Cache":
         """Of the model's own class as well, where it takes no other."""
+        if isinstance(model, str):
+            raise TypeError(
+                f"Cache needs a loaded model, not the name {model!r}\n\n"
+                "hint: AutoModelForCausalLM.from_pretrained(name)"
+            )
         kind = model.own_cache if isinstance(model, ModelMemory) else own_cache(model)
         if kind == "MiniMaxCache":
             from kvstow.adapters.transformers.lightning import LightningCache

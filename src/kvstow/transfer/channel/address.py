@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from kvstow.errors import TransferError
 
 MOST_CHARACTERS = 512
+SCHEMES = ("tcp", "ipc", "inproc")
 
 
 def is_loopback(address: str) -> bool:
@@ -18,6 +19,16 @@ def is_loopback(address: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_listened(address: str) -> None:
+    """TransferError unless this looks like an address that an agent can listen at."""
+    if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+        raise TransferError(
+            f"cannot listen on {address!r}: it does not begin with {spoken_schemes()}\n\n"
+            "hint: tcp://127.0.0.1:* is any free port of this machine",
+            kind="refused",
+        )
 
 
 def check_dialled(address: str) -> None:
@@ -51,4 +62,10 @@ def _fault(address: str) -> str:
         return "" if host and port else "has no host or no port"
     if parts.scheme in ("ipc", "inproc"):
         return "" if address.removeprefix(f"{parts.scheme}://") else "has no name"
-    return f"{parts.scheme!r} is not tcp, ipc or inproc"
+    return f"does not begin with {spoken_schemes()}"
+
+
+def spoken_schemes() -> str:
+    """How an address begins, in words."""
+    *most, last = (f"{scheme}://" for scheme in SCHEMES)
+    return f"{', '.join(most)} or {last}"

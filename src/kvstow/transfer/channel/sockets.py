@@ -17,7 +17,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvstow.errors import TransferError
-from kvstow.transfer.channel.address import check_dialled, is_loopback
+from kvstow.transfer.channel.address import check_dialled, check_listened, is_loopback
 from kvstow.transfer.channel.base import Line
 from kvstow.transfer.channel.curve import Keys, check_key
 from kvstow.transfer.channel.framing import MAX_FRAME, Clients, OnDrop, Session, answered
@@ -47,6 +47,7 @@ class SocketChannel:
     def __init__(
         self, listen: str, keys: Keys | None, on_drop: OnDrop, *, random: Random | None = None
     ) -> None:
+        check_listened(listen)
         if keys is None and not is_loopback(listen):
             raise TransferError(
                 f"{listen} can be reached from other machines, and there are no keys\n\n"

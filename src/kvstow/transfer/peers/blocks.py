@@ -10,6 +10,12 @@ from kvstow.route.blocks import Blocks, check_ids
 
 def check_blocks(layout: Layout, blocks: Mapping[int, Blocks], *, whose: str) -> None:
     """TransferError unless every block exists in the layout and is listed once."""
+    if not isinstance(blocks, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TransferError(
+            f"{whose}: blocks are {type(blocks).__name__}, not by group\n\n"
+            "hint: ledger.blocks(request), or {0: Blocks.first(ids)}",
+            kind="refused",
+        )
     for g, listed in blocks.items():
         if not 0 <= g < len(layout.groups):
             raise TransferError(

@@ -203,7 +203,8 @@ class Endpoint:
             if table.dtype != np.int64 or len(table) != self.layout.num_blocks(g):
                 raise TransferError(
                     f"group {g}: {len(table)} generations of {table.dtype}, not "
-                    f"{self.layout.num_blocks(g)} of int64",
+                    f"{self.layout.num_blocks(g)} of int64\n\n"
+                    "hint: the pool's layout is not the arena's",
                     kind="refused",
                 )
         stage = self.stage
@@ -325,6 +326,10 @@ class Endpoint:
 def _known_identity(name: str, layout: Layout, identity: Identity | None) -> Identity:
     """The identity that was given, or else the layout's. TransferError without either."""
     known = identity or layout.identity
+    if known is not None and not isinstance(known, Identity):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TransferError(
+            f"agent {name!r}: an identity is {type(known).__name__}\n\n{HINT}", kind="refused"
+        )
     if known is None:
         raise TransferError(
             f"agent {name!r}: nothing says which computation makes these bytes\n\n{HINT}",

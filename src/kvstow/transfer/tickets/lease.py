@@ -30,6 +30,17 @@ FAULT_OF: dict[EndReason, FaultKind] = {
 }
 
 
+WHY_ENDED: dict[EndReason, str] = {
+    "read": "all readers that it was for have pulled it\n\n"
+    "hint: offer the request again, or with readers= as many consumers as will pull",
+    "expired": "expired\n\n"
+    "hint: pull sooner, agent.keep(ticket), or offer with a longer lease_seconds",
+    "withdrawn": "withdrawn by its producer",
+    "aborted": "given up by a consumer",
+    "closed": "its producer was closed",
+}
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """A promise to keep blocks until `deadline`, for `readers` more readers; None: as many as the
@@ -92,7 +103,7 @@ class Leases:
             is_early = self.may_come(id)
             why = UNKNOWN if is_early else "no such ticket was written here"
             raise TransferError(f"lease {id}: {why}", kind="ticket", is_early=is_early)
-        raise TransferError(f"lease {id}: ended, {reason}", kind=FAULT_OF[reason])
+        raise TransferError(f"lease {id}: {WHY_ENDED[reason]}", kind=FAULT_OF[reason])
 
     def open(
         self, id: int, digest: bytes, reader: Hashable, *, now: float, ranks: int = 1

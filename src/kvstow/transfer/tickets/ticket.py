@@ -145,6 +145,8 @@ class Ticket:
     @staticmethod
     def parse(text: str, *, max_body_bytes: int = MAX_BODY_BYTES) -> "Ticket":
         """The ticket that `str` has printed; TransferError for anything else."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _bad(f"it is {type(text).__name__}, not text\n\nhint: str(ticket) is its text")
         if len(text) > 2 * MAX_BYTES:
             raise _bad(f"{len(text)} characters, at most {2 * MAX_BYTES}")
         if not text.startswith(READ):

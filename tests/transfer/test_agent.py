@@ -1,0 +1,101 @@
+"""What an agent is made of and asked for: mistakes are errors that say what to do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstow.blocks.ledger import Ledger
+from kvstow.blocks.pool import Pool
+from kvstow.errors import SpecError, TransferError
+from kvstow.memory.arena import Arena
+from kvstow.plan.identity import Identity
+from kvstow.transfer.agent import Agent
+from kvstow.transfer.options import Options
+from kvstow.transfer.tickets.ticket import Ticket
+from kvstow.transfer.transport.local import Fabric, LocalTransport
+from transfer_node import hybrid_layout
+
+LAYOUT = hybrid_layout()
+IDENTITY = Identity.unverified("bytes of a test")
+TOKENS = 18
+
+
+def made(owner: Any, **how: Any) -> Agent:
+    transport = LocalTransport(Fabric())
+    return Agent(Arena(LAYOUT), owner, transport=transport, **{"identity": IDENTITY, **how})
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(Pool(LAYOUT))
+
+
+@pytest.fixture
+def agent(ledger: Ledger) -> Iterator[Agent]:
+    with made(ledger.pool) as agent:
+        yield agent
+
+
+def test_a_request_of_a_ledger_on_another_pool_is_not_offered(agent, ledger):
+    ledger.admit(TOKENS)
+    other = Ledger(Pool(LAYOUT))  # its first request has the very ids that ours has
+    with pytest.raises(TransferError, match=r"another pool(.|\n)*ledger\.pool"):
+        agent.offer(other, other.admit(TOKENS).request)
+
+
+def test_waiting_for_an_agent_that_was_not_started_says_so(agent, ledger):
+    ticket = agent.offer(ledger, ledger.admit(TOKENS).request)
+    idle = Ledger(Pool(LAYOUT))
+    consumer = made(idle.pool)
+    pull = consumer.pull(ticket, into=idle.blocks(idle.admit(TOKENS).request))
+    with pytest.raises(TimeoutError, match=r"not started: agent\.start\(\)"):
+        pull.wait(0.01)
+    consumer.close()
+
+
+def test_an_agent_that_was_closed_does_not_start_again(ledger):
+    agent = made(ledger.pool)
+    agent.close()
+    with pytest.raises(TransferError, match="is closed"):
+        agent.start()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:1234", "localhost:1234", ""])
+def test_an_address_without_its_scheme_is_refused_as_such(ledger, listen):
+    with pytest.raises(TransferError, match=r"does not begin with tcp://, ipc:// or inproc://"):
+        made(ledger.pool, listen=listen)
+
+
+def test_an_address_to_dial_without_its_scheme_is_refused_as_such(agent):
+    with pytest.raises(TransferError, match=r"does not begin with tcp://, ipc:// or inproc://"):
+        agent.connect("foo")
+
+
+@pytest.mark.parametrize("into", [1, [1, 2]])
+def test_rows_that_are_not_listed_by_group_are_refused(agent, ledger, into):
+    ticket = agent.offer(ledger, ledger.admit(TOKENS).request)
+    with pytest.raises(TransferError, match=r"hint: ledger\.blocks\(request\)"):
+        agent.pull(ticket, into=into)
+
+
+def test_what_is_taken_for_a_pool_options_or_an_identity_is_refused(ledger):
+    with pytest.raises(SpecError, match=r"hint: ledger\.pool"):
+        made(ledger)
+    with pytest.raises(SpecError, match=r"options are dict"):
+        made(ledger.pool, options={"lease_seconds": 3})
+    with pytest.raises(SpecError, match="lease_seconds is '3'"):
+        Options(lease_seconds="3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TransferError, match="an identity is str"):
+        made(ledger.pool, identity="llama")
+
+
+def test_a_pool_of_another_layout_is_refused_as_such():
+    with pytest.raises(TransferError, match="the pool's layout is not the arena's"):
+        made(Pool(hybrid_layout(num_slabs=24)))
+
+
+@pytest.mark.parametrize("text", [None, b"kvt2."])
+def test_a_ticket_that_is_no_text_is_refused(text):
+    with pytest.raises(TransferError, match="not text"):
+        Ticket.parse(text)
