@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstow.errors import StoreError
+from kvstow.offload.disk.files import Files
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.testing.faulty import Fails, FaultyFiles
 from offloading import hybrid
@@ -421,6 +423,37 @@ def test_a_store_on_a_full_disk_can_be_closed(tmp_path, caplog):
         tier = DiskTier(path / "store")
         assert checked(tier) == 20
         tier.close()
+
+
+def test_an_interrupted_load_ends_when_nothing_writes_to_its_rows_any_more(tmp_path):
+    tier = DiskTier(tmp_path, hybrid(), capacity=MIB)
+    store_all(tier, 8, 8)
+    tier.close()
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    class Slow(Files):
+        def read(self, fd, parts, offset):
+            if offset and threading.current_thread() is not threading.main_thread():
+                begun.set()
+                may_end.wait(10)
+                ended.append(1)
+            return super().read(fd, parts, offset)
+
+    def interrupt():
+        begun.wait(10)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.5)
+        may_end.set()
+
+    tier = DiskTier(tmp_path, files=Slow())
+    rows = [np.zeros(tier.layout.row_bytes(0), np.uint8) for _ in range(8)]
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tier.load(0, [key(n) for n in range(8)], rows)
+    assert ended
+    thread.join()
+    tier.close()
 
 
 # ── missing ───────────────────────────────────────────────────────────────────────────

@@ -4,10 +4,10 @@ import errno
 import os
 import queue
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, repeat
+from itertools import groupby
 from pathlib import Path
 from threading import Lock, Semaphore
 from typing import ParamSpec, TypeVar
@@ -300,11 +300,17 @@ class Segments:
     def read(self, group: int, rows: Sequence[SlotRow]) -> list[bool | OSError]:
         """Read rows, ascending by place, into `row.row`.
 
-        Per row: whether its bytes are those of its record, or why they could not be read.
+        Per row: whether its bytes are those of its record, or why they could not be read. Nothing
+        writes to the rows any more when this ends, however it does.
         """
         chunks = self._chunks(group, rows)
-        results = self._threads.map(self._read_chunk, repeat(group), chunks)
-        return [result for chunk in results for result in chunk]
+        reads = [self._threads.submit(self._read_chunk, group, chunk) for chunk in chunks]
+        try:
+            return [result for read in reads for result in read.result()]
+        finally:
+            for read in reads:
+                read.cancel()
+            wait(reads)
 
     def records(self, segment: int, group: int) -> list[SlotRecord | None]:
         """The record of every slot of a data file, whatever the index says. Raises OSError."""
