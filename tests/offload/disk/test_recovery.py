@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import ClassVar
@@ -412,6 +413,26 @@ def test_rows_are_news_though_the_index_was_made_again(tmp_path, files_are_lost)
     tier.store(0, [b"new"], [numbered_row(tier, 0, 1)])
     keys, _ = tier.keys_since(0, seen)
     assert b"new" in keys
+    tier.close()
+
+
+def test_the_usage_is_told_while_another_process_keeps_the_index(tmp_path):
+    tier = made(tmp_path)
+    known = tier.usage
+    other = sqlite3.connect(tmp_path / "index.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")  # and is stopped here
+    new = numbered_row(tier, 0, 1)
+    writer = threading.Thread(target=lambda: tier.store(0, [b"new"], [new]))
+    ending = threading.Timer(6.0, lambda: other.execute("ROLLBACK"))
+    writer.start()
+    ending.start()
+    time.sleep(0.2)
+    assert tier.usage == known
+    assert ending.is_alive()
+    for thread in (ending, writer):
+        thread.join()
+    assert tier.usage.rows == known.rows + 1
+    other.close()
     tier.close()
 
 

@@ -174,6 +174,16 @@ class StoreIndex:
                     self._sql.execute("ROLLBACK")
                 raise
 
+    @contextmanager
+    def held(self, seconds: float) -> Generator[bool]:
+        """Whether no other thread used the index within so many seconds; none does meanwhile."""
+        is_ours = self._lock.acquire(timeout=seconds)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self._lock.release()
+
     # ── questions ─────────────────────────────────────────────────────────────────
 
     def ask(self, question: str, *values: Any) -> list[Any]:

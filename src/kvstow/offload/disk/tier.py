@@ -61,6 +61,9 @@ log = logging.getLogger("kvstow.offload")
 
 BEAT_SECONDS = 1.0
 
+USAGE_SECONDS = 1.0
+"""How long somebody who wants to know the usage waits for the index."""
+
 
 class DiskTier:
     """Rows of one layout in a directory, within `capacity` bytes of data files.
@@ -117,6 +120,7 @@ class DiskTier:
         self._counter = Counter()
         self._beaten = float("-inf")
         self._beside: tuple[Tier, ...] = ()
+        self._last_usage = Usage(rows=0, nbytes=0, capacity=self._open.capacity)
         try:
             self._make_allocator()
             if identity is not None and layout is None:
@@ -180,10 +184,18 @@ class DiskTier:
 
     @property
     def usage(self) -> Usage:
+        """The usage now, or what it last was: whoever asks need not wait for a thread that waits
+        for another process to let go of the index."""
         try:
-            return self._attachment.retried(self._usage_now)
+            return self._attachment.retried(self._usage_lately)
         except IndexBroken:
             return Usage(rows=0, nbytes=0, capacity=self._open.capacity)
+
+    def _usage_lately(self) -> Usage:
+        with self.index.held(USAGE_SECONDS) as is_ours:
+            if is_ours:
+                self._last_usage = self._usage_now()
+        return self._last_usage
 
     def _usage_now(self) -> Usage:
         """The usage, asked by somebody who uses the index already."""
