@@ -100,6 +100,23 @@ NOT_QUICK = (
 """Tests that start processes, load models, build pages or run for seconds: not in `--quick`."""
 
 
+LONG = (
+    "adapters/transformers/test_families.py",
+    "docs/test_site.py",
+    "docs/test_docs.py",
+    "adapters/transformers/test_restart.py",
+    "adapters/transformers/test_compile.py",
+    "cli/test_transfer.py",
+    "docs/test_examples.py",
+    "cli/test_process.py",
+    "transfer/test_faults.py",
+    "transfer/transport/test_nixl.py",
+    "e2e/test_transfer_hosts.py",
+    "offload/host/test_shared_faults.py",
+)
+"""Files that take longest: they come first, or one process waits at the end for the other's."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Whether `--quick` leaves this file or folder out."""
     here = Path(__file__).parent
@@ -116,8 +133,14 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> list[py
     return [] if f"{file}::{name}" in NOT_QUICK else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turns = {Path(__file__).parent / file: turn for turn, file in enumerate(LONG)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[left_out] = Counter()
+    config.option.loadscopereorder = False  # else pytest-xdist sorts files by their number of tests
     if not config.getoption("numprocesses", None):  # else this process only hands out tests
         _interpret_triton_without_cuda()
 
