@@ -7,8 +7,6 @@ import os
 import platform
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -18,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forks import Program
 from kvstow.memory.arena import Arena
 from kvstow.offload.host import processes as near
 from kvstow.offload.host.processes import SharedReader, SharedTiers
@@ -76,16 +75,13 @@ def name(monkeypatch):
 @contextmanager
 def process(code, *arguments):
     """A process that has said its first line; it is killed at the end if not before."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
+    child = Program(code, *arguments)
     try:
-        assert child.stdout.readline().strip() in ("half", "ready")
+        line = child.stdout.readline()
+        assert line.strip() in ("half", "ready"), line + child.stdout.read()
         yield child
     finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+        child.close()
 
 
 def found(tier, group, numbers):
