@@ -102,10 +102,13 @@ NOT_QUICK = (
 
 LONG = (
     "adapters/transformers/test_families.py",
+    "schedules/test_schedules.py",
+    "memory/test_kernels.py",
     "docs/test_site.py",
     "docs/test_docs.py",
     "adapters/transformers/test_restart.py",
     "adapters/transformers/test_compile.py",
+    "memory/test_digest.py",
     "cli/test_transfer.py",
     "docs/test_examples.py",
     "cli/test_process.py",
