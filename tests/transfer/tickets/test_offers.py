@@ -229,6 +229,7 @@ def test_an_engine_knows_itself_what_its_blocks_hold_once_a_pull_is_over(agent, 
         with pytest.raises(TransferError, match="a pull is still writing to them"):
             relay.offer_blocks(into, 4)
         agent.withdraw(ticket)
+        wait_for(lambda: ticket.lease not in agent.server.leases)
         fabric.reconnect(*cable)
         with pytest.raises(TransferError):
             pull.wait(20)
