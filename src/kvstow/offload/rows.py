@@ -6,6 +6,7 @@ Where it is not, the row is the packed row of the same layers, and a route joins
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from math import lcm
 
 import numpy as np
@@ -167,6 +168,17 @@ class RowMapping:
             copies = self._direct(ids, there_ids)
             return Copies(copies.destination, copies.source, copies.nbytes)
         return self._routed(self._routes[1], there_ids, ids)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The bytes `[start, end)` of a row of the other layout that are a block's, ascending."""
+        here, there = (
+            np.array([NULL_SLABS * layout.groups[g].rows_per_slab])
+            for layout, g in ((self._here, self._group), (self._there, self._there_group))
+        )
+        copies = self.out(here, there)
+        first = copies.destination - starts(self._there, self._there_group, there)
+        return tuple(sorted(zip(first.tolist(), (first + copies.nbytes).tolist(), strict=True)))
 
     def _direct(self, ids: Ints, there_ids: Ints) -> Copies:
         nbytes = np.full(len(ids), self._here.row_bytes(self._group))

@@ -10,6 +10,7 @@ from kvstow.memory.arena import Arena
 from kvstow.memory.kernels.sums import sum_rows
 from kvstow.offload.disk.tier import DiskTier
 from kvstow.offload.host.tier import HostTier
+from kvstow.offload.mover.checks import weighted_sum
 from kvstow.offload.mover.mover import Limits, Mover
 from kvstow.plan.layout import Order
 from offloading import hybrid, key, numbered_row, row_bytes
@@ -82,6 +83,22 @@ def test_a_damaged_row_comes_from_the_tier_below(tmp_path: Path):
     assert (row_bytes(arena.layout, 0, 6, arena.bytes.numpy()) == before).all()
 
 
+@pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_row_that_was_damaged_in_host_memory_does_not_go_on_to_the_disk(
+    tmp_path: Path, order: Order, group: int
+):
+    _, host, mover = made(order, tmp_path)
+    keys = stored(mover, group, [3, 4])
+    damage(host, group, keys[1])
+    mover.drain()  # what was stored goes on
+    assert host.contains(group, keys).tolist() == [True, False]
+    assert host.counts.failures == 1
+    disk = DiskTier(tmp_path, threads=0)
+    assert disk.contains(group, keys).tolist() == [True, False]
+    disk.close()
+
+
 def test_rows_stored_again_are_compared_with_what_was_stored_last():
     arena, host, mover = made()
     keys = stored(mover, 0, [3])
@@ -137,3 +154,7 @@ def test_the_kernel_sums_words_weighted_by_their_place_in_the_row():
             x = (place + i + 1) * 0x9E3779B97F4A7C15 % 2**64
             expected[row] += words[start + i] * ((x ^ (x >> 31)) | 1)
     assert [int(found) % 2**64 for found in sums] == [each % 2**64 for each in expected]
+    row = memory[10:710].clone(), memory[800:803].clone()
+    in_host_memory = torch.cat((*row, memory[:5])).view(torch.uint8).numpy()
+    for runs in ([(0, 8 * 703)], [(0, 8 * 700), (8 * 700, 8 * 703)]):
+        assert weighted_sum(in_host_memory, runs) == int(sums[1])

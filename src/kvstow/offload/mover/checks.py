@@ -2,14 +2,17 @@
 
     store   arena → host; the sum of the row in the arena is noted
     load    host → arena; the sum of the row in the arena must be the noted one
+    demote  host → disk; the sum of the row in host memory must be
 
-So a row that was damaged in host memory, or on the way, is found before anybody uses it. On CUDA a
-kernel sums weighted words where they lie; elsewhere it is XXH3. Rows that came from a tier below
-were compared with their checksum there, and have no sum here.
+So a row that was damaged in host memory, or on the way, is found before anybody uses it, and before
+a disk gives it a checksum of its own. On CUDA a kernel sums weighted words where they lie;
+elsewhere it is XXH3. Rows that came from a tier below were compared with their checksum there, and
+have no sum here.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +117,39 @@ class RowChecks:
 
     def good(self, group: int, keys: Sequence[bytes], rows: Ints, sums: Sums) -> Bools:
         """Which rows, held meanwhile, have come back as they left, as far as that is known."""
-        noted = [self._sums[group].get(row, (b"", 0)) for row in rows.tolist()]
-        found = zip(keys, noted, sums.tolist(), strict=True)
-        return np.array([known != key or left == back for key, (known, left), back in found], bool)
+        found = zip(self._noted(group, keys, rows), sums.tolist(), strict=True)
+        return np.array([left is None or left == back for left, back in found], bool)
+
+    def unchanged(
+        self, group: int, keys: Sequence[bytes], rows: Ints, runs: Sequence[tuple[int, int]]
+    ) -> Bools:
+        """Which rows, held meanwhile, lie in the tier as they left, as far as that is known. `runs`
+        are the bytes of a row that count."""
+        found = zip(self._noted(group, keys, rows), self._host.views(group, rows), strict=True)
+        return np.array([left is None or left == self._sum(row, runs) for left, row in found], bool)
+
+    def _noted(self, group: int, keys: Sequence[bytes], rows: Ints) -> list[int | None]:
+        """The sum that each row left with; None where nothing is known."""
+        noted = (self._sums[group].get(row, (b"", 0)) for row in rows.tolist())
+        pairs = zip(keys, noted, strict=True)
+        return [left if known == key else None for key, (known, left) in pairs]
+
+    def _sum(self, row: Bytes, runs: Sequence[tuple[int, int]]) -> int:
+        """The sum of a row where it lies in the tier."""
+        if self._arena.device.type == "cuda":
+            return weighted_sum(row, runs)
+        parts = [row[a:b] for a, b in runs]
+        return checksum(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def weighted_sum(row: Bytes, runs: Sequence[tuple[int, int]]) -> int:
+    """What the kernel counts (`memory.kernels.sums`), of a row in host memory."""
+    parts = (np.dot(row[a:b].view(np.uint64), _weights(a // WORD, b // WORD)) for a, b in runs)
+    return int(np.array([*parts], np.uint64).sum(dtype=np.uint64).astype(np.int64))
+
+
+@lru_cache(maxsize=8)
+def _weights(first: int, end: int) -> npt.NDArray[np.uint64]:
+    """A number for each place of a word in a row."""
+    x = np.arange(first + 1, end + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)

@@ -75,8 +75,9 @@ class Mover:
     """Moves rows of one arena through a host tier and, if there is one, a tier below it.
 
     Call `store`, `load`, `prefetch` and `reap` from the thread that owns the pool. With `checked`,
-    rows that come back from the host tier are compared with what left (`checks`); those that
-    differ are forgotten, and fetched from the tier below where that has them.
+    rows that come back from the host tier, or go on below it, are compared with what left
+    (`checks`); those that differ are forgotten, and fetched from the tier below where that has
+    them.
     """
 
     def __init__(
@@ -393,10 +394,19 @@ class Mover:
         assert self._below is not None
         group = self._host_group[job.group]
         keys, links = job.keys[positions], job.links[positions]
+        damaged: Sequence[bytes] = ()
         with self._host.held(group, keys) as (mask, rows):
+            if self._checks is not None:
+                runs = self._mappings[job.group].runs
+                good = self._checks.unchanged(group, chosen(keys, mask), rows, runs)
+                damaged = chosen(chosen(keys, mask), ~good)
+                mask[mask], rows = good, rows[good]
             views = self._host.views(group, rows)
             kept = stored_in(self._below, group, chosen(keys, mask), views, chosen(links, mask))
         job.moved[positions][mask] = kept
+        if damaged:
+            log.warning("%d rows were damaged in host memory, and are forgotten", len(damaged))
+            self._host.discard(group, damaged)
 
 
 def _queue(urgent: JobKind, limits: Limits) -> JobQueue:
