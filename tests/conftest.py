@@ -13,9 +13,10 @@ from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 # Tensors of tests are tiny: torch's threads would only wait for each other, by spinning. Engines of
-# vLLM, which has an environment of its own, choose themselves. (`vllm` alone is found always: it is
-# a folder of tests.)
-if importlib.util.find_spec("vllm.config") is None:
+# vLLM, which has an environment of its own, choose themselves. (A folder of tests is called `vllm`,
+# too: it has no origin.)
+vllm = importlib.util.find_spec("vllm")
+if vllm is None or vllm.origin is None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 OPT_IN_MARKERS = ("gpu", "slow", "vllm", "dynamo", "lmcache", "sglang", "remote")
