@@ -141,7 +141,9 @@ def test_top_shows_a_process_without_a_disk_that_is_named_by_its_agent(host_only
 
 def test_top_shows_what_agents_without_tiers_pull_and_serve():
     layout, fabric = encode(hybrid()), Fabric()
-    with closing(Node(layout, fabric, "far")) as far, closing(Node(layout, fabric, "near")) as near:
+    far = Node(layout, fabric, "far")
+    near = Node(layout, fabric, "near", {"direction": "read"})
+    with closing(far), closing(near):
         blocks = rows_for(far.layout, 20, 1)
         ticket = far.offer(blocks, 20, readers=2)
         moved = near.pull([ticket], blocks)["bytes"]

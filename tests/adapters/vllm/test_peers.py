@@ -517,7 +517,7 @@ def test_peers_are_a_list_or_a_text(given: object):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"peers": ["http://a:7000"]}, "'http' is not tcp"),
+        ({"peers": ["http://a:7000"]}, "'http://a:7000': does not begin with tcp"),
         ({"peers": "dns://b"}, "no host or no port"),
         ({"peers": 7}, "not of type tuple"),
         ({"lend": "tcp://127.0.0.1:*"}, "host_bytes is 0"),
