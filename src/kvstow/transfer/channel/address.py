@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 from kvstow.errors import TransferError
 
 MOST_CHARACTERS = 512
-SCHEMES = ("tcp", "ipc", "inproc")
+SCHEMES = ("tcp://", "ipc://", "inproc://")
+NO_SCHEME = "does not begin with tcp://, ipc:// or inproc://"
 
 
 def is_loopback(address: str) -> bool:
@@ -23,9 +24,9 @@ def is_loopback(address: str) -> bool:
 
 def check_listened(address: str) -> None:
     """TransferError unless this looks like an address that an agent can listen at."""
-    if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+    if not address.startswith(SCHEMES):
         raise TransferError(
-            f"cannot listen on {address!r}: it does not begin with {spoken_schemes()}\n\n"
+            f"cannot listen on {address!r}: it {NO_SCHEME}\n\n"
             "hint: tcp://127.0.0.1:* is any free port of this machine",
             kind="refused",
         )
@@ -62,10 +63,4 @@ def _fault(address: str) -> str:
         return "" if host and port else "has no host or no port"
     if parts.scheme in ("ipc", "inproc"):
         return "" if address.removeprefix(f"{parts.scheme}://") else "has no name"
-    return f"does not begin with {spoken_schemes()}"
-
-
-def spoken_schemes() -> str:
-    """How an address begins, in words."""
-    *most, last = (f"{scheme}://" for scheme in SCHEMES)
-    return f"{', '.join(most)} or {last}"
+    return NO_SCHEME
